@@ -19,10 +19,10 @@ import plotly.graph_objects as go
 from experiments.drawn import draw, error_bars
 from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
+from sinkscope.bench.benchmark import bench
 from sinkscope.bench.finding import BenchGroup, finding
 from sinkscope.bench.methods import Method, read_method
 from sinkscope.bench.record import BenchRun, read_run
-from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure.margin import share_interval

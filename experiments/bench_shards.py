@@ -92,8 +92,7 @@ def calls() -> dict[str, Callable[[Any], Any]]:
     """Each call of the table, as a function of the model."""
     found: dict[str, Callable[[Any], Any]] = {
         "find_sinks": ss.find_sinks,
-        "heads": partial(ss.heads, n_tokens=6),
-        "circuit": ss.circuit,
+        "why_sink": ss.why_sink,
         "repeat": partial(ss.repeat, max_repeats=64, quantity="attention"),
         "lines": partial(ss.lines, count=4, length=128),
         "trace, all sites": partial(ss.trace, tokens=IDS, sites="*"),
@@ -102,7 +101,6 @@ def calls() -> dict[str, Callable[[Any], Any]]:
     edits = {
         "Ablate, a neuron": ss.Ablate(sites="L1.N338"),
         "Ablate, a head": ss.Ablate(heads="L1.H2"),
-        "Quantize": ss.Quantize(kv=8),
         "H2O": ss.kv.H2O(24),
         "SnapKV": ss.kv.SnapKV(24),
         "TOVA": ss.kv.TOVA(24),

@@ -46,8 +46,8 @@ COVERING = (  # each has something that those before it do not have
 """Types of which the default tests examine every sixth in full."""
 INTRODUCTION = """# Is my model served?
 
-`sinkscope models --check MODEL` answers for one model: it prints the adapter, the figures of the proof, and what is
-served.
+`ss.load(MODEL)` and every command answer for one model: its parts are proved when it is opened, and an error says what
+is not found.
 
 `python -m experiments.model_types` made the table of types with transformers {version}. Each decoder type was made as
 a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers of released checkpoints.

@@ -7,11 +7,26 @@ each of them lives, for Python and for type checkers; measurements of other pack
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 import lazy_loader
 
 __version__ = "0.2.0"
+
+ROOMS = ("kv", "loops", "bench", "sparse")
+"""Packages within this one whose names are used as `sinkscope.kv.SnapKV`."""
+LEFT = {
+    "Quantize": "it left in version 0.3, and nothing has its work",
+    "circuit": "it is why_sink",
+    "heads": "why_sink has its work",
+    "lines_loss": "experiments.loopserve.lines_loss of a clone has its work",
+    "patch_eval": "patch(model, file=...) has its work",
+    "patch_make": "it is patch",
+    "precision": "it left in version 0.3, and nothing has its work",
+    "why": "it is why_loop",
+}
+"""Names of version 0.2 that left, each with what to use instead."""
 
 _stated, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
@@ -32,9 +47,20 @@ def __getattr__(name: str) -> Any:
             return _stated(name)
     if not name.startswith("_") and name in _measurements():
         return globals().setdefault(name, _measurements()[name].load())
+    if name.startswith("__"):  # Python asks for names of its own, and the remedy may import torch
+        raise AttributeError(f"module 'sinkscope' has no attribute {name!r}")
+    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; {_elsewhere(name)}")
+
+
+def _elsewhere(name: str) -> str:
+    """What to use instead of a name that is not here."""
+    if name in LEFT:
+        return LEFT[name]
+    for room in ROOMS:
+        if name in getattr(import_module(f"sinkscope.{room}"), "__all__", ()):
+            return f"it is sinkscope.{room}.{name}"
     near = get_close_matches(name, __dir__(), 1)
-    remedy = f"did you mean {near[0]}?" if near else f"it has: {', '.join(__dir__())}"
-    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; {remedy}")
+    return f"did you mean {near[0]}?" if near else f"it has: {', '.join(__dir__())}"
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,9 @@
 """The public names for type checkers; `__init__.py` imports them when they are first used."""
 
+from . import bench as bench
 from . import kv as kv
 from . import loops as loops
+from . import sparse as sparse
 from .app.compare import compare as compare
 from .app.report import report as report
 from .app.scan import scan as scan
@@ -15,37 +17,27 @@ from .hooks.edit.base import Intervention as Intervention
 from .hooks.edit.edits import Ablate as Ablate
 from .hooks.edit.edits import Add as Add
 from .hooks.edit.knockout import Knockout as Knockout
-from .hooks.edit.quantize import Quantize as Quantize
 from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.trace import trace as trace
 from .loops.barcode import barcode as barcode
-from .loops.dry import DRY as DRY
 from .loops.generate import generate as generate
 from .loops.guard.guard import LoopGuard as LoopGuard
-from .loops.guard.steer import Steer as Steer
-from .loops.why import why as why
+from .loops.why import why_loop as why_loop
 from .measure.measurement import Measurement as Measurement
 from .models.checkpoints.locate import list_models as list_models
 from .opening.load import load as load
 from .results.result import Result as Result
 from .sinks.attack import attack as attack
-from .sinks.marking_heads import heads as heads
 from .sinks.mask import sink_dims as sink_dims
 from .sinks.mask import sink_mask as sink_mask
 from .sinks.metrics import sink_metrics as sink_metrics
-from .sinks.patch import patch_eval as patch_eval
-from .sinks.patch import patch_make as patch_make
-from .sinks.precision import precision as precision
+from .sinks.patch import patch as patch
 from .sinks.repeat import repeat as repeat
-from .sinks.spikes.find import circuit as circuit
 from .sinks.spikes.find import find_sinks as find_sinks
 from .sinks.training import SinkCallback as SinkCallback
+from .sinks.why_sink import why_sink as why_sink
 from .sparse.lines import lines as lines
-from .sparse.lines_loss import lines_loss as lines_loss
 from .sparse.serve import LoopServe as LoopServe
-from .sparse.shapes import AShape as AShape
-from .sparse.shapes import MInference as MInference
-from .sparse.shapes import TriShape as TriShape
 
 __version__: str
 

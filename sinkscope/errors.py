@@ -35,10 +35,6 @@ class UnsupportedError(SinkscopeError):
     """The model, or the kind of model object, cannot do what was asked; the message names what can."""
 
 
-class CutShortError(SinkscopeError):
-    """The time that was given for a measurement is over."""
-
-
 class SinkscopeWarning(UserWarning):
     """Something that the user should know although the work goes on; the command line prints it as one line."""
 

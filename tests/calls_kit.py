@@ -16,14 +16,13 @@ from sinkscope.kv.registry import policies
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
 MEASURED: dict[str, Callable[..., Any]] = {
     "find_sinks": partial(ss.find_sinks, max_repeats=16),
-    "heads": partial(ss.heads, n_tokens=2),
-    "circuit": partial(ss.circuit, max_repeats=16),
+    "why_sink": partial(ss.why_sink, max_repeats=16),
     "repeat": partial(ss.repeat, max_repeats=24),
     "probability": partial(ss.repeat, max_repeats=24, quantity="probability"),
     "attack": partial(ss.attack, length=4, n_tokens=16, sequences=4),
-    "patch make": partial(ss.patch_make, max_repeats=300, pieces=2, length=16),
+    "patch": partial(ss.patch, max_repeats=300, pieces=2, length=16),
     "lines": partial(ss.lines, count=2, length=48),
-    "why": partial(ss.why, prompt=IDS[0].tolist(), max_new_tokens=60),
+    "why_loop": partial(ss.why_loop, prompt=IDS[0].tolist(), max_new_tokens=60),
 }
 
 
@@ -40,8 +39,6 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
         "Ablate, heads": ss.Ablate(heads=[(1, 0), (1, 3), (2, 1)], value=0.5),
         "Add": ss.Add(torch.linspace(-1, 1, config.hidden_size), "blocks.1.hook_resid_post"),
         "SinkPatch": ss.SinkPatch(sites=sites),
-        "Quantize": ss.Quantize(kv=4),
-        "Quantize, activations": ss.Quantize(activations=8, scale="tensor", neurons=["L1.N31"], positions="first"),
         "LoopServe": ss.LoopServe(12),
     }
     for name, policy in policies().items():

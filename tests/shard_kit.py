@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope as ss
 from sinkscope.app import cli
-from sinkscope.bench import run_bench
+from sinkscope.bench import run as run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.shards import split_weight
 from sinkscope.sinks.spikes import survey
@@ -29,7 +29,7 @@ def unequal_seeds(model, tokenizer):
 
 
 def unequal_settings(model, tokenizer):
-    ss.heads(model, tokenizer=tokenizer, n_tokens=4 + dist.get_rank())
+    ss.attack(model, tokenizer=tokenizer, n_tokens=12 + dist.get_rank())
 
 
 def alone(model, tokenizer):

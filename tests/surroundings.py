@@ -149,7 +149,7 @@ def _edits(model: Any, ids: torch.Tensor, wrong: list[str]) -> Callable[[], None
 
 
 def _measures(model: Any, _ids: torch.Tensor, wrong: list[str]) -> Callable[[], None]:
-    return _repeats(lambda: ss.heads(model, n_tokens=2).to_dict()["result"], operator.eq, wrong)
+    return _repeats(lambda: ss.attack(model, length=2, n_tokens=8, sequences=2).to_dict()["result"], operator.eq, wrong)
 
 
 SURROUNDINGS: dict[str, Surrounding] = {

@@ -42,11 +42,10 @@ COMMANDS = {
     "repeat-attention": "repeat --quantity attention --max-repeats 256 {all}",
     "repeat-probability": "repeat --quantity probability --max-repeats 256 {all}",
     "repeat-all": "repeat --tokens all --sample 64 --max-repeats 256 {all}",
-    "circuit": "circuit --max-repeats 256 {all}",
-    "heads": "heads --n-tokens 8 {all}",
+    "why-sink": "why-sink --max-repeats 256 {all}",
     "attack": "attack --length 8 --sequences 16 {all}",
-    "patch-make": "patch make --out patch.json --max-repeats 256 --pieces 2 --length 64 {all}",
-    "patch-eval": "patch eval --patch patch.json --pieces 4 --length 64 {all}",
+    "patch": "patch --out patch.json --max-repeats 256 --pieces 2 --length 64 {all}",
+    "patch-file": "patch --file patch.json --pieces 4 --length 64 {all}",
     "patch-generate": f"generate {_PROMPT} --max-new-tokens 16 --patch patch.json",
     "barcode": "barcode --prompt-file {inputs}/prompt.txt --max-new-tokens 96 {all}",
     "barcode-policy": "barcode --max-new-tokens 32 --policy h2o:32 {all}",
@@ -56,13 +55,13 @@ COMMANDS = {
     "generate-policy": f"generate {_PROMPT} --max-new-tokens 32 --policy snapkv:72",
     "generate-guard": f"generate {_PROMPT} --max-new-tokens 400 --guard",
     "bench-file": "bench --task {inputs}/prompts.jsonl --out file --max-new-tokens 12 {methods} {model}",
-    "bench-file-table": "bench table file {json}",
+    "bench-file-table": "bench file {json}",
     "bench-text": "bench --task text:source={inputs}/prompts.jsonl:prompt=120:answer=12 --out text {methods} {model}",
-    "bench-text-table": "bench table text {json}",
+    "bench-text-table": "bench text {json}",
 }
 ONCE = {  # these measure no model, or the recall model of the package
     "bench-recall": "bench --task recall --out recall --methods full,streaming:0.25,h2o:0.25,loopserve:0.25",
-    "bench-recall-table": "bench table recall {json}",
+    "bench-recall-table": "bench recall {json}",
     "loops": "loops {inputs}/outputs.jsonl {json}",
 }
 ONLY = click.option("--only", default="", help="Only the results whose names begin so: a command, such as patch.")

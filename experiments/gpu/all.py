@@ -19,8 +19,8 @@ together, in the second, on as many cores as there are:
 - `loops-MODEL`: answers of 2,500 tokens of each model that is given, with and without the guard.
 
 Without `--only` these are made in this order. By name alone: `adapters` (models of true widths), `shape` (a checkpoint
-of Llama-2-7B's shape with a planted circuit), the package's commands on it (`find-sinks-shape`, `circuit-shape`,
-`patch-shape`; DIR/shape/circuit.json has the answer), and these and `precision-MODEL` on the models that are given.
+of Llama-2-7B's shape with a planted circuit), the package's commands on it (`find-sinks-shape`, `why-sink-shape`,
+`patch-shape`; DIR/shape/circuit.json has the answer), and these on the models that are given.
 `--only` takes all parts whose names begin so.
 
 Each part runs in a process of its own. A part that fails says why and the others go on. `bands` and `overhead` have
@@ -62,11 +62,10 @@ AT_MOST = {"bands": 240.0, "overhead": 290.0}  # seconds
 LATE = 40  # seconds before it would be ended at which a part ends itself
 COMMANDS = {  # of the package, on every model
     "find-sinks": "find-sinks {model} --json {out}/find-sinks-{name}.json",
-    "circuit": "circuit {model} --json {out}/circuit-{name}.json",
-    "patch": "patch make {model} --out {out}/patch-{name}.json",
+    "why-sink": "why-sink {model} --json {out}/why-sink-{name}.json",
+    "patch": "patch {model} --out {out}/patch-{name}.json",
 }
 OF_REAL = {  # on models that have an unembedding
-    "precision": "precision {model} --json {out}/precision-{name}.json",
     "loops": "bench --model {model} --task loops:source=text:count={count} --batch-size {count} --max-new-tokens {new} "
     "--methods loopguard,full,loopguard:paper --out {out}/loops-{name}",
 }

@@ -1,4 +1,4 @@
-"""What `sinkscope why` says of loops of real models.
+"""What `sinkscope why-loop` says of loops of real models.
 
     python -m experiments.loopguard.real WORK --model FILE                      # for each real model
     python -m experiments.loopguard.why --runs WORK --real FOLDER [--out figures]
@@ -18,7 +18,7 @@ from experiments.loopguard.real_openings import openings_of
 from experiments.record import Row, earlier, write_record
 from experiments.script import run
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.loops.why import Why, why
+from sinkscope.loops.why import WhyLoop, why_loop
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
@@ -43,12 +43,12 @@ def loops_of(work: Path, model: str, half: str) -> list[Row]:
 def asked_of_output(setup: Setup, output: Row) -> Row:
     """What keeps a loop going in which an output of a real model ends."""
     started = time.process_time()
-    found = why.on(setup, prompt=output["opening"], answer=output["tokens"], cuts=CUTS)
+    found = why_loop.on(setup, prompt=output["opening"], answer=output["tokens"], cuts=CUTS)
     about = {key: output[key] for key in ("model", "half", "kind", "number")}
     return {**about, **row_of(found), "cpu_seconds": round(time.process_time() - started, 1)}
 
 
-def row_of(found: Why) -> Row:
+def row_of(found: WhyLoop) -> Row:
     """A measurement in a row."""
     said = NO_LOOP
     if found.period is not None:

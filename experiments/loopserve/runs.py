@@ -23,9 +23,9 @@ from torch import Tensor
 
 from experiments.record import Row
 from sinkscope.bench.answer import Answer, Batch, cells_of, row_events
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, BenchRun
-from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.files.records import Natural, Whole

@@ -1,4 +1,4 @@
-"""Texts of four kinds as JSON lines, of which `sinkscope lines-loss` reads the loss along lines.
+"""Texts of four kinds as JSON lines, of which `experiments.loopserve.lines_loss` reads the loss along lines.
 
     python -m experiments.loopserve.texts --out texts.jsonl --dialogue-files FILE ... [--count 3] [--characters 12000]
 

@@ -48,30 +48,23 @@ class Command:
 
 
 COMMANDS = {
-    "models": Command("models --check {model}"),
     "find-sinks": Command("find-sinks {model} --json results/find-sinks.json"),
-    "heads": Command("heads {model} --json results/heads.json"),
     "repeat": Command("repeat {model} --tokens the,company,cat --max-repeats 512 --json results/repeat.json"),
     "lines": Command("lines {model} --data texts.jsonl --length 256 --etas 0.1 --json results/lines.json"),
-    "lines-loss": Command(
-        "lines-loss {model} --data texts.jsonl --count 4 --length 512 --alphas 0.9 --json results/lines-loss.json"
-    ),
     "generate": Command("generate --model {model} --prompt-file prompt.txt --max-new-tokens 160"),
     "generate --policy": Command("generate --model {model} --prompt-file long.txt --policy snapkv:0.5"),
     "generate --guard": Command("generate --model {model} --prompt-file prompt.txt --max-new-tokens 160 --guard"),
     "loops": Command("loops answer.txt --json results/loops.json", needs="answer.txt"),
     "barcode": Command("barcode {model} --prompt-file prompt.txt --max-new-tokens 160 --json results/barcode.json"),
-    "why": Command("why {model} --prompt-file prompt.txt --max-new-tokens 160 --cuts 3 --json results/why.json"),
-    "circuit": Command("circuit {model} --json results/circuit.json"),
+    "why-loop": Command(
+        "why-loop {model} --prompt-file prompt.txt --max-new-tokens 160 --cuts 3 --json results/why-loop.json"
+    ),
+    "why-sink": Command("why-sink {model} --json results/why-sink.json"),
     "attack": Command("attack {model} --json results/attack.json"),
-    "precision": Command("precision {model} --schemes a8-tensor,kv4 --json results/precision.json"),
-    "patch make": Command("patch make {model} --out patch.json --json results/patch-make.json"),
-    "patch eval": Command("patch eval {model} --patch patch.json --json results/patch-eval.json", needs="patch.json"),
+    "patch": Command("patch {model} --out patch.json --json results/patch.json"),
     "bench": Command("bench --model {model} --task text --methods full,streaming:0.5,snapkv:0.5 --out runs"),
-    "bench table": Command("bench table runs", needs="runs"),
     "view": Command("view {model} --html view.html"),
     "scan --quick": Command("scan {model} --quick --out scan"),
-    "scan table": Command("scan table .", needs="scan/card.json"),
     "report": Command("report results --out report.html", needs="results/find-sinks.json"),
     "check-cache": Command("check-cache snapkv"),
 }

@@ -118,12 +118,6 @@ def row_of(name: str, measured: Row, plain: str) -> list[str]:
     return [f"`{name}`", f"{measured['cpu_seconds']:.0f}", f"{measured['peak_bytes'] / 1e9:.1f}", said, plain]
 
 
-def sizes(readings: Row) -> str:
-    """How many layers and heads there are."""
-    spike = readings["spike"]
-    return f"{spike['n_layers']} layers, {spike['n_heads']} heads, {spike['n_kv_heads']} kv heads"
-
-
 def spike(readings: Row) -> str:
     """Where the norm is made, by which neurons, and who attends to it."""
     spike, neurons = readings["spike"], []
@@ -146,12 +140,6 @@ def ablation(readings: Row) -> str:
         f"{needed['heads']} heads (from {intact['heads']}), perplexity times {needed['perplexity_ratio']:.2f}; without "
         f"random ones {random['ratio']:.0f} times, {random['heads']} heads"
     )
-
-
-def mark(readings: Row) -> str:
-    """What the heads of layer 0 mark."""
-    left = readings["mark"]["left_without_heads_of_layer_0"]
-    return f"with all heads of layer 0 at their mean the first neuron keeps {left:.0%} of its activation"
 
 
 def copies(readings: Row) -> str:
@@ -187,12 +175,10 @@ def loops(readings: Row) -> str:
 
 
 PLAIN = {
-    "models": sizes,
     "find-sinks": spike,
-    "circuit": ablation,
-    "heads": mark,
+    "why-sink": ablation,
     "repeat": copies,
-    "patch make": patch,
+    "patch": patch,
     "lines": lines,
     "generate": loops,
 }

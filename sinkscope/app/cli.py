@@ -18,7 +18,7 @@ import click
 from click.exceptions import NoSuchCommand
 
 from sinkscope import __version__
-from sinkscope.app.commands import COMMANDS
+from sinkscope.app.commands import COMMANDS, LEFT
 from sinkscope.app.commands.others import ELSEWHERE, other_command, other_commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.plain import as_utf8
@@ -32,8 +32,8 @@ ABOUT = """Find the attention sink of a language model, verify it by ablation, a
 
 \b
 Examples:
-  sinkscope demo
-  sinkscope scan MODEL
+  sinkscope scan
+  sinkscope find-sinks MODEL
 Documentation: {page}"""
 WIDEST_HELP = 120
 """Characters of a line of help where the terminal has room for them."""
@@ -57,14 +57,13 @@ class CommandLine(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Take the longest words that are a command: `bench table` is one, and `bench` with options is another."""
-        every, words = self.list_commands(ctx), " ".join(args[:2])
-        if words in every:
-            args = [words, *args[2:]]
-        elif args[0] not in every:
-            heads = [known.partition(" ")[0] for known in every]
-            name = words if args[0] in heads else args[0]
-            raise NoSuchCommand(name, possibilities=every, ctx=ctx)
+        """Find the command of the first word; of one that left, say what has its work."""
+        words, every = " ".join(args[:2]), self.list_commands(ctx)
+        for name in (words, args[0]):
+            if name in LEFT and name not in every:
+                raise SinkscopeError(f"`sinkscope {name}` left in version 0.3: {LEFT[name]}")
+        if args[0] not in every:
+            raise NoSuchCommand(args[0], possibilities=every, ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -24,6 +24,7 @@ from sinkscope.files.output import natural_key, path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
 from sinkscope.files.records import Whole
+from sinkscope.files.store import begun_by
 from sinkscope.measure.changes import Change, by_chance, changes_of
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.cards import Card
@@ -307,6 +308,8 @@ def expanded(thing: Any) -> list[Any]:
         is_result = path.suffix == ".json" and path.is_file()
         if is_result or (path / "config.json").is_file() or (path / CARD).is_file():
             inside.append(path)
+        elif path.is_dir() and begun_by(path) == "scan":
+            note(f"{path.name} is left out: its scan has not ended, and the same command goes on with it")
     if not inside:
         raise SinkscopeError(
             f"{pathless(str(thing))} holds no results and no checkpoints: give the folder of JSON files, of scans, or "

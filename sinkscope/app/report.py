@@ -1,23 +1,20 @@
-"""Lists of results: the sections of a page, which a folder and a scan share, and the cards of several scans."""
+"""`report`: all results of a folder on one page, and the sections of a page, which a scan shares."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
-from sinkscope.app.card import CARD, SinkCard
+from sinkscope.app.card import CARD
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.output import check_output, natural_key, path_of, paths_below, write_output
+from sinkscope.files.output import check_output, paths_below, write_output
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
-from sinkscope.results.notation import count_of, percent
+from sinkscope.results.notation import count_of
 from sinkscope.results.pages import Section, document, render
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Table
 
 UNFINISHED = "a scan that has not ended; its command goes on with it"
 
@@ -123,112 +120,3 @@ def _listed(root: Path) -> list[Path]:
         elif (path / RECORDS).is_file() and not (path / CARD).is_file():
             listed.append(path)
     return listed
-
-
-def read_card(path: str | Path) -> SinkCard:
-    """Read the card in a file, or in the folder of a scan.
-
-    Raises:
-        SinkscopeError: There is no card.
-    """
-    file = path_of(path)
-    if file.is_dir():
-        file = file / CARD
-    if not file.is_file():
-        raise SinkscopeError(f"{path} holds no card: give the card.json of a scan, or the scan's folder")
-    return SinkCard.load(file)
-
-
-# --- many cards ---
-
-NO_CARD = "it is not finished, or failed: run the same command again to see why"
-ON_CARDS = {
-    "place": ("find_sinks", "place", "value"),
-    "layers": ("find_sinks", "layers", "value"),
-    "neurons": ("find_sinks", "neurons", "value"),
-    "heads": ("find_sinks", "heads", "value"),
-    "loops": ("loops", "text.full.loop", "value"),
-    "loops_margin": ("loops", "text.full.loop", "margin"),
-}
-"""Columns that repeat a number of the card: the part, the number's key there, and what of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScanTable(Result):
-    """The cards of several scans.
-
-    Attributes:
-        scans: A row for each, in the order of their names: `scan`, the name of its folder; the numbers of its card; and
-            `problem`, why there is no card.
-    """
-
-    kind = "scan-table"
-    page = "scan"
-    columns = ("scan", "layers", "neurons", "heads", "loops")
-    glossary: ClassVar = {
-        "scan": "name of the folder",
-        "place": "where the spike is that most heads read",
-        "layers": "the layers in which it stands out",
-        "neurons": "the smallest set of neurons found that it needs",
-        "heads": "share of heads that attend to the sink",
-        "loops": "share of greedy answers that loop",
-        "loops_margin": "two standard errors of that",
-        "problem": "why there is no card",
-    }
-
-    scans: tuple[dict[str, Any], ...]
-
-    @property
-    def exit_code(self) -> int:
-        """1 if a scan has no card."""
-        return int(any(row["problem"] for row in self.scans))
-
-    def rows(self) -> Table:
-        """Return one row per scan."""
-        return list(self.scans)
-
-    def conclusion(self) -> str:
-        """Return how many of the models have a spike, and how many heads attend to the sink."""
-        measured = [row for row in self.scans if not row["problem"]]
-        having = [row for row in measured if row["place"]]
-        sentence = f"{len(having)} of {len(measured)} models have a norm spike"
-        heads = sorted(row["heads"] for row in measured if row["heads"] is not None)
-        if heads:
-            shares = " to ".join(dict.fromkeys([percent(heads[0]), percent(heads[-1])]))
-            sentence += f"; {shares} of the heads attend to the sink"
-        return f"{sentence}."
-
-    def details(self) -> list[str]:
-        """Return what has no card."""
-        return [f"{row['scan']} has no card: {row['problem']}" for row in self.scans if row["problem"]]
-
-
-@checks_arguments
-def scan_table(folder: Path) -> ScanTable:
-    """Join the cards of several scans into one table, such as those of the checkpoints of a model.
-
-    If a scan has no card, the status is 1.
-
-    Args:
-        folder: The folder that holds the folders of the scans.
-
-    Raises:
-        SinkscopeError: There is no card, or one cannot be read.
-    """
-    rows: Table = []
-    made = UNKNOWN_PROVENANCE
-    for place in sorted(path_of(folder).glob("*/"), key=natural_key):
-        row: dict[str, Any] = {**dict.fromkeys(ScanTable.glossary), "scan": place.name, "problem": NO_CARD}
-        if (place / CARD).is_file():
-            card = read_card(place)
-            made, row["problem"] = card.provenance, ""
-            numbers = card.by_key()
-            for column, (part, key, what) in ON_CARDS.items():
-                row[column] = getattr(numbers.get((part, key)), what, None)
-        elif begun_by(place) != "scan":
-            continue
-        rows.append(row)
-    if all(row["problem"] for row in rows):
-        raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give the folder of their folders")
-    model = replace(UNKNOWN_MODEL, name=count_of(len(rows), "model"))
-    return ScanTable(model=model, settings={"folder": str(folder)}, provenance=made, scans=tuple(rows))

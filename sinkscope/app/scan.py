@@ -1,8 +1,7 @@
-"""`scan` runs the most important measurements on one open model and writes its sink card; `demo` is a tour of it."""
+"""`scan` runs the most important measurements on one open model and writes its sink card."""
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard
-from sinkscope.app.report import not_measured, read_card, sections_of, why_missing
-from sinkscope.bench.record import read_run
-from sinkscope.bench.run import run_bench
+from sinkscope.app.report import not_measured, sections_of, why_missing
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
-from sinkscope.errors import CutShortError, SinkscopeError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.kinds import measurements, other_measurements
 from sinkscope.files.output import write_output
@@ -38,6 +36,8 @@ from sinkscope.results.pages import document
 from sinkscope.results.result import Result
 
 PAGE = "card.html"
+TOUR = "sinkscope-demo"
+"""Folder of a scan without a model."""
 clock = time.perf_counter
 """Seconds that a user waits."""
 
@@ -84,7 +84,7 @@ class ScanPart:
 def measure_bench(
     setup: Setup, *, task: str, methods: Sequence[str], max_new_tokens: int | None = None, out: Path | None = None
 ) -> BenchTable:
-    """Return the table of a benchmark on an open model; if the time ends, that of the prompts that were answered.
+    """Return the table of a benchmark on an open model.
 
     Args:
         setup: The model.
@@ -93,27 +93,20 @@ def measure_bench(
         max_new_tokens: Longest answer.
         out: Folder for the records, from which the benchmark goes on.
     """
-    run = partial(run_bench, setup.target, task, methods, out=out, max_new_tokens=max_new_tokens, seed=setup.seed)
-    try:
-        return tabulate_records([run()])
-    except CutShortError:
-        table = None if out is None else tabulate_records([read_run(out)])
-        if table is None or not table.groups:
-            raise
-        return replace(table, settings={**table.settings, "cut": ["the other prompts"]})
+    answers = run_bench(setup.target, task, methods, out=out, max_new_tokens=max_new_tokens, seed=setup.seed)
+    return tabulate_records([answers])
 
 
 GUARDED = ("full", "loopguard")
 POLICIES = ("full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25")
 PARTS = (
     ScanPart("find_sinks", "Sink", streams=True),
-    ScanPart("circuit", "Circuit", quick={"max_repeats": 300}),
-    ScanPart("heads", quick={"n_tokens": 8}, streams=True),
+    ScanPart("why_sink", "Circuit", quick={"max_repeats": 300}),
     ScanPart("repeat", "Repetition", quick={"max_repeats": 300}, streams=True),
     ScanPart("attack", quick={"sequences": 8, "n_tokens": 96}),
-    ScanPart("patch_make", command="patch make", quick=None),
+    ScanPart("patch", quick=None),
     ScanPart("barcode", quick={"max_new_tokens": 64}),
-    ScanPart("why", quick={"max_new_tokens": 64, "cuts": 3}),
+    ScanPart("why_loop", quick={"max_new_tokens": 64, "cuts": 3}),
     ScanPart("lines", "Lines", quick={"count": 3, "length": 192}),
     ScanPart(
         "loops",
@@ -133,7 +126,6 @@ PARTS = (
         # a quarter of the prompt is more than the 64 tokens that SnapKV always keeps
         {"task": "text:count=1:prompt=320:answer=12", "methods": POLICIES},
     ),
-    ScanPart("precision", "Precision", quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}),
 )
 """What a scan runs, in the order of the card; after it, the measurements of other packages with their defaults."""
 QUICK_TEXTS = 8
@@ -156,8 +148,6 @@ def scan(
     out: str | Path | None = None,
     quick: bool = False,
     only: Sequence[str] | None = None,
-    within: str | None = None,
-    against: str | Path | None = None,
     **settings: Any,
 ) -> SinkCard:
     """Run all measurements on a model and write its sink card: one page and a JSON file.
@@ -166,21 +156,19 @@ def scan(
     left out, and the card says so. Every part is saved as it finishes, and the same command resumes after the last one.
 
     Args:
-        model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
+        model: A short name, hub id, folder or .gguf file; from Python also a live model. By default a tour: the
+            bundled model, quickly, with the page sinkscope-demo/card.html.
         out: Folder for the results and the card. By default scan-NAME.
         quick: Read fewer texts and measure less: a third to a tenth of the passes, the same number on any machine.
         only: Parts to run. By default all.
-        within: Time for all parts, such as 90s, 10m or 1h. A part that it ends keeps what it had measured, and the same
-            command goes on from there. If nothing was measured, the status is 1.
-        against: A card.json, or the folder of a scan, to compare with.
         settings: As for `sinkscope.measure.Setup.open`.
 
     Raises:
         SinkscopeError: A part is unknown, the model cannot be opened, or the folder holds something else.
     """
+    if model is None and out is None:
+        quick, out = True, TOUR
     parts = parts_to_run(quick, only)
-    seconds = None if within is None else read_duration(within)
-    other = None if against is None else read_card(against)
     setup = Setup.open(model, **settings)
     target = setup.target
     target.shards.check_alone("scan")
@@ -188,7 +176,7 @@ def scan(
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
-    plan = Plan(folder, quick, parts, seconds)
+    plan = Plan(folder, quick, parts)
     with Folder(folder, decisive, FinishedPart, option="--out") as finished:
         try:
             outcomes = _outcomes(finished, plan, setup)
@@ -200,8 +188,6 @@ def scan(
         card = SinkCard(
             quick=quick, parts=on_card, model=setup.info(), settings=decisive, provenance=setup.provenance()
         )
-        if other is not None:
-            card = card.compared(other)
         card.save(folder / CARD)
         write_output(folder / PAGE, _page(card, outcomes))
     note(f"Card: {folder / PAGE}")
@@ -216,13 +202,11 @@ class Plan:
         folder: Its folder.
         quick: Whether parts run with smaller numbers.
         parts: The parts.
-        seconds: Time for all parts. None: no limit.
     """
 
     folder: Path
     quick: bool
     parts: list[ScanPart]
-    seconds: float | None
 
 
 def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
@@ -243,7 +227,6 @@ def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
 def _outcomes(finished: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
     """Each part with its result, measured now or kept from an earlier run; or with why there is none."""
     outcomes: Outcomes = []
-    end = None if plan.seconds is None else clock() + plan.seconds
     for number, part in enumerate(plan.parts):
         setup.progress(f"scan: {part.alone}", number, len(plan.parts))
         outcome: Result | str | None = None
@@ -251,89 +234,51 @@ def _outcomes(finished: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outco
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
                 outcome = Result.load(plan.folder / part.file)
         if outcome is None:
-            began, limit = clock(), Limit(setup.target, _share(end, len(plan.parts) - number))
-            outcome = _measured(part, plan, setup, limit)
+            began, work = clock(), Work(setup.target)
+            outcome = _measured(part, plan, setup, work)
             if not sys.stderr.isatty():  # where there is no bar
-                done = f"done, {limit.work}"
-                if isinstance(outcome, str):
-                    done = outcome
-                elif "cut" in outcome.settings:
-                    done = f"cut short, {limit.work}"
+                done = outcome if isinstance(outcome, str) else f"done, {work}"
                 note(f"scan {number + 1} of {len(plan.parts)}: {part.alone}: {done} ({clock() - began:.0f} s)")
             if isinstance(outcome, Result):
                 outcome.save(plan.folder / part.file)
-                if "cut" not in outcome.settings:
-                    finished.append([FinishedPart(part.name)])
+                finished.append([FinishedPart(part.name)])
         outcomes.append((part, outcome))
     return outcomes
 
 
-def _share(end: float | None, parts: int) -> float | None:
-    """The time of a part: half of what is left, and all of it for the last part."""
-    if end is None:
-        return None
-    left = max(0.0, end - clock())
-    return left if parts == 1 else left / 2
-
-
-class Limit:
-    """Counts the passes of a model in a `with`, and ends the work in an error after a time.
+class Work:
+    """Counts the passes of a model in a `with`.
 
     Args:
         target: The model.
-        seconds: The time. None: no limit.
     """
 
-    def __init__(self, target: Target, seconds: float | None) -> None:
-        self.target, self.seconds = target, seconds
-        self._end = None if seconds is None else clock() + seconds
+    def __init__(self, target: Target) -> None:
+        self.target = target
         self._layers = self._tokens = 0
 
-    @property
-    def work(self) -> str:
+    def __str__(self) -> str:
         """Passes through all layers, or as many through some, and the tokens that they read."""
         passes, tokens = (-(-count // self.target.n_layers) for count in (self._layers, self._tokens))
         return f"{passes:,} passes over {tokens:,} tokens"
 
-    def lift(self) -> None:
-        """Let what is left of the work end."""
-        self._end = None
-
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
         """Watch the passes in a `with`."""
 
-        def check(hidden: Tensor) -> None:
+        def count(hidden: Tensor) -> None:
             self._layers += 1
             self._tokens += hidden.shape[:-1].numel()
-            if self._end is not None and clock() > self._end:
-                raise CutShortError(f"it was cut short after {self.seconds:.0f} s")
 
-        with self.target.hooks(*((layer, "pre", on_input(check)) for layer in self.target.layers)):
+        with self.target.hooks(*((layer, "pre", on_input(count)) for layer in self.target.layers)):
             yield
 
 
-DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
-SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600}
-
-
-def read_duration(text: str) -> float:
-    """Return the seconds of a duration such as 90s, 10m or 1h; a number alone is seconds.
-
-    Raises:
-        SinkscopeError: It is none.
-    """
-    match = DURATION.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise SinkscopeError(f"--within {text!r}: expected a time such as 90s, 10m or 1h")
-    return float(match[1]) * SECONDS[match[2] or "s"]
-
-
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
-    """The card's page: its tiles, then the sections of a report: the card, open if it compares, and the parts."""
+    """The card's page: its tiles, then the sections of a report: the card and the parts."""
     results: dict[str, Result | str] = {CARD: card}
     results |= {part.file: outcome for part, outcome in outcomes if isinstance(outcome, Result)}
-    sections, _ = sections_of(results, opened=(CARD if card.against else "", "find-sinks.json"))
+    sections, _ = sections_of(results, opened=("find-sinks.json",))
     return document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
 
 
@@ -352,22 +297,20 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
     }
 
 
-def _measured(part: ScanPart, plan: Plan, setup: Setup, limit: Limit) -> Result | str:
+def _measured(part: ScanPart, plan: Plan, setup: Setup, work: Work) -> Result | str:
     """The result of a part, or why there is none."""
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
     arguments = dict(part.quick or {}) if plan.quick else dict(part.full)
     if part.measure is not None:
         arguments["out"] = plan.folder / f".{part.name}"
-    setup = replace(setup, settings={}, started=time.perf_counter(), overtime=limit.lift)
+    setup = replace(setup, settings={}, started=time.perf_counter())
     if plan.quick:
         setup = replace(setup, surveyed=QUICK_TEXTS)
     try:
-        with limit.on():
+        with work.counted():
             measure = part.measure or measurements()[part.kind].load().on
             return measure(setup, **arguments)
-    except CutShortError as error:
-        return f"{error}; `sinkscope {part.alone}` alone has no limit"
     except Exception as error:
         return why_missing(error)
 
@@ -386,15 +329,3 @@ def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:
     if not isinstance(kind, torch.dtype):
         kind = target.dtype
     return kind.itemsize * sum(parameter.numel() for parameter in target.hf.parameters())
-
-
-@checks_arguments
-def demo(*, progress: Any = None) -> SinkCard:
-    """Take a tour: scan the bundled model, and write one page of what each command finds.
-
-    The page is sinkscope-demo/card.html.
-
-    Args:
-        progress: Called as `progress(what, done, total)`.
-    """
-    return scan(out="sinkscope-demo", quick=True, progress=progress)

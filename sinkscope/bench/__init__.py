@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sinkscope.bench import tasks as tasks  # which registers them
+from sinkscope.bench.benchmark import run
 from sinkscope.bench.prompt import read_prompts
-from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.bench.tasks.loops import DATA as LOOPBENCH
 from sinkscope.bench.tasks.loops import Loops
@@ -20,6 +20,6 @@ __all__ = [
     "bench_table",
     "read_prompts",
     "recall_dialogue",
-    "run_bench",
+    "run",
     "tasks",
 ]

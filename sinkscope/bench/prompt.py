@@ -42,7 +42,7 @@ class Prompt:
         turns: The turns in order.
         set: Set that the prompt belongs to; tables have separate rows for each set.
         part: Part of the set, such as a position of the question; tables have a column for each part.
-        about: Further properties by which `bench table --by` can group.
+        about: Further properties by which a table can group.
     """
 
     id: str

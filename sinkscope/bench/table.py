@@ -20,7 +20,6 @@ from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
 from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
 from sinkscope.measure.margin import Interval, in_points, known_numbers, mean_known
@@ -207,25 +206,17 @@ class BenchTable(Result):
         return numbers
 
 
-@checks_arguments
-def bench_table(
-    folders: Sequence[PathName],
-    *,
-    by: str = "part",
-    beside: str | None = None,
-) -> BenchTable:
+def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> BenchTable:
     """Show scores beside costs from finished or unfinished runs.
 
     Args:
         folders: Folders of `sinkscope bench`.
-        by: What the columns after the score stand for: part (such as the position of a question), turn, or a field of
-            the prompts such as depth, length or period.
-        beside: The method with which all others are compared, prompt by prompt. By default the best one of each set.
+        beside: The method with which all others are compared, prompt by prompt. None: the best one of each set.
 
     Raises:
         SinkscopeError: A folder is not of a run, or no run has that method.
     """
-    return tabulate_records([read_run(Path(folder)) for folder in folders], by, beside)
+    return tabulate_records([read_run(Path(folder)) for folder in folders], beside=beside)
 
 
 def tabulate_records(runs: Sequence[BenchRun], by: str = "part", beside: str | None = None) -> BenchTable:
@@ -235,7 +226,8 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part", beside: str | N
 
     Args:
         runs: The runs.
-        by: As for `bench_table`.
+        by: What the columns after the score stand for: part (such as the position of a question), turn, or a field of
+            the prompts such as depth, length or period.
         beside: As for `bench_table`.
 
     Raises:
@@ -342,7 +334,7 @@ def _fields(record: BenchRecord) -> dict[str, Any]:
 def _check_field(by: str, records: Sequence[BenchRecord]) -> None:
     known = dict.fromkeys(name for record in records for name in _fields(record) if name not in ("set", "temperature"))
     if records and by not in known:
-        raise SinkscopeError(f"--by {by}: expected {', '.join(known)}")
+        raise SinkscopeError(f"by={by!r}: expected {', '.join(known)}")
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

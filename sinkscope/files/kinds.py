@@ -14,24 +14,21 @@ MEASUREMENTS = "sinkscope.measurements"
 OWN = {
     "attack": "sinks.attack:attack",
     "barcode": "loops.barcode:barcode",
-    "circuit": "sinks.spikes.find:circuit",
     "find-sinks": "sinks.spikes.find:find_sinks",
-    "heads": "sinks.marking_heads:heads",
     "lines": "sparse.lines:lines",
-    "lines-loss": "sparse.lines_loss:lines_loss",
-    "patch-eval": "sinks.patch:patch_eval",
-    "patch-make": "sinks.patch:patch_make",
-    "precision": "sinks.precision:precision",
+    "patch": "sinks.patch:patch",
     "repeat": "sinks.repeat:repeat",
-    "why": "loops.why:why",
+    "why-loop": "loops.why:why_loop",
+    "why-sink": "sinks.why_sink:why_sink",
 }
-"""Sinkscope's own measurements: the function of each kind of result, by its place within sinkscope."""
+"""Sinkscope's own measurements: the function of each command, by its place within sinkscope."""
+KIND_OF = {"patch": "patch-make", "why-loop": "why", "why-sink": "circuit"}
+"""The kind of a result, where it is not the word of its command."""
 KINDS = {
     "bench": "sinkscope.bench.table",
     "check-cache": "sinkscope.conformance.check_cache",
     "compare": "sinkscope.app.compare",
     "loops": "sinkscope.loops.text.check",
-    "scan-table": "sinkscope.app.report",
     "sink-card": "sinkscope.app.card",
     "view": "sinkscope.app.view.result",
 }
@@ -46,14 +43,14 @@ def other_measurements() -> dict[str, EntryPoint]:
 
 @cache
 def measurements() -> dict[str, EntryPoint]:
-    """Return all measurements, by the kinds of their results."""
+    """Return all measurements, by the words of their commands."""
     points = {name.replace("_", "-"): point for name, point in other_measurements().items()}
-    for kind, place in OWN.items():
-        points[kind] = EntryPoint(kind, f"sinkscope.{place}", MEASUREMENTS)
+    for words, place in OWN.items():
+        points[words] = EntryPoint(words, f"sinkscope.{place}", MEASUREMENTS)
     return points
 
 
 @cache
 def kind_modules() -> dict[str, str]:
     """Return each kind of result that can be read, with the module that registers it."""
-    return {kind: point.module for kind, point in measurements().items()} | KINDS
+    return {KIND_OF.get(words, words): point.module for words, point in measurements().items()} | KINDS

@@ -1,4 +1,9 @@
-"""Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
+"""Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts.
+
+Nothing here loads torch until `DRY` or `Steer` is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from sinkscope.loops.text.answers import Piece
 from sinkscope.loops.text.check import LoopCheck, check, check_file
@@ -14,13 +19,19 @@ from sinkscope.loops.text.signals import (
 )
 from sinkscope.loops.text.watch import CheckedOutput, Watch
 
+if TYPE_CHECKING:
+    from sinkscope.loops.dry import DRY
+    from sinkscope.loops.guard.steer import Steer
+
 __all__ = [
+    "DRY",
     "CheckedOutput",
     "LoopCheck",
     "Monitor",
     "MonitorSettings",
     "PaperSettings",
     "Piece",
+    "Steer",
     "Step",
     "Tail",
     "Watch",
@@ -32,3 +43,15 @@ __all__ = [
     "tail_period",
     "type_token_ratio",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DRY":
+        from sinkscope.loops.dry import DRY
+
+        return DRY
+    if name == "Steer":
+        from sinkscope.loops.guard.steer import Steer
+
+        return Steer
+    raise AttributeError(f"module 'sinkscope.loops' has no attribute {name!r}")

@@ -81,7 +81,7 @@ class RemovalEffect:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Why(Result):
+class WhyLoop(Result):
     """What keeps a loop going.
 
     Attributes:
@@ -96,6 +96,8 @@ class Why(Result):
         ids: The tokens, the prompt first.
     """
 
+    kind = "why"
+    page = "measure/why-loop"
     percent = ("goes_on", "other_loop", "control", "from_start")
     table_of = "tried"
 
@@ -187,7 +189,7 @@ class Why(Result):
         return numbers
 
 
-def draw(result: Why) -> Any:
+def draw(result: WhyLoop) -> Any:
     """Draw how often the loop goes on without each thing, beside random changes of the same size."""
     fig = panels(["share of continuations in which the same loop goes on"])
     names: list[str] = []
@@ -350,14 +352,14 @@ def _refuse_unused(*, answer: Any, max_new_tokens: int | None, **_: Any) -> None
     edits=True,
     check=_refuse_unused,
 )
-def why(
+def why_loop(
     setup: Setup,
     prompt: str | Sequence[int] | None = None,
     *,
     answer: str | Sequence[int] | None = None,
     max_new_tokens: Natural | None = None,
     cuts: Cuts = 3,
-) -> Why:
+) -> WhyLoop:
     """Take away, one after another, what may keep a loop going, and let the model continue.
 
     A loop needs a cause if at least half of the continuations no longer end in it without the cause, and more than if
@@ -385,7 +387,7 @@ def why(
         start = prompt_ids(setup, prompt)
         ids, prompt_tokens = [*start, *read_row(target, answer, special=False)], len(start)
     loop = end_loop(ids)
-    text = Why(prompt_tokens=prompt_tokens, ids=tuple(ids))
+    text = WhyLoop(prompt_tokens=prompt_tokens, ids=tuple(ids))
     if loop is None:
         return text
     looped, added = LoopedText(setup, ids, prompt_tokens, loop).after_ordinary_text(cuts)

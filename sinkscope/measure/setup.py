@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.engine.run import runs_here
-from sinkscope.errors import CutShortError, SinkscopeError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import pathless
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
@@ -82,7 +82,6 @@ class Setup:
         own_text: Whether the text is the user's own; else texts of four kinds are surveyed.
         text_said: How much of the user's own text was read, in a sentence.
         surveyed: Number of texts of a survey, in each half. None: sixteen.
-        overtime: Called when the time is over and what was measured is put together, which takes a few more passes.
     """
 
     target: Target
@@ -99,7 +98,6 @@ class Setup:
     own_text: bool = True
     text_said: str | None = None
     surveyed: int | None = None
-    overtime: Callable[[], object] = nothing
 
     @classmethod
     def open(
@@ -225,22 +223,6 @@ class Setup:
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
-
-    def finished(self, what: str, step: Callable[[], T], instead: T) -> T:
-        """Take a step of a measurement, unless its time is over; the result then says that the step is missing.
-
-        Args:
-            what: The step, in a few words.
-            step: Takes it.
-            instead: What is returned in its place.
-        """
-        if "cut" not in self.settings:
-            try:
-                return step()
-            except CutShortError:
-                self.overtime()
-        self.settings.setdefault("cut", []).append(what)
-        return instead
 
     def record(self, **settings: Any) -> None:
         """Add to the settings of the result, or replace a requested value by the value that was used."""

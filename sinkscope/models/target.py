@@ -226,7 +226,7 @@ class Target:
             if part in self.paths[layer]:
                 return self.layers[layer].get_submodule(self.paths[layer][part])
         raise UnsupportedError(
-            f"layer {layer} of {self.name} has no part {parts[-1]!r}; `sinkscope models --check MODEL` says what "
+            f"layer {layer} of {self.name} has no part {parts[-1]!r}: the page `models` of the documentation says what "
             "is served"
         )
 

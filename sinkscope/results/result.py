@@ -156,9 +156,6 @@ class Result(Envelope):
         about_text = self.settings.get("text_said")
         if about_text:
             lines.append(about_text)
-        cut = self.settings.get("cut")
-        if cut:
-            lines.append(f"The time ended before all was measured. Missing: {', '.join(cut)}.")
         return [*lines, *self.details()]
 
     def _beginning(self) -> str:

@@ -23,12 +23,12 @@ from sinkscope.measure import Natural, Result, Setup, Whole, measurement
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
-from sinkscope.results.notation import count_of, percent
+from sinkscope.results.notation import count_of, percent, percent_with_margin
 from sinkscope.results.parts import Head
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.first_tokens import along_first, heads_up_to, percent_with_margin, spike_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
 from sinkscope.sinks.spikes.copies import along_spikes
 from sinkscope.sinks.spikes.edited import means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
@@ -297,7 +297,7 @@ def attack(
         check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
     chosen = spike_of(setup, spike)
     if chosen is None:
-        return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
+        return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `why_sink`.")
     clusters = find_clusters(setup, chosen.spike, ids)
     result = ClusterAttack(
         spike=chosen.name,

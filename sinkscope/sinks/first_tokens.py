@@ -14,7 +14,6 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.edited import Batch, Edit, Written, read_batch
 from sinkscope.sinks.spikes.find import sinks_of
@@ -44,11 +43,6 @@ def along_first(
     ids = tokens.repeat(len(every))[:, None]
     batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), tuple(every), edit_of, means)
     return read_batch(batch).along[0].reshape(len(every), -1)
-
-
-def percent_with_margin(value: float, margin: float | None) -> str:
-    """Write a share, with its margin over tokens or sequences if known."""
-    return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"
 
 
 def spike_of(setup: Setup, number: int | None = None) -> SpikeCircuit | None:

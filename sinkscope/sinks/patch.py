@@ -43,7 +43,7 @@ from sinkscope.sinks.spikes.spike import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.tokens import Length, Pieces, repetition_limit
 
-Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
+Verdict = Literal["made", "given", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
 ROWS = {"norm": "last copy", "attention": "attention to copies", "next token": "one more copy"}
@@ -52,13 +52,20 @@ ROWS = {"norm": "last copy", "attention": "attention to copies", "next token": "
 
 @dataclass(frozen=True, kw_only=True)
 class PatchResult(Result):
-    """What a patch does, as `patch make` and `patch eval` return it.
+    """A patch with what it repairs and costs, or why none was made.
 
     Attributes:
-        proof: What it does to repeated words in each spike of the first token, and to ordinary text. None: there is no
-            patch.
+        verdict: "made"; "given": it is that of a file; "not-repaired": repeated words reach the spike, or text after
+            them attends to them; "refused": the patch would harm; "no-sink": there is nothing to patch; "no-repeats":
+            repetition makes no sink, so nothing can be proved.
+        reason: One sentence that explains the verdict.
+        sites: The neurons of the patch.
+        calibrated: Their neutral values.
+        proof: What the patch does to repeated words in each spike of the first token, and to ordinary text. None: there
+            is no patch.
     """
 
+    kind = "patch-make"
     page = "measure/patch"
     percent = CASES[: RANDOM + 1]
     glossary: ClassVar = {
@@ -69,13 +76,47 @@ class PatchResult(Result):
         "random": "under a patch of as many random neurons of the same layers",
     }
 
-    proof: PatchProof | None
+    verdict: Verdict
+    reason: str
+    sites: tuple[Neuron, ...] = ()
+    calibrated: tuple[float, ...] = ()
+    proof: PatchProof | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 if no patch was made, whatever the reason: a script that goes on with the file must stop."""
+        return int(self.verdict not in ("made", "given"))
+
+    @property
+    def patch(self) -> SinkPatch:
+        """Return the patch.
+
+        Raises:
+            SinkscopeError: No patch was made.
+        """
+        if self.verdict != "made":
+            raise SinkscopeError(f"no patch was made for {self.model.name}: {self.reason}")
+        calibrated = dict(zip(self.sites, self.calibrated, strict=True))
+        return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
+
+    def numbers(self) -> list[Number]:
+        """Return what the patch takes from copies, and what it costs."""
+        return [] if self.proof is None else numbers_of(self.proof, self.sites)
+
+    def conclusion(self) -> str:
+        """Say what the patch does in its own spike, or why there is none; of a given patch, what it repairs."""
+        if self.verdict == "given" and self.proof is not None:
+            return repairs_sentence(self.proof, self.sites)
+        if self.verdict != "made" or self.proof is None:
+            return f"No patch was made: {self.reason}"
+        return self.proof.sentences()[0]
 
     def details(self) -> list[str]:
-        """Say what is read in each spike, after copies and on ordinary text."""
+        """Say what is repaired, and what is read in each spike, after copies and on ordinary text."""
         if self.proof is None:
             return []
-        return [line for line in self.proof.sentences() if line != self.conclusion()]
+        lines = [repairs_sentence(self.proof, self.sites), *self.proof.sentences()]
+        return [line for line in lines if line != self.conclusion()]
 
     def rows(self) -> Table:
         """Return a row for each number that is read without a patch, with it, and with a random one."""
@@ -102,40 +143,29 @@ def draw(result: PatchResult) -> go.Figure:
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=900, height=480)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PatchEvaluation(PatchResult):
-    """What a patch repairs, and what it costs.
+def repairs_sentence(proof: PatchProof, neurons: Sequence[Neuron]) -> str:
+    """Say what the patch repairs and what it does not, beside random neurons.
 
-    Attributes:
-        neurons: Neurons of the patch.
+    Args:
+        proof: What the patch does.
+        neurons: The neurons of the patch.
     """
-
-    neurons: tuple[Neuron, ...]
-    proof: PatchProof
-
-    def numbers(self) -> list[Number]:
-        """Return what the patch takes from copies, and what it costs."""
-        return numbers_of(self.proof, self.neurons)
-
-    def conclusion(self) -> str:
-        """Say what the patch repairs and what it does not, beside random neurons."""
-        proof = self.proof
-        broken = [reading for reading in proof.readings() if reading.broken]
-        if not proof.spikes:
-            return f"The patch of {word_list(self.neurons, 3)} has nothing to repair: the first token has no spike."
-        if not broken:
-            words = count_of(len(proof.words), "word")
-            return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
-        good = _in_words(reading for reading in broken if reading.repaired[PATCHED])
-        bad = _in_words(reading for reading in broken if not reading.repaired[PATCHED])
-        effect = f"does not repair {bad}"
-        if good:
-            effect = f"repairs {good}, but not {bad}" if bad else f"repairs {good}"
-        chance = _in_words(reading for reading in broken if reading.repaired[RANDOM]) or "nothing"
-        return short_sentence(
-            f"At copies, the patch of {word_list(self.neurons, most)} {effect} (random neurons repair {chance})."
-            for most in (3, 1)
-        )
+    broken = [reading for reading in proof.readings() if reading.broken]
+    if not proof.spikes:
+        return f"The patch of {word_list(neurons, 3)} has nothing to repair: the first token has no spike."
+    if not broken:
+        words = count_of(len(proof.words), "word")
+        return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
+    good = _in_words(reading for reading in broken if reading.repaired[PATCHED])
+    bad = _in_words(reading for reading in broken if not reading.repaired[PATCHED])
+    effect = f"does not repair {bad}"
+    if good:
+        effect = f"repairs {good}, but not {bad}" if bad else f"repairs {good}"
+    chance = _in_words(reading for reading in broken if reading.repaired[RANDOM]) or "nothing"
+    return short_sentence(
+        f"At copies, the patch of {word_list(neurons, most)} {effect} (random neurons repair {chance})."
+        for most in (3, 1)
+    )
 
 
 def numbers_of(proof: PatchProof, neurons: Sequence[Neuron]) -> list[Number]:
@@ -176,40 +206,6 @@ def _in_words(readings: Iterable[Reading]) -> str:
     return word_list(parts) if parts else ""
 
 
-@measurement(
-    figure=draw,
-    loading="whole",
-    check=read_patch_argument,
-)
-def patch_eval(
-    setup: Setup,
-    patch: Any = None,
-    *,
-    max_repeats: Annotated[int, Field(ge=2)] | None = None,
-    pieces: Pieces = 32,
-    length: Length = 64,
-) -> PatchEvaluation:
-    """Measure what a patch repairs at repeated words in each spike of the first token, and what it costs elsewhere.
-
-    Everything is read without a patch, with it, and with a patch of as many random neurons of the same layers, which
-    hold their values at the second token. Perplexity is measured on pieces of the typical text after the part that
-    neutral values are taken from.
-
-    Args:
-        patch: The patch.json to evaluate; from Python also a `SinkPatch`.
-        max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
-        pieces: Number of pieces of held-out text.
-        length: Tokens per piece.
-    """
-    edit = read_patch_argument(patch)
-    edit.check(setup.target)
-    most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
-    setup.record(patch=None if isinstance(patch, SinkPatch) else Path(patch).name, max_repeats=most)
-    survey = survey_of(setup, setup.bos)
-    proof = proof_of(setup, first_spikes(survey, setup.tokenizer), edit, most, pieces, length)
-    return PatchEvaluation(neurons=edit.checked_sites, proof=proof)
-
-
 def verdict_of(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
     """Return the verdict on the patch of the first spike of a proof, and its reason.
 
@@ -234,75 +230,46 @@ def verdict_of(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
     return "made", f"repeated words no longer reach the spike of {spike}, and text no longer attends to them."
 
 
-@dataclass(frozen=True, kw_only=True)
-class PatchMade(PatchResult):
-    """A patch and the proof for it, or why there is none.
+def refuse_both(file: Any = None, out: Any = None, spike: Any = None, **_: Any) -> None:
+    """Refuse a file that is evaluated together with what only making a patch uses.
 
-    Attributes:
-        verdict: "made"; "not-repaired": repeated words reach the spike, or text after them attends to them; "refused":
-            the patch would harm; "no-sink": there is nothing to patch; "no-repeats": repetition makes no sink, so
-            nothing can be proved.
-        reason: One sentence that explains the verdict.
-        sites: The neurons of the patch.
-        calibrated: Their neutral values.
+    Raises:
+        SinkscopeError: `file` is given with `out` or `spike`, or holds no patch.
     """
-
-    verdict: Verdict
-    reason: str
-    sites: tuple[Neuron, ...] = ()
-    calibrated: tuple[float, ...] = ()
-    proof: PatchProof | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """Return 1 if there is no patch, whatever the reason: a script that goes on with the file must stop."""
-        return int(self.verdict != "made")
-
-    @property
-    def patch(self) -> SinkPatch:
-        """Return the patch.
-
-        Raises:
-            SinkscopeError: No patch was made.
-        """
-        if self.verdict != "made":
-            raise SinkscopeError(f"no patch was made for {self.model.name}: {self.reason}")
-        calibrated = dict(zip(self.sites, self.calibrated, strict=True))
-        return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
-
-    def numbers(self) -> list[Number]:
-        """Return what the patch takes from copies, and what it costs."""
-        return [] if self.proof is None else numbers_of(self.proof, self.sites)
-
-    def conclusion(self) -> str:
-        """Say what the patch does in its own spike, or why there is none."""
-        if self.verdict != "made" or self.proof is None:
-            return f"No patch was made: {self.reason}"
-        return self.proof.sentences()[0]
+    if file is None:
+        return
+    for name, value in (("out", out), ("spike", spike)):
+        if value is not None:
+            raise SinkscopeError(f"--{name} has no effect with --file, which holds a patch: leave one of both out")
+    read_patch_argument(file)
 
 
 @measurement(
     figure=draw,
     loading="whole",
+    check=refuse_both,
 )
-def patch_make(
+def patch(
     setup: Setup,
     *,
+    file: Any = None,
     spike: Whole | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
     pieces: Pieces = 32,
     length: Length = 64,
     out: str | Path | None = None,
-) -> PatchMade:
-    """Make a patch of the neurons that write a spike, and prove that it keeps repeated words from reaching the spike.
+) -> PatchResult:
+    """Make a patch of the neurons that write a spike, prove it, and say what it repairs and costs.
 
     With the neurons patched, repeated words must not reach half of the first token's projection on the spike's
     direction, text after them must give them less than half of the attention that it gives them otherwise, and the
-    perplexity of held-out text must not rise; the same is measured with random neurons. The other spikes of the first
-    token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    perplexity of held-out text must not rise. Everything is read without the patch, with it, and with a patch of as
+    many random neurons of the same layers, also in the other spikes of the first token. (Yona et al. 2025, section
+    5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
+        file: A patch that exists, which is evaluated instead; from Python also a `SinkPatch`.
         spike: Number of the spike in `find_sinks`. By default, among the spikes of the first token that need
             neurons, the one that most heads read.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
@@ -311,19 +278,39 @@ def patch_make(
         length: Tokens per piece.
         out: Where the patch is written, if one is made.
     """
+    most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
+    if file is not None:
+        return evaluated(setup, file, most, pieces, length)
     if out is not None:
         check_output(out, ["sink-patch"])
-    most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
     sinks, chosen = sinks_of(setup), spike_of(setup, spike)
     setup.record(max_repeats=most)
     if chosen is None:
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
-        return PatchMade(verdict="no-sink", reason=reason)
-    patch = replace(chosen.patch, model=vars(setup.info()))
+        return PatchResult(verdict="no-sink", reason=reason)
+    edit = replace(chosen.patch, model=vars(setup.info()))
     others = [circuit.spike for circuit in sinks.at_first if circuit is not chosen]
-    proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
+    proof = proof_of(setup, [chosen.spike, *others], edit, most, pieces, length)
     verdict, reason = verdict_of(proof, limit)
     if out is not None and verdict == "made" and is_first():
-        patch.save(out)
-    values = tuple(patch.calibrated.values())
-    return PatchMade(verdict=verdict, reason=reason, sites=patch.checked_sites, calibrated=values, proof=proof)
+        edit.save(out)
+    values = tuple(edit.calibrated.values())
+    return PatchResult(verdict=verdict, reason=reason, sites=edit.checked_sites, calibrated=values, proof=proof)
+
+
+def evaluated(setup: Setup, file: Any, most: int, pieces: int, length: int) -> PatchResult:
+    """Read what a patch that exists repairs and costs, in each spike of the first token.
+
+    Args:
+        setup: The model and its text.
+        file: The file of the patch, or a `SinkPatch`.
+        most: Number of repetitions.
+        pieces: Number of pieces of held-out text.
+        length: Tokens per piece.
+    """
+    edit = read_patch_argument(file)
+    edit.check(setup.target)
+    setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name, max_repeats=most)
+    spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
+    proof = proof_of(setup, spikes, edit, most, pieces, length)
+    return PatchResult(verdict="given", reason="it was given.", sites=edit.checked_sites, proof=proof)

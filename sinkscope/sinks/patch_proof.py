@@ -213,7 +213,7 @@ def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
         SinkscopeError: There is none, or the file is not a patch.
     """
     if patch is None:
-        raise SinkscopeError("no patch given: make one with `sinkscope patch make --out patch.json`")
+        raise SinkscopeError("no patch given: make one with `sinkscope patch --out patch.json`")
     if isinstance(patch, SinkPatch):
         return patch
     return SinkPatch.load(patch)

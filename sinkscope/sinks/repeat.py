@@ -385,7 +385,7 @@ def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
 
 
 EVERY_TOKEN = ["all"]
-NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `circuit`."
+NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `why_sink`."
 
 
 def refuse_unused_options(*, quantity: str, tokens: Sequence[str] | None, **options: Any) -> None:
@@ -418,7 +418,7 @@ def repeat(
 
     One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
     without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
-    and section 5). `patch make` and `patch eval` say what a patch changes.
+    and section 5). `patch` says what a patch changes.
 
     Args:
         quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"

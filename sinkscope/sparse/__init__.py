@@ -16,12 +16,16 @@ from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Bands
 from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.head_lines import HeadLines, minference_lines, select_lines
+from sinkscope.sparse.shapes import AShape, MInference, TriShape
 from sinkscope.sparse.sparse import band_attention, line_attention, recovered
 
 __all__ = [
+    "AShape",
     "Bands",
     "HeadLines",
+    "MInference",
     "Scores",
+    "TriShape",
     "band_attention",
     "line_attention",
     "line_sums",

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markupsafe import escape
@@ -16,8 +17,8 @@ from scan_kit import PARTS, few_parts
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard
-from sinkscope.app.report import read_card
-from sinkscope.app.scan import demo, scan
+from sinkscope.app.compare import Comparison, compare
+from sinkscope.app.scan import scan
 from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
 from sinkscope.results.result import Number, Result
@@ -37,10 +38,10 @@ def folder(alone, model) -> Path:
     return alone / model.name
 
 
-def test_the_demo_is_a_quick_scan_of_the_bundled_model(tmp_path, monkeypatch):
+def test_without_a_model_a_scan_is_a_tour_of_the_bundled_one(tmp_path, monkeypatch):
     few_parts(monkeypatch, ("find_sinks",))
     monkeypatch.chdir(tmp_path)
-    card = demo()
+    card = scan()
     assert card.quick and card.model.name == "bundled"
     assert SinkCard.load("sinkscope-demo/card.json").to_dict() == card.to_dict()
     assert Path("sinkscope-demo/card.html").is_file()
@@ -94,7 +95,7 @@ def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
 
 @pytest.mark.slow
 def test_a_part_that_fails_says_why_and_the_next_begins(model, tmp_path, monkeypatch):
-    few_parts(monkeypatch, ("heads", "repeat"))
+    few_parts(monkeypatch, ("find_sinks", "repeat"))
 
     def fails(*_, **__):
         raise ZeroDivisionError("<b>by zero</b>\nand more")
@@ -112,7 +113,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(model, tmp_path, monkeyp
 
 
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, monkeypatch):
-    few_parts(monkeypatch, ("heads", "circuit"))
+    few_parts(monkeypatch, ("repeat", "why_sink"))
     opened = []
     real = Setup.open
 
@@ -125,7 +126,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
     said = {part.name: part.conclusion for part in card.parts}
-    assert said["circuit"] == "not measured, because it needs the whole model in memory." != said["heads"]
+    assert said["why_sink"] == "not measured, because it needs the whole model in memory." != said["repeat"]
 
 
 def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
@@ -141,12 +142,12 @@ Numbers = dict[str, tuple[Number, ...]]
 def compared(folder):
     """Compare a card with these numbers, by part, with an earlier one; some settings of the later one differ."""
 
-    def run(before: Numbers, after: Numbers, **settings: str) -> SinkCard:
-        card, cards = read_card(folder), []
+    def run(before: Numbers, after: Numbers, **settings: Any) -> Comparison:
+        card, cards = SinkCard.load(folder / "card.json"), []
         for numbers in (before, after):
             parts = [CardPart(name, name, "It is so.", own) for name, own in numbers.items()]
             cards.append(replace(card, parts=tuple(parts)))
-        return replace(cards[1], settings={**card.settings, **settings}).compared(cards[0])
+        return compare(cards[0], replace(cards[1], settings={**card.settings, **settings}))
 
     return run
 
@@ -155,10 +156,10 @@ def compared(folder):
 def test_a_change_counts_beyond_both_margins(compared, by, moved):
     """And a number without a margin is not judged."""
     x, y = Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)
-    card = compared({"a": (x, y)}, {"a": (replace(x, value=10.0 + by), replace(y, value=2.0))})
-    changes = {change.key: change for change in card.changes}
-    assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)
-    assert changes["y"].changed is None
+    (one,) = compared({"a": (x, y)}, {"a": (replace(x, value=10.0 + by), replace(y, value=2.0))}).results
+    changes = {change.key: change for change in one.changes}
+    assert changes["a.x"].changed is moved and changes["a.x"].interval.margin == pytest.approx(2**0.5)
+    assert changes["a.y"].changed is None
 
 
 def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(compared):
@@ -168,36 +169,42 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(compared
         before[name] = (Number("lost", "share lost", value, 0.0, 0.01, share=True), Number("word", "the word", name))
     lost, word = before["a"]
     first = (replace(lost, label="of it lost", value=0.3), replace(word, value="b"))
-    card = compared(before, {"a": first, "b": before["b"]})
-    changes = {(change.part, change.key): (change.before, change.after, change.changed) for change in card.changes}
-    assert changes == {
-        ("a", "lost"): ("10.0%", "30.0%", True),
-        ("a", "word"): ("a", "b", True),
-        ("b", "lost"): ("70.0%", "70.0%", False),
-        ("b", "word"): ("b", "b", False),
+    (one,) = compared(before, {"a": first, "b": before["b"]}).results
+    assert {change.key: (change.before, change.after, change.changed) for change in one.changes} == {
+        "a.lost": (0.1, 0.3, True),
+        "a.word": ("a", "b", True),
+        "b.lost": (0.7, 0.7, False),
+        "b.word": ("b", "b", False),
     }
-    assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
-    shown = card.first_screen()
-    assert shown.startswith("<p><b>Compared with ") and "(+20.0 points, 95 % +18.6 to +21.4)" in shown
+    assert [change.about for change in one.changes] == ["a", "a", "b", "b"]
 
 
 def test_cards_of_the_same_texts_are_compared_text_by_text(compared):
-    """Texts differ more than models do; a list says what is new, and what two parts share counts once."""
+    """Texts differ more than models do, and a list says what is new."""
     texts = {f"text {number}": 0.1 * number for number in range(8)}
     number = Number("heads", "share", 0.35, None, 0.2, True, samples=texts, items=("L0.H1", "L1.H2"))
     later = {name: value + 0.05 + 0.001 * (value > 0.3) for name, value in texts.items()}
     moved = replace(number, value=0.4, samples=later, items=("L1.H2", "L2.H0"))
-    both = {"a": (number,), "b": (number,)}, {"a": (moved,), "b": (moved,)}
-    (change,) = compared(*both).changes
-    assert change.paired and change.changed and change.change.startswith("+5.1 points, 95 % +5.0 to +5.1")
+    both = {"a": (number,)}, {"a": (moved,)}
+    ((change,),) = (one.changes for one in compared(*both).results)
+    assert change.texts == 8 and change.changed and change.moved.startswith("+5.1 points, 95 % +5.0 to +5.1")
     assert change.which == "new: L2.H0; gone: L0.H1"
-    with refused(r"the two cards are of other texts \(text\)"):
+    with refused(r"measured with other settings or texts \(text is "):
         compared(*both, text="another")
-
-
-def test_cards_of_different_settings_are_not_compared(folder, compared):
-    card = read_card(folder)
-    with refused("--quick"):
-        card.compared(replace(card, quick=False))
+    with refused(r"measured with other settings or texts \(quick is "):
+        compared(*both, quick=False)
     with refused("no number in common"):
         compared({}, {"a": ()})
+
+
+def test_scans_in_a_folder_are_compared_in_the_order_of_their_numbers(folder, tmp_path, capsys):
+    card = SinkCard.load(folder / "card.json")
+    for step in (1000, 20, 9):
+        (tmp_path / f"step-{step}").mkdir()
+        card.save(tmp_path / f"step-{step}/card.json")
+    for name, command in (("step-30", "scan"), ("answers", "bench")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.json").write_text(json.dumps({"command": command}))
+    made = compare(tmp_path)
+    assert [made.first, *(one.name for one in made.results)] == ["step-9", "step-20", "step-1000"]
+    assert "step-30 is left out: its scan has not ended" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_the_list_of_commands_is_there_at_once():
     done = python(code)
     lines = done.stdout.splitlines()
     assert lines[-2:] == [f"sinkscope {sinkscope.__version__}", "set()"] and done.stderr == ""
-    assert max(map(len, lines)) <= 80 and "    sinkscope demo" in lines
+    assert max(map(len, lines)) <= 80 and "    sinkscope scan" in lines
     groups = dict.fromkeys(f"{command.section}:" for command in COMMANDS.values())
     assert [line for line in lines if re.fullmatch(r"[A-Z]\w+:", line)] == ["Options:", *groups]
     for words in COMMANDS:
@@ -81,7 +81,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
-@pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
+@pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope bench --bes", "--beside")])
 def test_the_shell_completes(typed, word):
     question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     code = "import sys; sys.argv = ['sinkscope']; from sinkscope.__main__ import main; main()"
@@ -101,13 +101,6 @@ def test_options_reach_the_function_as_they_are_typed(calls, typed):
         del arguments["progress"]
         given = {"model": "m", "dtype": "float16", "bos": False, "max_repeats": 3, "text": "t"}
         assert arguments == {**given, "tokens": ["cat", "dog"], "seed": 0}
-
-
-def test_models_are_filtered_by_a_word(typed):
-    rows = typed("models MISTRAL").out.splitlines()[1:]
-    names = {row.split()[0] for row in rows}
-    mistrals = {one.name for one in sinkscope.list_models() if "mistral" in f"{one.name} {one.hub_id}".lower()}
-    assert names == mistrals != set()
 
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):

@@ -24,7 +24,7 @@ TYPED = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
 BASES: dict[str, dict[str, str]] = TYPED["commands"]
 SHARED = ("model_word", "json", "html", "csv", "explain")
 """Options of every result, which have tests of their own."""
-ELSEWHERE = {"compare", "demo", "scan", "scan table", "view", "check-cache", "report"}
+ELSEWHERE = {"compare", "scan", "view", "check-cache", "report"}
 """Commands whose options have tests of their own, each in tests/app or the folder of its room."""
 NO_RESULT = "--json - printed no result"
 

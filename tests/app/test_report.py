@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, made_report, read_report, spoil
 
-from sinkscope.bench.run import run_bench
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
 from sinkscope.opening.load import load

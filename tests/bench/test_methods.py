@@ -8,8 +8,8 @@ import pytest
 from refusals import refused
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_method, read_methods
-from sinkscope.bench.run import run_bench
 from sinkscope.bench.samplers import SAMPLERS
 from sinkscope.bench.table import tabulate_records
 from sinkscope.kv import H2O, SnapKV

@@ -11,7 +11,7 @@ from refusals import refused
 
 import sinkscope as ss
 from experiments import make_two_hops
-from sinkscope.bench.run import run_bench
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.tasks.needles import needle_prompt
 from sinkscope.bench.tasks.recall import NEEDLES, Recall
 from sinkscope.opening.live import target_of

@@ -9,9 +9,9 @@ import pytest
 from bench_kit import dialogues, task, tiny, untimed
 from refusals import refused
 
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.record import BenchRecord, read_run
-from sinkscope.bench.run import run_bench
 from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
 

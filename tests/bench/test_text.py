@@ -13,8 +13,8 @@ from kv_kit import logits_of
 from refusals import refused
 
 from sinkscope.bench.answer import Answer
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.record import BenchRecord
-from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity, mean_metrics
 from sinkscope.files.store import json_lines
 

@@ -231,4 +231,7 @@ def test_a_conclusion_that_a_page_quotes_is_that_of_a_figure_that_it_shows(page)
     files = [(page.parent / image[1]).with_suffix(".json") for image in _IMAGE.finditer(text)]
     results = [file for file in files if json.loads(file.read_text())["kind"] in kind_modules()]
     assert quoted or not results  # figures of scripts are no results and have no conclusion
-    assert {*quoted} <= {f"Conclusion: {Result.load(file).conclusion()}" for file in results}
+    said: set[str] = set()
+    for result in map(Result.load, results):
+        said |= {f"Conclusion: {result.conclusion()}", *result.details()}
+    assert {*quoted} <= said

@@ -16,7 +16,7 @@ from experiments.script import run
 from sinkscope.app.cli import main
 
 QUICKEST = ("find_sinks",)  # run by default
-QUICK = ("barcode", "circuit", "clusters", "heads", "patch-eval", "repeat")
+QUICK = ("barcode", "circuit", "clusters", "repeat")
 QUICK += ("lines", "patch-make", "repeat-attention", "separate")
 OUTPUTS = ("--json", "--html", "--png")
 
@@ -44,6 +44,4 @@ def make_again(name: str, folder: Path) -> Any:
 def test_a_figure_is_what_its_command_makes(name, tmp_path, monkeypatch):
     monkeypatch.setattr(drawn, "write_png", lambda *_: None)
     monkeypatch.chdir(tmp_path)
-    if name == "patch-eval":
-        assert main(["patch", "make", "--out", "patch.json"]) == 0
     assert differences(recorded(name)["result"], make_again(name, tmp_path), 1e-4) == []

@@ -2,7 +2,7 @@
 
 The numbers of SmolLM2 are those of `find-sinks` in figures/find_sinks_smollm2.json. Plain hooks read other texts, and
 the view reads one story: a sentence with their numbers says so. A sink rate is one that `find-sinks` measured, and the
-heads that mark the first token of the model in the package are those of figures/heads.json.
+heads that mark the first token of the model in the package are those of figures/circuit.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ OTHER = re.compile(r"plain hooks|this story|other texts|without BOS", re.I)
 """Words by which a sentence says that its number is over other texts."""
 FOUND = Result.load(FIGURES / "find_sinks_smollm2.json")
 FIRST, SECOND = FOUND.spikes[:2]
-HEADS_FILE, CIRCUIT = Result.load(FIGURES / "heads.json"), Result.load(FIGURES / "circuit.json")
+CIRCUIT = Result.load(FIGURES / "circuit.json")
+HEADS_FILE = CIRCUIT.marking
 MARKING = {str(head) for head in HEADS_FILE.marking.heads}
 OF_FIRST = str(HEADS_FILE.heads[int(HEADS_FILE.left[0].argmin())])
 """The head without which least is left of the spike of BOS itself."""
@@ -109,7 +110,7 @@ def rates_said() -> Iterator[tuple[str, str]]:
 
 
 def test_the_heads_that_mark_the_first_token_are_the_same_ones_everywhere():
-    """`heads` asks many tokens, `circuit` the first token of texts: its head is the one that BOS itself needs."""
+    """`why-sink` asks many tokens alone, and the first token of texts: its head is the one that BOS itself needs."""
     marks = {name for mark in CIRCUIT.spikes[0].marks for name in mark.names if ".H" in name}
     assert marks == {OF_FIRST} and OF_FIRST not in MARKING
     named: list[tuple[str, set[str]]] = []

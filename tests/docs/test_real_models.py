@@ -25,8 +25,8 @@ def test_the_tables_of_the_pages_are_those_of_the_data(tmp_path, monkeypatch):
 
 def test_every_command_of_the_command_line_is_in_the_table():
     shown = {name.partition(" --")[0] for name in table.COMMANDS}
-    # `demo` is about the model in the package, and `compare` has a page whose numbers come from a test of its own.
-    assert {*COMMANDS} - shown == {"demo", "compare"}
+    # `compare` has a page whose numbers come from a test of its own
+    assert {*COMMANDS} - shown == {"compare"}
 
 
 def pip(monkeypatch, parts: dict[str, bytes], code: int = 0, said: str = "") -> None:

@@ -13,8 +13,8 @@ from repository import ROOT
 
 from experiments.drawn import put_table
 from experiments.loopserve import arms, decoding, dialogues, latency, longeval, real, runs
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
 from sinkscope.sparse.serve import SHORTEST, LoopServe
 

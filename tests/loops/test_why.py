@@ -16,7 +16,7 @@ from refusals import refused
 from sinkscope.kv import Full
 from sinkscope.kv.observe import RemoveTokens
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import LoopedText, RemovalEffect, Why, why
+from sinkscope.loops.why import LoopedText, RemovalEffect, WhyLoop, why_loop
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 
@@ -26,8 +26,8 @@ BEFORE = [*range(100, 140)]
 LOOPED = LoopedText(SimpleNamespace(edit=None, seed=0), [*BEFORE, *CYCLE * 9], 2, Tail(3, 40, 9.0))  # pyright: ignore
 
 
-def asked(made: KeptLoop, cuts: int = 6) -> Why:
-    return why(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48, cuts=cuts)
+def asked(made: KeptLoop, cuts: int = 6) -> WhyLoop:
+    return why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48, cuts=cuts)
 
 
 @pytest.mark.slow
@@ -58,25 +58,25 @@ def test_planted_causes_are_found():
 def test_why_explains_a_given_answer():
     made = kept_loop(("sink",))
     options = {"tokenizer": made.tokenizer, "cuts": 3}
-    given = why(made.model, made.turn, answer=made.cycle * 4, **options)
+    given = why_loop(made.model, made.turn, answer=made.cycle * 4, **options)
     assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
     (sink,) = [tried for tried in given.tried if tried.from_start is not None]
     assert sink.without == "sink" and sink.from_start == share_without_the_first(made.model, given, new=24)
     assert len(given.details()) >= 1 and "hidden from all others from the start" in given.details()[0]
     # The model does not write this loop: nothing is concluded of what it does without a cause.
-    other = why(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
+    other = why_loop(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 3")
-    walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
+    walk = why_loop(made.model, made.turn[:20], answer=made.turn[:20], **options)
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop." and walk.rows() == []
     with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
-        why(made.model, made.cycle * 169, answer=made.cycle, **options)
+        why_loop(made.model, made.cycle * 169, answer=made.cycle, **options)
 
 
 @pytest.mark.usefixtures("_few_tokens")
 def test_white_space_after_a_given_answer_is_no_part_of_the_loop():
     model, answer = load(), " the bird said the bird." * 20
     for end in ("", " \n\n"):
-        assert why(model, "One day", answer=answer + end, cuts=3).period == 6
+        assert why_loop(model, "One day", answer=answer + end, cuts=3).period == 6
 
 
 @torch.no_grad()
@@ -114,13 +114,13 @@ def test_without_enough_tokens_before_the_loop_there_is_no_control(before: int, 
 @pytest.mark.usefixtures("_few_tokens")
 def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text():
     made = kept_loop(("copies",))
-    found = why(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=48)
+    found = why_loop(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=48)
     copies = found.tried[0]
     assert (found.goes_on, copies.without, copies.goes_on) == (1.0, "copies", 0.0)
     assert copies.control is not None and found.added > 0 and len(found.ids) == 25 + 48, "the text stays as it was"
     assert found.details() == [f"{found.added} tokens of ordinary text stand before the prompt here, for a control."]
     with refused("cuts 2: expected a whole number from 3"):
-        why(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
+        why_loop(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
 
 
 @pytest.mark.usefixtures("_few_tokens")
@@ -145,7 +145,7 @@ def test_a_loop_goes_on_from_any_of_its_tokens():
     assert not LOOPED.goes_on([5, 7, 6] * 22) and not LOOPED.goes_on(CYCLE * 15), "another loop, and too short a text"
 
 
-def share_without_the_first(model: Any, found: Why, new: int) -> float:
+def share_without_the_first(model: Any, found: WhyLoop, new: int) -> float:
     """By a mask of the whole text that hides column 0 from all rows but its own, read anew for each token."""
     assert found.period is not None
     looped = LoopedText(SimpleNamespace(edit=None, seed=0), list(found.ids), 2, Tail(found.period, 40, 9.0))  # pyright: ignore
@@ -174,7 +174,7 @@ def test_the_conclusion_says_what_the_table_says():
     """Of each cause its own share of other loops."""
     copies, sink = RemovalEffect("copies", 0.0, 1 / 3, 1.0, True), RemovalEffect("sink", 0.0, 1.0, 1.0, True)
     context = RemovalEffect("context", 0.0, 0.0, None, False)
-    both = Why(
+    both = WhyLoop(
         prompt_tokens=1, ids=(1,) * 50, period=3, onset=5, cuts=(9, 10, 11), goes_on=1.0, tried=(copies, sink, context)
     )
     for kept_by, words in (

@@ -87,7 +87,6 @@ NEEDED = {
     "Observe": {"fn": print},
     "Ablate": {"sites": [(0, 1)]},
     "SinkPatch": {"sites": [(0, 1)]},
-    "Quantize": {"activations": 8},
     "Knockout": {"keys": "first"},
     "PerLayer": {"policy": sinkscope.kv.SnapKV(), "budgets": [512]},
 }
@@ -116,7 +115,7 @@ def test_every_field_of_a_policy_or_intervention_refuses_wrong_values(name):
     ("call", "said"),
     [
         (lambda: sinkscope.lines(lenght=9), r"lines\(\) got .*'lenght'; did you mean length\?"),
-        (lambda: sinkscope.heads.on(None, bos=True), r"heads\.on\(\) got .*'bos'; it takes tokens, n_tokens, spike"),
+        (lambda: sinkscope.repeat.on(None, bos=True), r"repeat\.on\(\) got .*'bos'; it takes quantity, tokens, prefix"),
         (lambda: sinkscope.scan(tokens=2), r"scan\(\) got .*'tokens'; did you mean tokenizer\?"),
     ],
 )

@@ -22,7 +22,6 @@ from sinkscope.app.commands.others import other_commands
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.envelope import result_class
 from sinkscope.files.kinds import kind_modules
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
 from sinkscope.results.console import WIDTH
@@ -39,16 +38,12 @@ WORDS = "the of and a in to is that it was he for on as with his at be this from
 QUICK = {  # arguments with which a measurement takes about a second
     "attack": {"length": 4, "sequences": 4, "tokens": WORDS},
     "barcode": {"max_new_tokens": 8, "heads": ["L0.H0"]},
-    "circuit": {"max_repeats": 16, "texts": 1},
+    "why_sink": {"max_repeats": 16, "texts": 1},
     "find_sinks": {"max_repeats": 16},
-    "heads": {"n_tokens": 2},
     "lines": {"count": 2, "length": 48, "layers": [1]},
-    "lines_loss": {"count": 2, "length": 256, "alphas": [0.9]},
-    "patch_eval": {"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16, "max_repeats": 8},
-    "patch_make": {"max_repeats": 300, "pieces": 2, "length": 16},
-    "precision": {"schemes": ["a8-tensor"], "pieces": 3, "length": 16},
+    "patch": {"max_repeats": 300, "pieces": 2, "length": 16},
     "repeat": {"max_repeats": 24},
-    "why": {"max_new_tokens": 48, "cuts": 3},
+    "why_loop": {"max_new_tokens": 48, "cuts": 3},
 }
 
 
@@ -129,12 +124,10 @@ def test_every_kind_concludes_and_has_a_page(kind):
     assert cls.conclusion is not Result.conclusion
 
 
-PLAIN_ONLY = {"lines", "barcode", "why"}
+PLAIN_ONLY = {"lines", "barcode", "why_loop"}
 """A bridge computes its own attention, of which they see nothing and on which they cannot act."""
 READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
-LOOSER = {"precision": 0.02}
-"""A number beside a limit of rounding may fall to either side."""
 BACKENDS = []
 for one in ALL:
     for kind in ("bridge", "nnsight"):
@@ -149,7 +142,7 @@ def test_every_kind_of_model_gives_the_same(name, backend, measured):
             measured(name, backend)
         return
     plain, other = (measured(name, kind).to_dict()["result"] for kind in (None, backend))
-    near = LOOSER.get(name, 2e-3)
+    near = 2e-3
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 
 
@@ -216,10 +209,10 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path):
-    source = stranger.SOURCE.read_text().replace("def attention_entropy", "def circuit")
+    source = stranger.SOURCE.read_text().replace("def attention_entropy", "def why_sink")
     with (
-        pytest.raises(SinkscopeError, match=r"stranger_entropy:circuit.*name of another command"),
-        stranger.installed(tmp_path, source, name="circuit"),
+        pytest.raises(SinkscopeError, match=r"stranger_entropy:why_sink.*name of another command"),
+        stranger.installed(tmp_path, source, name="why_sink"),
     ):
         other_commands()
 

@@ -25,16 +25,15 @@ pytestmark = [
 ]
 
 
-def patch_eval(model: Any, *, tokenizer: Any) -> Any:
+def given_patch(model: Any, *, tokenizer: Any) -> Any:
     patch = SinkPatch(layer=1, neurons=[3])
-    return ss.patch_eval(model, patch, tokenizer=tokenizer, max_repeats=8, pieces=2, length=16)
+    return ss.patch(model, file=patch, tokenizer=tokenizer, max_repeats=8, pieces=2, length=16)
 
 
 CONFIG = AutoConfig.from_pretrained(Path(ss.__file__).parent / "models/bundled")
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     **calls(CONFIG),
-    "precision": partial(measured, partial(ss.precision, schemes=["a8-tensor"], pieces=2, length=16)),
-    "patch eval": partial(measured, patch_eval),
+    "a given patch": partial(measured, given_patch),
 }
 MEASUREMENTS = [name for name in CALLS if name not in {"trace", "generate", *edits(CONFIG)}]
 """Each measurement, and the guard; edits and traces are of the net of ways."""
@@ -43,23 +42,23 @@ MEASUREMENTS = [name for name in CALLS if name not in {"trace", "generate", *edi
 QUICK = {
     "a thread that calls": "lines",
     "a thread that writes": "barcode",
-    "a thread that edits": "heads",
+    "a thread that edits": "find_sinks",
     "a thread that measures": "lines",
     "dropout": "attack",
-    "gradient checkpointing": "patch eval",
+    "gradient checkpointing": "a given patch",
     "no gradients": "lines",
     "eager attention": "find_sinks",
-    "settings of generate": "why",
+    "settings of generate": "why_loop",
     "settings of the tokenizer": "find_sinks",
     "hooks": "LoopGuard",
     "a wrapped forward": "probability",
-    "other seeds": "precision",
+    "other seeds": "attack",
     "inference mode": "repeat",
-    "float64 by default": "patch make",
+    "float64 by default": "patch",
     "the meta device by default": "find_sinks",
     "deterministic algorithms": "barcode",
-    "numpy raises": "heads",
-    "warnings are errors": "why",
+    "numpy raises": "why_sink",
+    "warnings are errors": "why_loop",
     "torch.compile": "lines",
     "a copy": "probability",
     "a pickled copy": "LoopGuard",

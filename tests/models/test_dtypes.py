@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -30,11 +31,12 @@ def default():
 def test_places_are_proved_and_measured_where_tensors_are_made_on_a_device(monkeypatch):
     """The meta device has no values, so what is made there by mistake fails here, as a draw on a GPU does."""
     planted = organism("llama")
-    want = ss.heads(planted.model, tokenizer=planted.tokenizer, n_tokens=4).to_dict()["result"]
+    measured = partial(ss.attack, planted.model, tokenizer=planted.tokenizer, length=2, n_tokens=8, sequences=2)
+    want = measured().to_dict()["result"]
     monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
     with torch.device("meta"):
         target_of(planted.model)  # proves its places
-        assert ss.heads(planted.model, tokenizer=planted.tokenizer, n_tokens=4).to_dict()["result"] == want
+        assert measured().to_dict()["result"] == want
         assert torch.zeros(1).is_meta
 
 

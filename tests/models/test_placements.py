@@ -70,7 +70,7 @@ def model_at(place: str) -> Any:
 
 CALLS = calls(AutoConfig.from_pretrained(BUNDLED))
 CASES = []
-ALIKE = {*MEASURED, *policies(), "generate", "LoopGuard", "Quantize", "Ablate, heads"} - {"h2o"}
+ALIKE = {*MEASURED, *policies(), "generate", "LoopGuard", "Ablate, heads"} - {"h2o"}
 """Calls that read the weights as others do that run by default."""
 for each_name in CALLS:
     for each_place in ACCELERATE:

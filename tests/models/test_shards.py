@@ -24,7 +24,7 @@ from sinkscope.models.target import check_divides
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ["streaming", "h2o", "tova", "snapkv"]
-EDITS = ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "SinkPatch", "Quantize", "LoopServe", "LoopGuard"]
+EDITS = ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "SinkPatch", "LoopServe", "LoopGuard"]
 READ = ["repeat", "barcode", "lines", "trace"]
 REFUSED = ["adakv", "unequal_seeds", "unequal_settings", "alone"]
 
@@ -83,7 +83,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
     phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
     mixtral = planted("mixtral", tmp_path)
     calls = {
-        qwen3: ["repeat", "barcode", "lines", "SinkPatch", "Quantize", "LoopGuard", "h2o", "snapkv", *REFUSED],
+        qwen3: ["repeat", "barcode", "lines", "SinkPatch", "LoopGuard", "h2o", "snapkv", *REFUSED],
         phi3: ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "trace", "LoopServe"],
         mixtral: ["SinkPatch", "trace"],
     }
@@ -109,10 +109,10 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
 
 @pytest.mark.slow
 def test_an_attack_and_larger_models_are_equal_too(tmp_path):
-    every = ["find_sinks", *READ, "heads", "circuit", *EDITS, *POLICIES]
+    every = ["find_sinks", *READ, "why_sink", *EDITS, *POLICIES]
     of_mixture = [name for name in every if name != "Ablate, up factor"]  # which experts do not have
     llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
-    calls = {llama: every, qwen3: ["attack", "patch make", "why", "probability"], mixtral: of_mixture}
+    calls = {llama: every, qwen3: ["attack", "patch", "why_loop", "probability"], mixtral: of_mixture}
     report, _ = compared(tmp_path, calls)
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 

@@ -10,7 +10,7 @@ import torch
 
 from sinkscope.measure import Setup
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
-from sinkscope.sinks.marking_heads import heads
+from sinkscope.sinks.marking_heads import heads_that_mark
 from sinkscope.sinks.spikes.edited import means_of
 
 
@@ -48,6 +48,6 @@ def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):
         torch.testing.assert_close(along, torch.stack([intact, without]), atol=1e-3, rtol=1e-3)
         left = float(without.mean() / intact.mean())
         assert (left > 0.5) == (upto == 0)
-    found = heads.on(setup, tokens=[smollm2.tokenizer.decode([token]) for token in tokens[1:].tolist()])
+    found = heads_that_mark(setup, tokens=[smollm2.tokenizer.decode([token]) for token in tokens[1:].tolist()])
     assert len(found.tokens) == 6 and found.every.left == pytest.approx(left, abs=1e-3)
     assert found.marking.left <= 1 - 0.9 * (1 - found.every.left) + 1e-6

@@ -1,9 +1,8 @@
-"""Patches and precision on SmolLM2, beside plain hooks on the same token ids; spikes are in `test_spikes`."""
+"""Patches on SmolLM2, beside plain hooks on the same token ids; spikes are in `test_spikes`."""
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 
 import plain
 import pytest
@@ -12,9 +11,8 @@ import torch
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.patch import patch_eval, patch_make
+from sinkscope.sinks.patch import patch
 from sinkscope.sinks.patch_proof import AFTER
-from sinkscope.sinks.precision import precision
 from sinkscope.sinks.spikes.spike import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.tokens import held_out
@@ -31,10 +29,10 @@ def setup(smollm2) -> Setup:
 
 
 @pytest.mark.slow
-def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
+def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
     """The patch of the late spike: norm, attention and next token at copies in both spikes, and ordinary text."""
     values = dict.fromkeys(SPIKE, 0.05)
-    made = patch_eval.on(setup, patch=SinkPatch(sites=SPIKE, calibrated=values), max_repeats=512, pieces=2, length=64)
+    made = patch.on(setup, file=SinkPatch(sites=SPIKE, calibrated=values), max_repeats=512, pieces=2, length=64)
     proof, model = made.proof, setup.target.hf
     words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in proof.words]
     rows = torch.tensor([[setup.bos] + proof.repeats * [word] for word in words])
@@ -79,47 +77,24 @@ def test_the_patch_keeps_copies_from_becoming_sinks(setup):
     assert torch.equal(plain.norms(model, ids)[11, 0], intact)  # nothing is left on the model
 
 
-def rounded(values: torch.Tensor, bits: int, dims: tuple[int, ...]) -> torch.Tensor:
-    scale = values.abs().amax(dims, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
-    return (values / scale).round() * scale
-
-
-@pytest.mark.slow
-def test_precision_measures_the_divergence_that_rounding_keys_and_values_makes(setup):
-    made = precision.on(setup, schemes=["kv4"], pieces=2, length=32)
-    model, ids = setup.target.hf, held_out(setup, 2, 32)
-    exact = plain.log_probs(model, ids)
-
-    def edit(_module, _args, output):
-        heads = output.unflatten(-1, (model.config.num_key_value_heads, -1))
-        return rounded(heads, 4, (-1,)).flatten(-2)
-
-    with ExitStack() as stack:
-        for block in plain.blocks(model):
-            for module in (block.self_attn.k_proj, block.self_attn.v_proj):
-                stack.callback(module.register_forward_hook(edit).remove)
-        other = plain.log_probs(model, ids)
-    assert made.costs["kv4"] == pytest.approx(plain.divergence(exact, other)[:, 1:].mean().item(), rel=1e-3)
-
-
 @pytest.mark.slow
 def test_no_head_of_layer_0_marks_the_first_token_alone(setup):
     """With every head of layer 0 at its mean the neuron still fires, so no set of them is its mark."""
-    from sinkscope.sinks.marking_heads import heads
+    from sinkscope.sinks.marking_heads import heads_that_mark
 
     model, ids = setup.target.hf, setup.ids
     intact = plain.activations(model, ids, 11)[:, 0, 1229].mean()
     with plain.heads_replaced(model, 0, range(9), plain.heads_mean(model, ids, 0)):
         left = plain.activations(model, ids, 11)[:, 0, 1229].mean() / intact
     assert left > 0.3
-    made = heads.on(setup, n_tokens=8)
-    assert "L0" not in made.conclusion() or "undecided" in made.conclusion()
+    made = heads_that_mark(setup, count=8)
+    assert "L0" not in made.sentence() or "undecided" in made.sentence()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_patch_make_makes_a_patch_of_the_two_neurons(setup, tmp_path):
-    made = patch_make.on(setup, max_repeats=128, pieces=4, length=64, out=tmp_path / "patch.json")
+def test_a_patch_is_made_of_the_two_neurons(setup, tmp_path):
+    made = patch.on(setup, max_repeats=128, pieces=4, length=64, out=tmp_path / "patch.json")
     assert set(map(str, made.sites)) <= {"L11.N1229", "L11.N1487", "L2.N90", "L2.N430"}
     if made.verdict == "made":
         assert {*json.loads((tmp_path / "patch.json").read_text())["sites"]} == set(map(str, made.sites))

@@ -16,7 +16,8 @@ import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.sinks.spikes.conditions import LAST, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
-from sinkscope.sinks.spikes.find import circuit, find_sinks, sinks_of
+from sinkscope.sinks.spikes.find import find_sinks, sinks_of
+from sinkscope.sinks.why_sink import why_sink
 
 LENGTH, TEXTS, BESIDE = 64, 16, 8
 
@@ -95,7 +96,7 @@ def compare(real, found, step: int):
 
 @pytest.mark.slow
 def test_the_mlp_of_layer_8_marks_the_late_spike_of_smollm2_and_most_heads_stay_without_it(smollm2, setup_of_smollm2):
-    found = circuit.on(setup_of_smollm2, max_repeats=64)
+    found = why_sink.on(setup_of_smollm2, max_repeats=64)
     ids, seen = pieces(smollm2.tokenizer, "report"), intact(smollm2, "report")
     late, mark = found.first_spikes[0], found.first_spikes[0].marks[0]
     own = spike_from(smollm2, late.layers[0])

@@ -11,11 +11,11 @@ from transformers import DynamicCache
 
 import sinkscope as ss
 from sinkscope.bench.answer import conversation_ids
-from sinkscope.bench.run import bench
+from sinkscope.bench.benchmark import bench
 from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.kv import H2O, TOVA, SnapKV, StreamingLLM
 from sinkscope.loops.barcode import SUFFIX, barcode
-from sinkscope.loops.why import why
+from sinkscope.loops.why import why_loop
 from sinkscope.opening.live import target_of
 
 PROMPT, BUDGET = 160, 80
@@ -145,7 +145,7 @@ def test_bench_measures_the_divergence_of_a_pass_under_the_mask_of_a_cut_cache(s
 def test_why_agrees_with_a_plain_search_about_the_loop(smollm2):
     text = "I like tea. I like tea. I like tea. I like"
     ids = [1, *smollm2.tokenizer(text).input_ids]
-    made = why(smollm2.model, ids, max_new_tokens=48, cuts=3)
+    made = why_loop(smollm2.model, ids, max_new_tokens=48, cuts=3)
     stock = plain.greedy(smollm2.model, torch.tensor([ids]), 48)
     assert made.period == plain.period_at_end(stock)
     assert list(made.ids[len(ids) :]) == stock[: len(made.ids) - len(ids)]

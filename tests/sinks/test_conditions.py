@@ -12,7 +12,8 @@ from test_spikes import bundled  # noqa: F401  (a fixture)
 from sinkscope.models.hooks import on_hidden
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.spikes.conditions import Layout, conditions_of, masked, read_layout
-from sinkscope.sinks.spikes.find import circuit, sinks_of
+from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.why_sink import why_sink
 
 pytestmark = pytest.mark.few_texts
 
@@ -91,5 +92,5 @@ def test_a_layout_that_changes_nothing_reads_what_the_model_reads(kind):
 
 def test_of_a_place_that_is_not_the_first_token_it_is_said_that_it_is_not_asked():
     with pytest.warns(UserWarning, match="is asked of the first token, and this spike is at"):
-        _, _, found = measured_spikes(circuit, "two_delimiters", "llama")
+        _, _, found = measured_spikes(why_sink, "two_delimiters", "llama")
     assert found.answered is None and found.spikes[0].place.words != "the first token"

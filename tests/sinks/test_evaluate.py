@@ -1,4 +1,4 @@
-"""patch_eval: the same numbers counted by hand, and what it says of spikes that a patch leaves."""
+"""A patch that is given: the same numbers counted by hand, and what it says of spikes that a patch leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.patch import PatchEvaluation, patch_eval
+from sinkscope.sinks.patch import PatchResult
+from sinkscope.sinks.patch import patch as measured
 from sinkscope.sinks.patch_proof import AfterCopies, OrdinaryText, PatchProof, Perplexity, random_patch
 from sinkscope.sinks.tokens import held_out
 
@@ -29,9 +30,9 @@ def loud(o: Organism) -> SinkPatch:
     return SinkPatch(sites=o.truth.neurons, calibrated=dict.fromkeys(o.truth.neurons, 3.0))
 
 
-def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
+def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchResult:
     options = {"text": text_file(o, folder), "pieces": 5, "length": 24, "max_repeats": 8}
-    return patch_eval(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
+    return measured(o.model, file=patch, tokenizer=o.tokenizer, **(options | changes))
 
 
 def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
@@ -60,7 +61,7 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     none, row, random_row = ordinary.perplexity
     assert (none.change, none.margin) == (0, 0) and row.change == pytest.approx(patched / plain - 1, rel=1e-3)
     assert abs(row.change) > 10 * abs(random_row.change)
-    assert [one.site for one in found.neurons] == list(o.truth.neurons)
+    assert [one.site for one in found.sites] == list(o.truth.neurons)
     assert random_row.change == pytest.approx(drawn / plain - 1, rel=1e-4, abs=1e-6)
     assert row.margin == pytest.approx(margin_of((each[1] - each[0]).numpy()) * patched / plain, rel=1e-3)
     assert found.rows()[-1]["patched"] == row.change
@@ -102,9 +103,13 @@ def proof_of_two(**changes) -> PatchProof:
     return PatchProof(**(fields | changes))
 
 
+def given(proof: PatchProof, *sites: Neuron) -> PatchResult:
+    return PatchResult(verdict="given", reason="it was given.", sites=sites, proof=proof)
+
+
 def test_the_conclusion_says_what_is_repaired_and_what_is_not():
     """A spike's words alone count for it; what copies do not break in the intact model is not said to be repaired."""
-    evaluation = PatchEvaluation(neurons=(Neuron(4, None, 7),), proof=proof_of_two())
+    evaluation = given(proof_of_two(), Neuron(4, None, 7))
     said = "norm and attention in layers 4-5, but not norm and attention in layers 1-2 and the next token"
     assert evaluation.conclusion() == f"At copies, the patch of L4.N7 repairs {said} (random neurons repair nothing)."
     table = {
@@ -115,17 +120,17 @@ def test_the_conclusion_says_what_is_repaired_and_what_is_not():
     assert table["one more copy", None] == pytest.approx((0.05, 0.15, 0.05))
     proof = proof_of_two()
     proof.along[2] = proof.along[1]  # random neurons do the same
-    assert "(random neurons repair norm in layers 4-5)" in PatchEvaluation(neurons=(), proof=proof).conclusion()
+    assert "(random neurons repair norm in layers 4-5)" in given(proof).conclusion()
     half = proof_of_two()
     half.along[1, 1, 0] = 0.8  # one of two words still reaches it
-    assert "repairs attention in layers 4-5, but not" in PatchEvaluation(neurons=(), proof=half).conclusion()
+    assert "repairs attention in layers 4-5, but not" in given(half).conclusion()
     at_once = proof_of_two()
     at_once.along[3] = at_once.along[0]
-    assert PatchEvaluation(neurons=(), proof=replace(at_once, following=None)).conclusion() == (
+    assert given(replace(at_once, following=None)).conclusion() == (
         "There is nothing to repair: of 2 words, none has a spike only after 64 copies."
     )
     repeats_before = replace(proof_of_two().following, one_more=np.full((3, 2), 0.9))
-    assert "the next token" not in str(PatchEvaluation(neurons=(), proof=proof_of_two(following=repeats_before)))
+    assert "the next token" not in given(proof_of_two(following=repeats_before)).conclusion()
 
 
 def test_a_model_without_a_spike_has_its_cost_only(tmp_path):
@@ -139,7 +144,8 @@ def test_a_model_without_a_spike_has_its_cost_only(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"patch": None}, "no patch given: make one with `sinkscope patch make"),
+        ({"out": "p.json"}, "--out has no effect with --file, which holds a patch"),
+        ({"spike": 1}, "--spike has no effect with --file"),
         ({"patch": "none.json"}, "cannot read none.json"),
         ({"text": "short.txt", "length": 100}, "give a longer --text"),
         ({"max_repeats": 2040}, "--max-repeats 2040 and 17 tokens around them"),  # BOS, and the text that follows

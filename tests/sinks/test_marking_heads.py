@@ -1,4 +1,4 @@
-"""heads against planted heads, and its sets against edited passes of single tokens with hooks of our own."""
+"""Marking heads against planted heads, and its sets against edited passes of single tokens with hooks of our own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from refusals import refused
 
 from sinkscope.results.parts import Head
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
-from sinkscope.sinks.marking_heads import MarkingHeads, alike_heads, count_margin, heads
+from sinkscope.sinks.marking_heads import alike_heads, count_margin, heads_that_mark
 from sinkscope.sinks.spikes.edited import left_of, means_of
 from sinkscope.sinks.spikes.find import find_sinks
+from sinkscope.sinks.spikes.first_marks import MarkingHeads
 from sinkscope.sinks.spikes.marks import Without, marking_heads
 from sinkscope.sinks.spikes.spike import Parts
 
@@ -30,9 +31,7 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 
 def measured(o: Organism, folder: Path, **options) -> MarkingHeads:
-    if "tokens" not in options:
-        options["n_tokens"] = 12
-    return heads(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 8, seed=9), **options)
+    return heads_that_mark(setup_of(o, text=text_file(o, folder, 8, seed=9)), count=12, **options)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def check(o: Organism, found: MarkingHeads):
         assert serving == tuple(Head(truth.marking_layer, head) for head in truth.group_heads[group])
         assert left.min() < 0.05 and np.sort(left)[len(serving)] > 0.85
     assert all(group < 0 for group in groups_of(o, found.unmarked))
-    assert len(found.conclusion().split()) <= 30 and " the first token: without them, " in found.conclusion()
+    assert len(found.sentence().split()) <= 30 and " the first token: without them, " in found.sentence()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,10 +79,10 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     by_position = measured(organism("gpt2", 0), tmp_path)
     assert by_position.marking is None and by_position.every.left > 0.9
     assert np.abs(1 - by_position.left).max() < 0.1
-    assert by_position.conclusion().startswith("No head marks the first token: without all ")
-    assert by_position.conclusion().endswith("tokens (with them: 100%).")
+    assert by_position.sentence().startswith("No head marks the first token: without all ")
+    assert by_position.sentence().endswith("tokens (with them: 100%).")
     none = measured(organism("llama", 0, kind="none"), tmp_path)
-    assert none.spike is None and none.rows() == []
+    assert none.spike is None and none.card() is None
 
 
 def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], layer: int) -> torch.Tensor:
@@ -175,30 +174,28 @@ def test_marks_are_named_only_beside_a_control_that_does_not_do_the_same():
         spike="layers 2-5", tokens=("a",) * 33, heads=marks * 2, every=Without(marks, 0.0, 0.0),
         marking=Without(marks, 0.09, 0.07), count_margin=5.2, random=1.2, alike=0.97,
     )  # fmt: skip
-    assert found.conclusion() == (
+    assert found.sentence() == (
         "8 of 16 heads (± 5) mark the first token: without them, 9% (± 7%) of the spike of layers 2-5 remains at 33 "
         "tokens (others of equal attention: 97%)."
     )
-    assert len(found.conclusion().split()) <= 30
-    few = replace(found, random=None, alike=None).conclusion()
+    assert len(found.sentence().split()) <= 30
+    few = replace(found, random=None, alike=None).sentence()
     assert "too few others are left to compare with" in few and "mark the first token:" not in few
-    beaten = replace(found, alike=0.12).conclusion()
+    beaten = replace(found, alike=0.12).sentence()
     assert beaten.endswith("but as little without others (others of equal attention: 12%).")
     assert max(len(few.split()), len(beaten.split())) <= 30
-    count, left = found.numbers()
-    assert (count.value, count.whole, count.margin) == (0.5, 16, 5.2 / 16) and count.items == tuple(map(str, marks))
-    assert (left.value, left.margin, left.control) == (0.09, 0.07, 0.97)
+    assert found.control == ("others of equal attention", 0.97)
 
 
 def test_a_spike_elsewhere_has_no_first_tokens():
-    found = heads.on(measured_spikes(find_sinks, "two_delimiters", "llama")[1], n_tokens=4)
-    assert found.marking is None and found.conclusion().startswith("No neurons are known that a norm spike")
+    found = heads_that_mark(measured_spikes(find_sinks, "two_delimiters", "llama")[1], count=4)
+    assert found.marking is None and found.sentence().startswith("No neurons are known that a norm spike")
 
 
 def test_tokens_that_are_given(llama):
     o, setup = llama
     words = [o.tokenizer.decode([o.tokens_of(group)[0]]) for group in (0, 1)]
-    found = heads.on(setup, tokens=words)
+    found = heads_that_mark(setup, tokens=words)
     assert found.tokens == ("<s>", *words)
     check(o, found)
 
@@ -206,16 +203,16 @@ def test_tokens_that_are_given(llama):
 def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(llama):
     o, setup = llama
     unmarked = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
-    none = heads.on(replace(setup, bos=None), tokens=[o.tokenizer.decode([unmarked])])
-    assert none.conclusion().startswith("No token that was tried has the spike") and none.left is None
+    none = heads_that_mark(replace(setup, bos=None), tokens=[o.tokenizer.decode([unmarked])])
+    assert none.sentence().startswith("No token that was tried has the spike") and none.left is None
 
 
 def test_layers_without_attention_have_no_heads():
-    found = heads.on(measured_spikes(find_sinks, "hybrid", "lfm2")[1], n_tokens=4)
+    found = heads_that_mark(measured_spikes(find_sinks, "hybrid", "lfm2")[1], count=4)
     assert found.heads and all(head.layer % 2 == 0 for head in found.heads)
     assert {head.layer for head in found.marking.heads} == {0}
 
 
 def test_a_number_that_is_no_spike_of_the_first_token(llama):
     with refused("--spike 7 is no spike at the first token that needs neurons: give one of 0"):
-        heads.on(llama[1], spike=7)
+        heads_that_mark(llama[1], spike=7)

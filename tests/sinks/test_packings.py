@@ -18,6 +18,7 @@ from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
+from sinkscope.sinks.marking_heads import heads_that_mark
 from sinkscope.sinks.spikes.records import SpikeResult, part_of
 
 pytestmark = pytest.mark.few_texts
@@ -105,15 +106,15 @@ def test_circuit_heads_patch_attack_and_repeat_say_the_same_under_drawn_gauges(t
     h = hard("plain", "llama")
     new, names = packed(h.model, [GAUGES[name] for name in ("permuted_neurons", "scaled_neurons", "permuted_heads")], 7)
     setups = [Setup.open(model, **hard_options(h, tmp_path)) for model in (h.model, new)]
-    circuits = [ss.circuit.on(setup, max_repeats=8) for setup in setups]
+    circuits = [ss.why_sink.on(setup, max_repeats=8) for setup in setups]
     assert circuits[0].conclusion() == circuits[1].conclusion()
     assert marks_of(circuits[0], names) == pytest.approx(marks_of(circuits[1], Names()), **CLOSE)
-    heads = [ss.heads.on(setup, n_tokens=6) for setup in setups]
+    heads = [heads_that_mark(setup, count=6) for setup in setups]
     marking = [made.marking.heads if made.marking else () for made in heads]
     assert {renamed(str(head), names) for head in marking[0]} == set(map(str, marking[1]))
     assert heads[0].every.left == pytest.approx(heads[1].every.left, **CLOSE)
     assert heads[0].random == (None if heads[1].random is None else pytest.approx(heads[1].random, **CLOSE))
-    patches = [ss.patch_make.on(setup, max_repeats=64, pieces=4, length=16) for setup in setups]
+    patches = [ss.patch.on(setup, max_repeats=64, pieces=4, length=16) for setup in setups]
     assert {renamed(str(site), names) for site in patches[0].sites} == set(map(str, patches[1].sites))
     assert (patches[0].verdict, patches[0].reason) == (patches[1].verdict, patches[1].reason)
     if patches[0].proof is not None:

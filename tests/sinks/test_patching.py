@@ -1,4 +1,4 @@
-"""`patch make` and `patch eval`: planted neurons, the proof against slower ways, refusals, and the commands."""
+"""`patch`: planted neurons, the proof against slower ways, refusals, and the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.models.text import text_rows
 from sinkscope.results.result import Result
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.patch import PatchMade, Verdict, patch_eval, patch_make, verdict_of
+from sinkscope.sinks.patch import PatchResult, Verdict, verdict_of
+from sinkscope.sinks.patch import patch as measured
 from sinkscope.sinks.patch_proof import AFTER, PatchProof, Reading
 from sinkscope.sinks.spikes.find import sinks_of
 
@@ -34,14 +35,14 @@ pytestmark = pytest.mark.few_texts
 organism = functools.cache(new_organism)  # only read where nothing else is said
 
 
-def made_of(o: Organism, folder: Path, **changes) -> PatchMade:
+def made_of(o: Organism, folder: Path, **changes) -> PatchResult:
     most = 2 * (o.truth.repeats_expected or 50)
     options = {"max_repeats": most, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
-    return patch_make(o.model, tokenizer=o.tokenizer, **(options | changes))
+    return measured(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
 @functools.cache
-def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, PatchMade]:
+def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, PatchResult]:
     o = organism(family, seed, kind=kind)
     with TemporaryDirectory() as folder:
         return o, made_of(o, Path(folder))
@@ -93,8 +94,8 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         assert read(proof, "attention").values[condition] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
         assert proof.following.one_more[condition] == pytest.approx(chances.numpy(), rel=1e-3, abs=1e-6)
     few = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
-    again = patch_eval(o.model, patch, tokenizer=o.tokenizer, **few)
-    assert plain(again.proof) == plain(proof) and again.numbers() == made.numbers()  # both commands measure one proof
+    again = measured(o.model, file=patch, tokenizer=o.tokenizer, **few)
+    assert plain(again.proof) == plain(proof) and again.numbers() == made.numbers()  # whether it is made or given
 
 
 def read(proof: PatchProof, what: str, spike: int = 0) -> Reading:
@@ -147,21 +148,21 @@ def test_make_then_eval(here, typed):
     o.save("model")
     text_file(o, here, 16)
     few = "--model model --text words.txt --pieces 4 --length 24 --max-repeats 250"
-    out, err = typed(f"patch make {few} --out out/patch.json --json made.json")
+    out, err = typed(f"patch {few} --out out/patch.json --json made.json")
     assert err == "JSON: made.json\n" and "words reach at most 0% of the spike" in " ".join(out.split())
     made = Result.load("made.json")
-    assert isinstance(made, PatchMade)
+    assert isinstance(made, PatchResult)
     sites = SinkPatch.load("out/patch.json").checked_sites
     assert sites == made.patch.checked_sites and [site.site for site in sites] == list(o.truth.neurons)
-    evaluated = json.loads(typed(f"patch eval {few} --patch out/patch.json --json -").out)
-    assert evaluated["kind"] == "patch-eval"
-    sites = [(neuron["layer"], neuron["neuron"]) for neuron in evaluated["result"]["neurons"]]
+    evaluated = json.loads(typed(f"patch {few} --file out/patch.json --json -").out)
+    assert evaluated["result"]["verdict"] == "given"
+    sites = [(neuron["layer"], neuron["neuron"]) for neuron in evaluated["result"]["sites"]]
     assert sites == list(o.truth.neurons)
 
 
 def test_what_makes_no_file_ends_with_status_1(here, typed):
     organism("llama", 0, kind="none").save("none")
-    out, err = typed("patch make --model none --out p.json --json made.json --max-repeats 8", 1)
+    out, err = typed("patch --model none --out p.json --json made.json --max-repeats 8", 1)
     made = Result.load("made.json")
     made.figure()
     assert (
@@ -169,4 +170,4 @@ def test_what_makes_no_file_ends_with_status_1(here, typed):
         and err == "JSON: made.json\n"
         and not Path("p.json").exists()
     )
-    assert [replace(made, verdict=one).exit_code for one in get_args(Verdict)] == [0, 1, 1, 1, 1]
+    assert [replace(made, verdict=one).exit_code for one in get_args(Verdict)] == [0, 0, 1, 1, 1, 1]

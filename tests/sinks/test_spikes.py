@@ -118,7 +118,7 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
 
 def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do(bundled):
     """The mark is measured in texts that did not choose it, the others in those that did."""
-    model, sinks, found = bundled.target.model, sinks_of(bundled), ss.circuit.on(bundled, max_repeats=4)
+    model, sinks, found = bundled.target.model, sinks_of(bundled), ss.why_sink.on(bundled, max_repeats=4)
     outcomes: list[tuple[float, tuple[int, int]]] = []
     chose, report = sinks.survey.ids, sinks.report.ids
     for ids, parts in ((report, ("attention 0",)), (chose, ("embedding", "mlp 0", "attention 1"))):

@@ -11,8 +11,9 @@ from covering import slow
 from organisms.blind import BLIND
 from organisms.organism import PlantedSpike
 
-from sinkscope.sinks.spikes.find import circuit, sinks_of
+from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.why_sink import why_sink
 
 pytestmark = pytest.mark.few_texts
 
@@ -35,7 +36,7 @@ def written_in_run(spike: SpikeResult) -> set[str]:
 
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_what_was_planted_is_said(name, family):
-    h, _, found = measured_spikes(circuit, name, family)
+    h, _, found = measured_spikes(why_sink, name, family)
     assert len(found.spikes) == len(h.truth.planted)
     for planted in h.truth.planted:
         words, layers = words_of(h, planted.place), (planted.first, planted.last)
@@ -70,7 +71,7 @@ CAUSES = [
 @pytest.mark.parametrize(("name", "family", "sufficient", "necessary"), CAUSES)
 def test_the_cause_that_was_planted_is_said(name, family, sufficient, necessary):
     assert name in BLIND or name in ("plain", "embedding_spike")
-    _, _, found = measured_spikes(circuit, name, family)
+    _, _, found = measured_spikes(why_sink, name, family)
     conditions = found.answered.conditions
     assert (conditions.sufficient, conditions.necessary) == (sufficient, necessary)
     words = {"token": "carries '<s>'", "sight": "sees only itself", "position": "has position id 0"}
@@ -80,7 +81,7 @@ def test_the_cause_that_was_planted_is_said(name, family, sufficient, necessary)
 
 
 def test_a_card_names_each_writer_with_its_sign():
-    _, _, found = measured_spikes(circuit, "saturated", "llama")
+    _, _, found = measured_spikes(why_sink, "saturated", "llama")
     (card,) = [card for card in found.cards() if card.title.startswith("Spike")]
     said = dict(card.rows)
     assert "408%" in said["writers"] and "-308%" in said["writers"] and said["at place"].startswith("0% of the spike")
@@ -89,7 +90,7 @@ def test_a_card_names_each_writer_with_its_sign():
 @pytest.mark.parametrize(("name", "family", "first"), [("second_position", "gpt2", 1), ("restart", "mistral", 0)])
 def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name, family, first):
     """GPT-2 adds an embedding of positions to that of tokens, and both are the embedding."""
-    h, setup, found = measured_spikes(circuit, name, family)
+    h, setup, found = measured_spikes(why_sink, name, family)
     spike, own = found.spikes[0], sinks_of(setup).spikes[0].reported
     mark, (begin, end), ids = spike.marks[0], own.layers, own.survey.ids
     own = SimpleNamespace(first=begin, last=end, peak=spike.peak, ordinary=own.ordinary, along=own.along)

@@ -280,14 +280,10 @@ EDITS = {
     "patch calibrated": Edit(
         lambda: [ss.SinkPatch(sites=[(LAYER, 3)], calibrated={(LAYER, 3): 0.25})], alone=True, fits=has_mlp, events=True
     ),
-    "token 8 bits": Edit(lambda: [ss.Quantize(activations=8)], alone=True, fits=has_mlp),
-    "keys 8 bits": Edit(lambda: [ss.Quantize(kv=8)], alone=True),
-    "keys 8 bits a row": Edit(lambda: [ss.Quantize(kv=8, scale="tensor", positions="first")], alone=True),
     "mean|guard": Edit(
         lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean") | ss.LoopGuard(budget=BIG)],
         alone=True,
         fits=has_mlp,
     ),
     "patch": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3])], alone=True, fits=has_mlp, events=True),
-    "tensor 8 bits": Edit(lambda: [ss.Quantize(activations=8, scale="tensor")], alone=True, fits=has_mlp),
 }

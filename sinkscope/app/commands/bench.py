@@ -13,35 +13,24 @@ BENCHMARK = "Benchmark"
 
 bench = command(
     "bench",
-    "bench.run:bench",
+    "bench.benchmark:bench",
     BENCHMARK,
     "sinkscope bench --task recall --methods full,h2o:0.25 --out runs",
+    "sinkscope bench runs --beside h2o:0.25",
     params=[
+        click.Argument(["folders"], metavar="[DIR]...", nargs=-1, type=Path),
         click.Option(["--model"]),
-        click.Option(["--task"], metavar="TASK|FILE", required=True),
-        Several(["--methods"], metavar="LIST", required=True),
+        click.Option(["--task"], metavar="TASK|FILE"),
+        Several(["--methods"], metavar="LIST"),
         click.Option(["--out"], metavar="DIR"),
         click.Option(["--max-new-tokens"], type=int),
-        click.Option(["--batch-size"], default=1),
-        click.Option(["--temperature"], default=0.0),
-        click.Option(["--seed"], default=0),
-    ],
-    shared=LOAD,
-    described=["bench.run:run_bench"],
-    kinds=["bench"],
-)
-
-bench_table = command(
-    "bench table",
-    "bench.table:bench_table",
-    BENCHMARK,
-    "sinkscope bench table runs --by turn",
-    "sinkscope bench table runs --beside snapkv:0.25",
-    params=[
-        click.Argument(["folders"], metavar="DIR...", nargs=-1, type=Path, required=True),
-        click.Option(["--by"], metavar="NAME", default="part"),
+        click.Option(["--batch-size"], type=int),
+        click.Option(["--temperature"], type=float),
+        click.Option(["--seed"], type=int),
         click.Option(["--beside"], metavar="METHOD"),
     ],
+    shared=LOAD,
+    described=["bench.benchmark:run"],
     kinds=["bench"],
 )
 

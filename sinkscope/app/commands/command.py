@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.docstrings import descriptions_of, docstring_at, introduction
-from sinkscope.files.kinds import OWN
+from sinkscope.files.kinds import KIND_OF, OWN
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
@@ -35,8 +35,12 @@ SMALLER = ("max_repeats", "max_new_tokens", "batch_size", "n_tokens", "sequences
 """Options on which the memory of a command depends, if it has them."""
 FILE_LABELS = {"json": "JSON", "html": "Page", "csv": "Table"}
 """What stands before the path of a file that was written."""
-RENAMED = {"token": "tokens", "scheme": "schemes", "head": "heads", "eta": "etas", "layer": "layers"}
+RENAMED = {"token": "tokens", "head": "heads", "eta": "etas", "layer": "layers"}
 """Options by their names before 0.3, which are still read."""
+
+
+READING = {"revision", "device", "dtype", "field"}
+"""Options that say how a model and a text are read, which stand last in the help."""
 
 
 class Command(click.Command):
@@ -62,7 +66,7 @@ class Command(click.Command):
         """Make a command.
 
         Args:
-            words: What is typed, such as "find-sinks" or "patch make".
+            words: What is typed, such as "find-sinks".
             function: Where the function is, as `docstring_at` takes it; or the function, of another package.
             section: Heading under which the help lists it.
             examples: Lines for the end of the help.
@@ -76,7 +80,7 @@ class Command(click.Command):
         if examples:
             lines += ["Examples:", *(f"  {line}" for line in examples)]
         if isinstance(function, str):
-            lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words.replace(' ', '-'))}")
+            lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words)}")
         context = {"show_default": True, "token_normalize_func": renamed}
         # several commands may share a parameter, and each describes its own copy
         self.own = [copy(parameter) for parameter in params]
@@ -84,7 +88,7 @@ class Command(click.Command):
         others = [copy(parameter) for parameter in shared if parameter.name not in names]
         outputs = list(OUTPUTS) if kinds else []
         every = [*self.own, *others, *outputs]
-        super().__init__(words.split()[-1], params=every, epilog="\n".join(lines), context_settings=context)
+        super().__init__(words, params=every, epilog="\n".join(lines), context_settings=context)
         self.words, self.function, self.section, self.examples = words, function, section, examples
         self.described, self.kinds, self.processes = (*described, *SHARED), kinds, processes
 
@@ -107,6 +111,18 @@ class Command(click.Command):
         """Return the first sentence of the help."""
         self.describe()
         return super().get_short_help_str(limit)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the options; those that say how a model and a text are read stand in a group of their own."""
+        groups: dict[str, list[tuple[str, str]]] = {"Options": [], "Reading": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                groups["Reading" if parameter.name in READING else "Options"].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help."""
@@ -194,13 +210,13 @@ def measures(
         words: What is typed, as for `Command`.
         section: Heading under which the help lists it.
         examples: Lines for the end of the help.
-        function: The measurement. None: the one of sinkscope whose kind is `words`.
+        function: The measurement. None: that of sinkscope.
         edits: Whether it can run under a patch, a policy or a guard.
         settings: Further settings of `Command`.
     """
-    kind = words.replace(" ", "-")
+    kind = KIND_OF.get(words, words)
     shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
-    place = function or OWN[kind]
+    place = function or OWN[words]
     return Command(words, place, section, examples, shared=shared, kinds=[kind], processes=True, **settings)
 
 

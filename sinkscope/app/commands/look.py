@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from sinkscope.app.commands.command import command
@@ -15,28 +13,16 @@ scan = command(
     "scan",
     "app.scan:scan",
     LOOK,
+    "sinkscope scan",
     "sinkscope scan llama-2-7b --out llama",
-    "sinkscope scan ./fine-tuned --against llama/card.json",
-    "sinkscope scan llama-2-7b --quick --only find-sinks,repeat --within 10m",
+    "sinkscope scan llama-2-7b --quick --only find-sinks,repeat",
     params=[
         click.Option(["--out"], metavar="FOLDER"),
         click.Option(["--quick"], is_flag=True),
         Several(["--only"], metavar="PART,..."),
-        click.Option(["--within"], metavar="TIME"),
-        click.Option(["--against"], metavar="CARD"),
     ],
     shared=[*MODEL, *SETUP],
     kinds=["sink-card"],
-)
-
-demo = command("demo", "app.scan:demo", LOOK, "sinkscope demo", kinds=["sink-card"])
-scan_table = command(
-    "scan table",
-    "app.report:scan_table",
-    LOOK,
-    "sinkscope scan table small --html small.html --csv small.csv",
-    params=[click.Argument(["folder"], metavar="DIR", type=Path)],
-    kinds=["scan-table"],
 )
 
 compare = command(
@@ -64,14 +50,6 @@ view_model = command(
     params=[click.Option(["--text"], metavar="FILE|-"), click.Option(["--port"], default=0)],
     shared=[*MODEL, *SETUP],
     kinds=["view"],
-)
-
-print_models = command(
-    "models",
-    "app.models:print_models",
-    LOOK,
-    "sinkscope models llama",
-    params=[click.Argument(["word"], metavar="[WORD]", required=False), click.Option(["--check"], metavar="MODEL")],
 )
 
 print_generated = command(

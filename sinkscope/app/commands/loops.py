@@ -37,10 +37,10 @@ barcode = measures(
     edits=True,
 )
 
-why = measures(
-    "why",
+why_loop = measures(
+    "why-loop",
     LOOPS,
-    "sinkscope why --max-new-tokens 200",
+    "sinkscope why-loop --max-new-tokens 200",
     params=[
         prompt,
         click.Option(["--answer-file", "answer"], type=TextFile()),
@@ -62,16 +62,4 @@ lines = measures(
         Several(["--layers"], type=click.INT, metavar="LAYER,..."),
     ],
     edits=True,
-)
-
-lines_loss = measures(
-    "lines-loss",
-    DIALOGUES,
-    "sinkscope lines-loss --model llama-3.1-8b --data texts.jsonl --length 4096",
-    params=[
-        click.Option(["--data"]),
-        click.Option(["--count"], default=4),
-        click.Option(["--length"], default=512),
-        Several(["--alphas"], default=["0.9,0.95,0.99"], type=click.FLOAT, metavar="ALPHA,..."),
-    ],
 )

@@ -11,8 +11,6 @@ SINKS, REPETITION = "Sinks", "Repetition"
 
 repeated = Several(["--tokens"], metavar="TOKEN,...")
 spike = click.Option(["--spike"], type=int)
-patched_repeats = click.Option(["--max-repeats"], type=int)
-piece_length = click.Option(["--length"], default=64)
 
 find_sinks = measures(
     "find-sinks",
@@ -21,10 +19,10 @@ find_sinks = measures(
     params=[repeated, click.Option(["--max-repeats"], type=int)],
 )
 
-circuit = measures(
-    "circuit",
+why_sink = measures(
+    "why-sink",
     SINKS,
-    "sinkscope circuit --model llama-2-7b --html circuit.html",
+    "sinkscope why-sink llama-2-7b --html why-sink.html",
     params=[
         repeated,
         click.Option(["--max-repeats"], type=int),
@@ -32,52 +30,19 @@ circuit = measures(
     ],
 )
 
-heads = measures(
-    "heads",
+patch = measures(
+    "patch",
     SINKS,
-    "sinkscope heads --model llama-2-7b --n-tokens 8",
-    params=[Several(["--tokens"], metavar="TOKEN,..."), click.Option(["--n-tokens"], type=int), spike],
-)
-
-patch_make = measures(
-    "patch make",
-    SINKS,
-    "sinkscope patch make --model llama-2-7b --out patch.json",
+    "sinkscope patch llama-2-7b --out patch.json",
+    "sinkscope patch llama-2-7b --file patch.json",
     params=[
+        click.Option(["--file"], metavar="FILE"),
         spike,
-        patched_repeats,
+        click.Option(["--max-repeats"], type=int),
         click.Option(["--limit"], default=0.01),
         click.Option(["--pieces"], default=32),
-        piece_length,
-        click.Option(["--out"], metavar="FILE", required=True),
-    ],
-)
-
-patch_eval = measures(
-    "patch eval",
-    SINKS,
-    "sinkscope patch eval --model llama-2-7b --patch patch.json",
-    params=[
-        click.Option(["--patch"], metavar="FILE", required=True),
-        patched_repeats,
-        click.Option(["--pieces"], default=32),
-        piece_length,
-    ],
-)
-
-precision = measures(
-    "precision",
-    SINKS,
-    "sinkscope precision --model llama-2-7b --html precision.html",
-    params=[
-        Several(
-            ["--schemes"],
-            type=click.Choice(["a8-tensor", "a8-token", "kv8", "kv4"]),
-            default=["a8-tensor,a8-token,kv8,kv4"],
-            metavar="SCHEME,...",
-        ),
-        click.Option(["--pieces"], default=16),
-        piece_length,
+        click.Option(["--length"], default=64),
+        click.Option(["--out"], metavar="FILE"),
     ],
 )
 

@@ -18,10 +18,11 @@ from sinkscope.measure import Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.neurons import norms_of
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.spikes.find import Sinks, circuit, sinks_of
+from sinkscope.sinks.spikes.find import Sinks, sinks_of
 from sinkscope.sinks.spikes.records import part_of
-from sinkscope.sinks.spikes.result import Circuit
+from sinkscope.sinks.spikes.result import WhySink
 from sinkscope.sinks.thresholds import STANDS_OUT
+from sinkscope.sinks.why_sink import why_sink
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 COPIES = 300  # copies of a token that the circuit of a view tries
@@ -40,7 +41,7 @@ class ModelSink:
 
     setup: Setup
     sinks: Sinks
-    circuit: Circuit
+    circuit: WhySink
 
     @classmethod
     def open(cls: type[S], model: object = None, **options: Any) -> S:
@@ -52,7 +53,7 @@ class ModelSink:
         """Measure the sink of an open model."""
         setup.target.shards.check_alone("view")
         context = setup.target.max_positions or COPIES + 1
-        return cls(setup, sinks_of(setup), circuit.on(setup, max_repeats=min(COPIES, context - 1)))
+        return cls(setup, sinks_of(setup), why_sink.on(setup, max_repeats=min(COPIES, context - 1)))
 
     @property
     def layer(self) -> int:

@@ -204,7 +204,7 @@ class ModelView(Result):
         layer: The sink layer. If no MLP makes a sink, the layer after which a token stands out most.
         typical_norm: Median norm over later positions of typical text.
         neurons: The sink neurons.
-        marks: The heads that mark the first token or a repetition, as `circuit` finds them.
+        marks: The heads that mark the first token or a repetition, as `why_sink` finds them.
         switches: The edits that can be switched on.
         meanings: What each of these edits does, in a sentence.
         control: Name of the switch that is the control of the sink neurons, if there is one.

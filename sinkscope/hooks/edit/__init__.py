@@ -1,10 +1,9 @@
-"""Edits of a running model: ablate neurons, write values, patch, round. `with intervention.on(model) as run:`."""
+"""Edits of a running model: ablate neurons, write values, patch. `with intervention.on(model) as run:`."""
 
 from sinkscope.engine.run import Event, Run
 from sinkscope.hooks.edit.base import Composed, Intervention
 from sinkscope.hooks.edit.edits import Ablate, Add, NeuronEdit
 from sinkscope.hooks.edit.knockout import Knockout
-from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "Intervention",
     "Knockout",
     "NeuronEdit",
-    "Quantize",
     "Run",
     "SinkPatch",
 ]

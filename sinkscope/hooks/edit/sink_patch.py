@@ -89,7 +89,7 @@ class SinkPatch(NeuronEdit):
         """Return the patch of all neurons that write a spike of the first token, with calibrated values.
 
         Args:
-            result: The result of `find_sinks` or `circuit`.
+            result: The result of `find_sinks` or `why_sink`.
             spike: Number of the spike in `result.spikes`. None: the most read spike of the first token that needs
                 neurons.
 
@@ -99,7 +99,7 @@ class SinkPatch(NeuronEdit):
         """
         if not hasattr(result, "first_spikes"):
             raise SinkscopeError(
-                f"a {type(result).__name__} has no spikes: give the result of find_sinks or circuit, or "
+                f"a {type(result).__name__} has no spikes: give the result of find_sinks or why_sink, or "
                 "ss.Result.load(path) of its file"
             )
         chosen = [
@@ -139,8 +139,8 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
                 missing or invalid.
         """
-        content: Any = read_json(path, "make a patch with `sinkscope patch make`")
-        expected = "a patch that `sinkscope patch make` of this version wrote"
+        content: Any = read_json(path, "make a patch with `sinkscope patch --out FILE`")
+        expected = "a patch that `sinkscope patch` of this version wrote"
         patch = build(_File, content, Path(path).name, expected)
         calibrated = {site: value for site, value in patch.sites.items() if value is not None}
         return cls(sites=list(patch.sites), site=patch.site, calibrated=calibrated, model=patch.model)

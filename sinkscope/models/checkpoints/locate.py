@@ -47,6 +47,9 @@ def _entries() -> dict[str, ModelEntry]:
     return entries
 
 
+SHOWN = 5  # short names that an error lists
+
+
 def list_models() -> list[ModelEntry]:
     """Return every model with a short name, family by family."""
     return list(_entries().values())
@@ -72,11 +75,10 @@ def hub_id_of(name: str) -> str:
         entry = find(name)
     if entry is not None:
         return entry.hub_id
-    near = difflib.get_close_matches(name.lower(), _entries(), n=3, cutoff=0.6)
-    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    near = difflib.get_close_matches(name.lower(), _entries(), n=SHOWN, cutoff=0.3) or list(_entries())[:SHOWN]
     raise SinkscopeError(
-        f"unknown model {name!r}: expected a short name (`sinkscope models` lists them), a hub id such as org/name, a "
-        f"folder such as ./my-model, or a .gguf file{meant}"
+        f"unknown model {name!r}: expected a short name such as {', '.join(near)} (`sinkscope.list_models()` has all "
+        f"{len(_entries())}), a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
     )
 
 

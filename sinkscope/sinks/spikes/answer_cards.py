@@ -1,4 +1,4 @@
-"""The answers of `circuit`: what makes a position the place, why heads read it, and what attention to it is for."""
+"""The answers of `why_sink`: what makes a position the place, why heads read it, and what attention to it is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `find_sinks` and `circuit` say: labels with measured numbers; a field that does not hold is left out."""
+"""What `find_sinks` and `why_sink` say: labels with measured numbers; a field that does not hold is left out."""
 
 from __future__ import annotations
 

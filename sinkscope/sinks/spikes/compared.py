@@ -1,4 +1,4 @@
-"""The numbers of two `find_sinks` or `circuit` results side by side.
+"""The numbers of two `find_sinks` or `why_sink` results side by side.
 
 Two spikes are the same if they stand at the same place and share layers; each spike has at most one partner, the one
 with most common layers. A spike without a partner came or went.

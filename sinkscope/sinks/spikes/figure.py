@@ -1,4 +1,4 @@
-"""The drawing of `find_sinks` and `circuit`: each spike as a run of layers, who writes it, and who reads it.
+"""The drawing of `find_sinks` and `why_sink`: each spike as a run of layers, who writes it, and who reads it.
 
 Its neurons stand on the bars of what they write; its readers are counted before and after their removal, beside other
 neurons of the same layers.

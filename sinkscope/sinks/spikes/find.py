@@ -1,14 +1,14 @@
-"""The circuit of a sink, step by step, and the measurements `find_sinks` and `circuit`.
+"""The circuit of a sink, step by step, and the measurement `find_sinks`.
 
 1. Survey: one pass over texts of four kinds reads norms and attention; half of the texts choose, half report.
 2. Spikes: places, directions and runs of layers in which the residual stream stands out.
 3. Writers and needs: which neurons write a spike, by shares, and the fewest that suffice, by their removal.
-4. Marks: what makes the writers fire at the place (`circuit`).
+4. Marks: what makes the writers fire at the place (`why_sink`).
 5. Effects: what the needed neurons do at the place, beside others that write as much.
 6. Readers: which heads attend to the place.
 7. Conditions: what makes a position the place: its token, seeing only itself, its position id; and why heads read the
-   place: the spike makes its state constant (`circuit`).
-8. Purpose: what later tokens lose without the place (`circuit`).
+   place: the spike makes its state constant (`why_sink`).
+8. Purpose: what later tokens lose without the place (`why_sink`).
 
 Both also follow copies of a token along each spike of the first token, and survey the text once more with the other
 choice of BOS.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -48,7 +48,7 @@ from sinkscope.sinks.spikes.records import (
     SinkRate,
     SpikeResult,
 )
-from sinkscope.sinks.spikes.result import Circuit, FindSinks
+from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.spike import Spike, attended, find_spikes, over_typical
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit, record_of
 from sinkscope.sinks.spikes.survey import Survey, survey_of
@@ -80,30 +80,6 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
     if max_repeats is None:
         limit = min(FEW_COPIES, limit)
     return FindSinks(**fields_of(setup, tokens, limit, FIND_SINKS))
-
-
-@measurement(loading="fits")
-def circuit(
-    setup: Setup,
-    *,
-    tokens: Sequence[str] | None = None,
-    max_repeats: Natural | None = None,
-    only: Literal["conditions", "purpose"] | None = None,
-) -> Circuit:
-    """Ask what makes a position the sink, and what it is for; then trace its circuit to the heads that read it.
-
-    An ordinary position gets the place's token, sees only itself, or has its position id; each is taken away at the
-    place. The place is hidden from later tokens, or they read another value from it. Then components and heads are
-    replaced at the place by what they write on average at ordinary positions.
-
-    Args:
-        tokens: Words to repeat, one token each. By default five words of the text, drawn by the seed.
-        max_repeats: Largest number of copies. By default 1,024, or what the context holds.
-        only: Ask one of both questions alone: "conditions" (what makes the place, and why heads read
-            it) or "purpose" (what it is for).
-    """
-    parts = ALL_PARTS if only is None else frozenset({only})
-    return Circuit(**fields_of(setup, tokens, repetition_limit(setup.target, max_repeats), parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,20 +197,19 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
     spikes = [circuit.spike for circuit in at_first]
     copies = [tuple[Copies, ...]()] * len(spikes)
     if "copies" in parts:
-        read = partial(copies_of, target, spikes, words, prefix_of(setup, words), limit, setup.progress)
-        copies = setup.finished("copies", read, copies)
+        copies = copies_of(target, spikes, words, prefix_of(setup, words), limit, setup.progress)
     # Steps 7 and 8: conditions and purpose
-    answers = setup.finished("conditions and purpose", partial(answers_of, sinks, setup.seed, parts), {})
+    answers = answers_of(sinks, setup.seed, parts)
     for number, circuit in enumerate(sinks.spikes):
         own = copies[at_first.index(circuit)] if circuit in at_first else ()
         # Step 4: marks
         marked: tuple[MarkLeft, ...] = ()
         if "marks" in parts:
-            marked = setup.finished(f"marks of spike {number}", partial(marks_of, circuit, setup.seed), marked)
+            marked = marks_of(circuit, setup.seed)
         # Step 5: effects
         measured: SpikeEffects | None = None
         if "effects" in parts:
-            measured = setup.finished(f"effects of spike {number}", partial(measured_of, setup, number), measured)
+            measured = measured_of(setup, number)
         results.append(record_of(circuit, measured, marked, own, answers.get(number, Answers())))
         setup.progress("effects", number + 1, len(sinks.spikes))
     setup.record(texts=len(report.ids), max_repeats=limit)
@@ -252,7 +227,7 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
         "learned_heads": int((report.learned.mean(-1) > READS).sum()),
         "largest": largest_norm(report, setup.tokenizer),
         "heads": heads.numpy(),
-        "bos": setup.finished("the other choice of BOS", partial(other_bos, setup), None),
+        "bos": other_bos(setup),
         "sink_rate": rate_of(report),
         "typical_norm": tuple(report.typical_norm),
         "first_token_norm": tuple(report.first_norm),

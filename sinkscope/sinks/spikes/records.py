@@ -279,16 +279,16 @@ class SpikeResult:
         effect: What the needed set does. None: nothing is needed, or the spike is like an earlier one.
         controls: What others do instead.
         alone: What single neurons of the needed set do.
-        marks: What marks the place (`circuit`).
+        marks: What marks the place (`why_sink`).
         copies: What copies of tokens reach.
         like: Number of an earlier spike that this one repeats at another place. None: it repeats none.
         heads: Heads in its layers that attend to the place.
         heads_margin: Half of the 95 % interval of their number under a bootstrap over texts.
         texts: Number of texts with the place in which it was measured.
         held_out: Whether these texts did not find the spike.
-        conditions: What makes a position such a place (`circuit`). None: it was not asked.
-        purpose: What the attention to the place is for (`circuit`). None: it was not asked.
-        constancy: Why heads attend to the place (`circuit`). None: it was not asked, or none do.
+        conditions: What makes a position such a place (`why_sink`). None: it was not asked.
+        purpose: What the attention to the place is for (`why_sink`). None: it was not asked.
+        constancy: Why heads attend to the place (`why_sink`). None: it was not asked, or none do.
         ratio_by_text: The ratio in each text.
         text_numbers: The numbers of these texts among those that were read.
     """

@@ -1,4 +1,4 @@
-"""The result of `find_sinks` and `circuit`: the spikes, who reads them, and what is said of them."""
+"""The result of `find_sinks` and `why_sink`: the spikes, who reads them, and what is said of them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from jaxtyping import Float
 from sinkscope.measure import Number, Result
 from sinkscope.results.cards import Card
 from sinkscope.results.notation import head_name, word_list
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.parts import Neuron
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import answer_cards, cards
 from sinkscope.sinks.spikes.compared import numbers_beside
+from sinkscope.sinks.spikes.first_marks import MarkingHeads
 from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult, part_of
 from sinkscope.sinks.thresholds import READS
 
 FIRST = "the first token"
-HEADS_OF_MARKS = (
-    "Marks are components that are replaced alone or in pairs; which heads these depend on, all layers together, is "
-    "measured by `sinkscope heads`."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +226,18 @@ def spike_rows(spike: SpikeResult) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Circuit(FindSinks):
-    """The circuit of each sink: what marks its place, what writes and needs its spike, who reads it, and copies."""
+class WhySink(FindSinks):
+    """The circuit of each sink: what marks its place, what writes and needs its spike, who reads it, and copies.
+
+    Attributes:
+        marking: The heads that mark the first token, over many tokens. None: it was not asked.
+    """
 
     kind = "circuit"
+    page = "measure/why-sink"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw_circuit"
+
+    marking: MarkingHeads | None = None
 
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
@@ -251,7 +255,8 @@ class Circuit(FindSinks):
                 card = answer(spike)
                 if card is not None:
                     made.append(card)
-        return [*made, *super().cards()]
+        marking = None if self.marking is None else self.marking.card()
+        return [*made, *super().cards(), *([] if marking is None else [marking])]
 
     def details(self) -> list[str]:
         """Return what marks the place, what the needed neurons do, and what the labels mean."""
@@ -261,8 +266,8 @@ class Circuit(FindSinks):
         marks = self.spike.marks
         if self.answered is not None and marks:
             lines.insert(0, cards.marks_sentence(self.spike))
-        if marks and not any(isinstance(part_of(mark.names[0]), Head) for mark in marks):
-            lines.append(HEADS_OF_MARKS)
+        if self.marking is not None:
+            lines.append(self.marking.sentence())
         return lines
 
     def numbers(self) -> list[Number]:

@@ -1,4 +1,4 @@
-"""`sinkscope bench`: several methods answer the prompts of a task, in batches, resumable."""
+"""`sinkscope bench` and `ss.bench.run`: several methods answer the prompts of a task, in batches, resumable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conve
 from sinkscope.bench.methods import SAMPLING, Method, read_methods
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun
-from sinkscope.bench.table import BenchTable, tabulate_records
+from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
@@ -33,7 +33,7 @@ from sinkscope.opening.load import load
 
 @checks_arguments
 @float32_by_default()
-def run_bench(
+def run(
     model: Any,
     task: Task | str,
     methods: Sequence[str],
@@ -144,20 +144,25 @@ def check_sampling(task: Task, methods: Sequence[Method], temperature: float, se
         )
 
 
-@partial(checks_arguments, others=run_bench)
+@partial(checks_arguments, others=run)
 def bench(
+    folders: Sequence[PathName] = (),
     *,
-    task: str,
+    task: str | None = None,
     model: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
+    beside: str | None = None,
     **settings: Any,
 ) -> BenchTable:
     """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
 
+    With folders of earlier runs, finished or not, it only shows their table.
+
     Args:
+        folders: Folders of earlier runs, whose table is shown.
         task: loops, recall, text, or a file of JSON lines with "prompt" and "answers"; settings follow after
             colons, such as recall:lengths=640,1024:samples=2. An unknown setting lists all.
         model: A short name, hub id, folder or .gguf file. By default the bundled model; the recall model for recall.
@@ -165,12 +170,26 @@ def bench(
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
         temperature: Sampling temperature; 0 is greedy.
-        settings: As for `run_bench`.
+        beside: The method with which all others are compared, prompt by prompt. By default the best one of each set.
+        settings: As for `run`.
+
+    Raises:
+        SinkscopeError: Neither folders nor a task and methods are given, or both; or as for `run`.
     """
+    if folders:
+        given = {"task": task, "model": model, **settings}
+        unused = [name for name, value in given.items() if value is not None and name != "progress"]
+        if unused:
+            option = unused[0].replace("_", "-")
+            raise SinkscopeError(f"--{option} has no effect on {folders[0]}, earlier answers: leave one of both out")
+        return bench_table(folders, beside=beside)
+    if task is None or not settings.get("methods"):
+        raise SinkscopeError("give --task and --methods for a run, or folders of earlier runs, to show their table")
     chosen = read_task(task)
     name = chosen.model if model is None else model
     opener = partial(load, name, revision=revision, device=device, dtype=dtype)
-    return tabulate_records([run_bench(opener, chosen, temperature=temperature, **settings)])
+    answers = run(opener, chosen, temperature=temperature, **settings)
+    return tabulate_records([answers], beside=beside)
 
 
 def _prompts(task: Task, target: Target, edits: Sequence[Any], new: int) -> Sequence[Prompt]:
