@@ -58,12 +58,12 @@ class Temperature(Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class Dry(Sampler):
-    """DRY, as `ss.DRY` has it.
+    """DRY, as `ss.loops.DRY` has it.
 
     Attributes:
-        multiplier: As for `ss.DRY`.
-        base: As for `ss.DRY`.
-        allowed_length: As for `ss.DRY`.
+        multiplier: As for `ss.loops.DRY`.
+        base: As for `ss.loops.DRY`.
+        allowed_length: As for `ss.loops.DRY`.
     """
 
     unnamed: ClassVar[str] = "multiplier"

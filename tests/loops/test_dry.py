@@ -34,7 +34,7 @@ def losses(ids: list[int], multiplier: float, base: float, allowed: int, broken:
 )
 def test_dry_against_its_definition(rows, multiplier, base, allowed, broken):
     scores = torch.zeros(len(rows), 6)
-    found = ss.DRY(multiplier, base, allowed, ignore=sorted(broken))(torch.tensor(rows), scores)
+    found = ss.loops.DRY(multiplier, base, allowed, ignore=sorted(broken))(torch.tensor(rows), scores)
     assert not scores.any(), "the scores of the caller stay"
     for row, ids in enumerate(rows):
         expected = torch.zeros(6)
@@ -45,5 +45,5 @@ def test_dry_against_its_definition(rows, multiplier, base, allowed, broken):
 
 def test_a_loss_beyond_all_numbers_forbids_the_token():
     for dtype in (torch.float32, torch.float16):
-        scores = ss.DRY(base=1e6)(torch.tensor([[5, 6] * 40]), torch.zeros(1, 9, dtype=dtype))
+        scores = ss.loops.DRY(base=1e6)(torch.tensor([[5, 6] * 40]), torch.zeros(1, 9, dtype=dtype))
         assert scores[0, 5] <= -6e4 and not scores.isnan().any() and scores[0, 4] == 0

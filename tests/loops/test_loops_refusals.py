@@ -22,9 +22,9 @@ CALLED = {
 CALLED["ss"] = ss
 TOKEN = "expected a whole number from 0 to 2**32 - 1"
 REFUSED = {
-    "ss.DRY(multiplier=0.0)": ["multiplier"],
-    "ss.DRY(base=0.5)": ["base"],
-    "ss.DRY(allowed_length=0)": ["allowed_length"],
+    "ss.loops.DRY(multiplier=0.0)": ["multiplier"],
+    "ss.loops.DRY(base=0.5)": ["base"],
+    "ss.loops.DRY(allowed_length=0)": ["allowed_length"],
     "Monitor().update(-1)": ["the token is -1", TOKEN],
     "Monitor().update(1 << 32)": ["the token is 4294967296", TOKEN],
     "Monitor().update('a')": ["the token is 'a'", TOKEN],

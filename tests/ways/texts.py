@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.generation import MaxTimeCriteria
 
 import sinkscope as ss
-from sinkscope import DRY
+from sinkscope.loops import DRY
 
 from .calls import NEW, Use
 from .edits import EDITS
