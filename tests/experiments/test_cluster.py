@@ -10,7 +10,7 @@ import pytest
 from organisms import organism
 from repository import ran
 
-from sinkscope.app.report import scan_table
+from sinkscope.app.card import SinkCard
 
 NAMES = ("gpt2", "llama", "qwen2")
 
@@ -23,11 +23,11 @@ def models(tmp_path_factory) -> list[str]:
 
 def check(out: Path):
     """Every model has its card, with the neurons that were planted."""
-    rows = scan_table(out).scans
-    assert [row["scan"] for row in rows] == list(NAMES) and not any(row["problem"] for row in rows)
-    for row in rows:
-        truth = organism(row["scan"], 2).truth
-        assert row["neurons"] == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
+    for name in NAMES:
+        numbers = SinkCard.load(out / name / "card.json").by_key()
+        truth = organism(name, 2).truth
+        planted = " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
+        assert numbers["find_sinks", "neurons"].value == planted
 
 
 @pytest.mark.slow

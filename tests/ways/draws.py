@@ -174,7 +174,7 @@ RARE = {
         *("pattern most", "streaming 12", "h2o 12", "tova 12", "adakv 12", "pyramid 12", "progressive 12"),
         *("guard steers", "value", "zero first", "add at", "zero|streaming 12", "patch;snapkv 12", "h2o 12 a layer"),
         *("half snapkv", "a shape", "a shape 12", "minference", "minference 12", "head mean", "patch up"),
-        *("patch calibrated", "token 8 bits", "keys 8 bits", "keys 8 bits a row", "mean|guard", "trace zero"),
+        *("patch calibrated", "mean|guard", "trace zero"),
         *("trace post", "trace z", "trace logits", "trace norm"),
     ),
 }

@@ -41,12 +41,12 @@ class Cause:
 
 MOVES = ("reordered", "selected", "repeated")
 SHAPES = ("a shape", "minference")
-MEMORIES = ("mean", "head mean", "patch", "patch up", "tensor 8 bits", "keys 8 bits a row")
+MEMORIES = ("mean", "head mean", "patch", "patch up")
 READS = tuple(name for name, edit in EDITS.items() if edit.site not in (None, ROWS_SEEN))
 KNOCKS = tuple(name for name, edit in EDITS.items() if edit.knocked is not None)
 LEAVES_CACHE = (
     *("zero", "head", "add", "add embed", "add;zero", "expert", "value", "zero first", "add at", "patch calibrated"),
-    *("token 8 bits", "keys 8 bits", *READS, *MEMORIES),
+    *(*READS, *MEMORIES),
     *(name for name in KNOCKS if "|" not in name),
 )
 """Edits that leave the cache and the attention alone."""
@@ -138,10 +138,6 @@ REFUSED = [
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
     Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
-    Refusal(
-        lambda draw: draw["options"] in ASSISTED and draw["edit"] in ("tensor 8 bits", "keys 8 bits a row"),
-        "assisted generation",
-    ),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
 ]
 """A refusal that stands here is no failure; any other one is."""
@@ -180,7 +176,6 @@ MENDED = {
     "a cache of a model of several parts that was saved is read as new": draw_of(
         family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"
     ),
-    "rounded keys of a model whose layers share them": draw_of(edit="keys 8 bits", family="gemma4"),
     "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),
     "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),
     "memory of rows that are repeated": draw_of(cache="repeated", edit="mean"),

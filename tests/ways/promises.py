@@ -204,7 +204,7 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     """The same intervention in the plainest way: each row by itself without padding, on the bare model.
 
     It stands where it stands in the batch: even in float64 angles of rotary embeddings are made in float32, so that
-    other positions change logits by 1e-4, and a number that is rounded to 8 bits may jump.
+    other positions change logits by 1e-4.
     """
     way = WAYS[WAYS[draw["cache"]].alone]
     plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword", "mask": _alone_mask(draw)}
