@@ -176,7 +176,7 @@ def test_two_models_are_two_rows_and_a_record_of_two_folders_counts_once():
 
 
 def test_columns_by_an_unknown_field_are_refused():
-    with refused(words=["--by tunr", "turn", "depth"]):
+    with refused(words=["by='tunr'", "turn", "depth"]):
         table(*H2O, by="tunr")
 
 
