@@ -31,6 +31,7 @@ from sinkscope.engine.stock import NAME, STOCK, Stock, eager, stock_of, switched
 from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, on_output, without_compiler
+from sinkscope.models.numbering import check_numbering
 from sinkscope.models.target import Target
 from sinkscope.models.windows import layer_window
 
@@ -127,6 +128,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     function gets one that makes no masks: transformers looks the name up twice while it makes a mask, and another
     thread may enter or leave in between.
     """
+    check_numbering(target)
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _mask)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sinkscope.engine.step import Step
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.numbering import check_caches_filled
 from sinkscope.models.target import Target
 from sinkscope.models.windows import layers_with_states
 from sinkscope.results.notation import count_of
@@ -70,6 +71,7 @@ def check_servable(target: Target) -> None:
             "or observed for these alone: use another model for cache policies, guards and observers; find-sinks and "
             "edits work on this one"
         )
+    check_caches_filled(target)
     if not cache_layers(target):
         raise UnsupportedError(
             f"the cache of {target.name} is not a plain key/value cache (it keeps a recurrent state, or an indexer "

@@ -18,7 +18,7 @@ from sinkscope.generation.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
-from sinkscope.opening.inference.find import evaluating
+from sinkscope.models.modes import evaluating
 from sinkscope.results.console import NotebookBar
 from sinkscope.results.result import Result
 

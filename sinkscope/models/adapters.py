@@ -77,7 +77,7 @@ ADAPTERS: dict[str, Adapter] = {}
 def register(adapter: Adapter) -> Adapter:
     """Register the adapter of another architecture; everything that accepts a model then accepts this one.
 
-    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.proof.probe` does. A later
+    `sinkscope.load` checks a row on a few tokens before it returns the model, as `opening.proof` does. A later
     row of the same `model_type` takes the place of an earlier one.
     """
     ADAPTERS[adapter.model_type] = adapter
@@ -146,6 +146,12 @@ def _stack_path(model: Any) -> str:
                 if isinstance(stack, nn.ModuleList) and len(stack) > 0 and depth in (None, len(stack)):
                     return f"{path}.{name}".strip(".")
     raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
+
+
+def layers_at(hf: nn.Module, path: str) -> list[nn.Module]:
+    """Return the decoder layers of a model, by the path of their list; a module may stand at several places."""
+    stack = hf.get_submodule(path)
+    return list(stack) if isinstance(stack, nn.ModuleList) else list(stack.children())
 
 
 def layer_kinds(layers: Iterable[nn.Module]) -> list[int]:

@@ -125,7 +125,12 @@ def heads_point(target: Target, layer: int, columns: list[int] | None = None) ->
 
 
 def neurons_point(target: Target, group: NeuronGroup, site: str = "post") -> HookPoint:
-    """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
+    """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up".
+
+    Raises:
+        UnsupportedError: The MLP of the layer could not be proved.
+    """
+    target.check_neurons(group.layer)
     if group.expert is not None:
         experts = target.experts(group.layer)
         return HookPoint(experts.module, "post", inside=partial(expert_hook, experts, group.expert, group.neurons))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import Args, Kwargs
+from sinkscope.models.modes import OWN_HOOKS
 from sinkscope.models.shards import Shards, shards_of
 
 Hook = tuple[nn.Module, str, Any]
@@ -62,6 +63,8 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
                 handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
             else:
                 handle = module.register_forward_hook(fn, with_kwargs=True, always_call=when == "always")
+            OWN_HOOKS.add(handle.id)
+            stack.callback(OWN_HOOKS.discard, handle.id)
             stack.callback(handle.remove)
         yield
 

@@ -15,8 +15,10 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
+from sinkscope.models.modes import has_hooks
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.models.weights import brought, input_columns
@@ -143,26 +145,58 @@ def view_layer(
         tensor = value.detach().flatten(0, -2)
         parts[part] = tensor[chosen.to(tensor.device)].float()
 
-    def experts_done(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+    def experts_done(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         experts = target.experts(layer)
         routed = experts.routed(args, kwargs)
+        if has_hooks(module):
+            with brought(module):
+                given, computed = first_tensor(output), experts.output(routed)
+            _check_unchanged(target, layer, given.reshape(computed.shape), computed)
         keep("routing", routed.weight)
         with brought(experts.module):
             parts["post"] = _expert_activations(experts, routed, chosen)
 
     hooks = on_mlp(target, layer, partial(keep, "mlp"))
     hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "shared" if is_mixture else "post")))
+    is_hooked = has_hooks(target.sub(layer, "mlp"))
+    if is_hooked:
+        hooks += target.part_hooks(layer, "down", "post", on_hidden(partial(keep, "down")))
+        hooks += target.part_hooks(layer, "experts", "post", on_hidden(partial(keep, "experts")))
     if is_mixture:
         hooks += target.part_hooks(layer, "experts", "post", experts_done)
         weigh = on_hidden(lambda logits: keep("shared weight", logits.sigmoid()))
         hooks += target.part_hooks(layer, "shared_gate", "post", weigh)
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
+    if is_hooked and is_mixture:
+        shared = parts.get("down", torch.zeros(())) * parts.get("shared weight", torch.ones(()))
+        written = parts["experts"] * target.adapter.expert_factor + shared * target.adapter.shared_factor
+        if target.paths[layer].get("experts") == target.paths[layer]["mlp"] and len(mlp_writers(target, layer)) == 1:
+            written = parts["experts"]  # which hold the shared one
+        _check_unchanged(target, layer, parts["mlp"], written)
+    elif is_hooked:
+        _check_unchanged(target, layer, parts["mlp"], parts["down"] * target.adapter.down_factor)
     if "shared" in parts:
         weight = parts.get("shared weight", torch.ones_like(parts["shared"][:, :1]))
         parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)
         parts["routing"] = torch.cat([parts["routing"], weight], 1)
     return LayerView(layer, parts["mlp"] * target.adapter.write_factor, parts["post"], parts.get("routing"))
+
+
+_SAME = 0.02  # relative distance between two ways to what an MLP gives, in any precision
+
+
+def _check_unchanged(target: Target, layer: int, given: Tensor, written: Tensor) -> None:
+    """Refuse an MLP of which a hook of the user's changes what its neurons write.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    if not (given - written).abs().max() <= _SAME * torch.maximum(given.abs().max(), written.abs().max()):
+        raise UnsupportedError(
+            f"a hook of yours changes what the MLP of layer {layer} of {target.name} gives, so that it is not what its "
+            "neurons write: remove the hook, or put it on the down projection"
+        )
 
 
 def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, " token"]) -> Float[Tensor, "n neuron"]:

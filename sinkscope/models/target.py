@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import DRAFT, PATHS, Found
+from sinkscope.models.adapters import DRAFT, PATHS, Found, layers_at
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.hooks import Hook, forward_parameters, hooked
 from sinkscope.models.partial_pass import LayerInput, bounded, stop
@@ -136,12 +136,13 @@ class Target:
         adapter, config = self.adapter, self.hf.config.get_text_config()
         self.config, self.embedding = config, self.hf.get_input_embeddings()
         self.base = self.hf.get_submodule(adapter.base)
-        self.layers = list(self.hf.get_submodule(adapter.layers).children())
+        self.layers = layers_at(self.hf, adapter.layers)
         self.n_layers, self.d_model = len(self.layers), int(config.hidden_size)
         self.n_heads, self.n_kv_heads = heads_of(config)
         self.max_positions = longest_context(config)
         self.skips_layers = adapter.from_any_layer and adapter.adds
         self.paths, self.attending, self.with_neurons, self.mixtures = [], [], [], []
+        unproved = {site for site, _ in adapter.unproved}
         for number, layer in enumerate(self.layers):
             paths = parts_of(layer, adapter.rows[number] if adapter.rows else adapter)
             self.paths.append(paths)
@@ -149,7 +150,8 @@ class Target:
                 self.attending.append(number)
             if "experts" in paths:
                 self.mixtures.append(number)
-            if "experts" in paths or "down" in paths:
+            has_neurons = "experts" in paths or "down" in paths
+            if has_neurons and f"blocks.{number}.mlp.hook_post" not in unproved:
                 self.with_neurons.append(number)
 
     @cached_property
@@ -198,10 +200,29 @@ class Target:
 
     @cached_property
     def d_mlp(self) -> int:
-        """Neurons of one MLP (of one expert in a mixture)."""
+        """Neurons of one MLP (of one expert in a mixture).
+
+        Raises:
+            UnsupportedError: The modules of no MLP run.
+        """
         if self.mixtures:
             return self.width(self.mixtures[0], 0)
+        if not self.with_neurons:
+            raise UnsupportedError(
+                f"no layer of {self.name} has neurons that can be read, because the modules of its MLPs do not run "
+                "(those of a folded TransformerBridge do not): give the plain Hugging Face model"
+            )
         return self.width(self.with_neurons[0])
+
+    def check_neurons(self, layer: int) -> None:
+        """Refuse to edit neurons of a layer whose MLP could not be proved.
+
+        Raises:
+            UnsupportedError: It could not.
+        """
+        reason = dict(self.adapter.unproved).get(f"blocks.{layer}.mlp.hook_post")
+        if reason is not None:
+            raise UnsupportedError(f"the neurons of layer {layer} of {self.name} are not offered: {reason}")
 
     @property
     def device(self) -> torch.device:

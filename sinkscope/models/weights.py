@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sinkscope.errors import UnsupportedError, first_line
+from sinkscope.models.modes import OWN_HOOKS, evaluating, has_hooks
 from sinkscope.models.shards import local, shards_of
 
 
@@ -56,6 +59,67 @@ def input_width(projection: nn.Module) -> int:
     return int(weight.shape[0 if is_transposed(linear) else 1])
 
 
+_CHECKED: WeakKeyDictionary[nn.Module, tuple[Any, bool]] = WeakKeyDictionary()
+"""Whether modules compute with their weights, and as what they were when that was tried."""
+_TRIED = 3  # random inputs by which it is tried
+_LARGE, _LINEAR = 30.0, 0.05  # inputs by which a module is tried that is asked, and the relative error it may have
+_EXACT, _IN_HALF = 1e-3, 16  # largest relative distance in float32; times the rounding of numbers in half precision
+
+
+def computes_with(module: Any, weight: Tensor) -> bool:
+    """Return whether a linear module gives what its weight says, as its user has made it; it is tried once.
+
+    It does not if somebody replaced its `forward`, or put a hook on it that changes what it gets or gives.
+
+    Args:
+        module: The module.
+        weight: Its weight.
+    """
+    hooks = [number for hooks in (module._forward_pre_hooks, module._forward_hooks) for number in hooks]
+    own = vars(module).get("forward")
+    state = (id(weight), weight._version, type(module), id(own), *(hooks if has_hooks(module) else ()))
+    known = _CHECKED.get(module)
+    if known is None or known[0] != state:
+        _CHECKED[module] = state, _gives_product(module, weight)
+    return _CHECKED[module][1]
+
+
+@torch.no_grad()
+def _gives_product(module: Any, weight: Tensor) -> bool:
+    matrix = weight if is_transposed(module) else weight.T
+    inputs = torch.zeros(1, _TRIED + 1, len(matrix), dtype=weight.dtype)
+    inputs[:, 1:] = torch.randn(1, _TRIED, len(matrix), generator=torch.Generator().manual_seed(0))
+    inputs = inputs.to(weight.device)
+    given = _asked(module, inputs)[0].float()
+    expected = inputs[0].float() @ matrix.float()
+    change = given[1:] - given[:1]  # without the bias
+    most = max(_EXACT, _IN_HALF * torch.finfo(weight.dtype).eps)
+    size = torch.maximum(expected.abs().max(), given.abs().max())
+    return bool((change - expected[1:]).abs().max() <= most * size)
+
+
+def _asked(module: nn.Module, inputs: Float[Tensor, "1 row input"]) -> Float[Tensor, "1 row output"]:
+    """What a module makes of what its `forward` gets, with the hooks of its user on what it gives.
+
+    Raises:
+        UnsupportedError: It fails.
+    """
+    try:
+        with evaluating(module):
+            output: Any = module.forward(inputs)
+            for number, hook in module._forward_hooks.items():
+                if number not in OWN_HOOKS:
+                    more: Any = ({},) if number in module._forward_hooks_with_kwargs else ()
+                    changed = hook(module, (inputs,), *more, output)
+                    output = output if changed is None else changed
+        return output
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise UnsupportedError(
+            f"a {type(module).__name__} of the model does more than its weight says, and fails where it is asked what "
+            f"it gives ({first_line(error)}): remove what replaced its forward, or the hooks on it"
+        ) from None
+
+
 @torch.no_grad()
 def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None = None) -> Float[Tensor, "input output"]:
     """Return what a linear module gives when one of its inputs is 1, without the bias.
@@ -64,6 +128,9 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
         target: The model, whose device and dtype a module gets that has to be asked.
         module: The module.
         inputs: Inputs; None is all.
+
+    Raises:
+        UnsupportedError: The module is not linear, because somebody has replaced what it computes.
     """
     width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
@@ -72,11 +139,20 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
         shards = shards_of(weight)
         return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
     weight = plain_weight(module)
-    if weight is not None:
+    if weight is not None and computes_with(module, getattr(module, "weight", weight)):
         return weight[chosen] if is_transposed(module) else weight[:, chosen].T
-    # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
+    # Quantised, adapted or replaced: ask the module itself; the last rows give its bias, and whether it is linear.
     device = next((parameter.device for parameter in module.parameters()), target.device)
-    units = torch.zeros(len(chosen) + 1, width, device=device, dtype=target.dtype)
-    units[range(len(chosen)), chosen] = 1
-    outputs = module.forward(units)
-    return outputs[:-1] - outputs[-1:]
+    units = torch.zeros(1, len(chosen) + 2, width, device=device, dtype=target.dtype)
+    units[0, range(len(chosen)), chosen] = 1
+    large = _LARGE * torch.randn(len(chosen), generator=torch.Generator().manual_seed(0))
+    units[0, -2, chosen] = large.to(units)
+    outputs = _asked(module, units)[0]
+    columns = outputs[:-2] - outputs[-1:]
+    total, expected = (outputs[-2] - outputs[-1]).float(), units[0, -2, chosen].float() @ columns.float()
+    if not (total - expected).abs().max() <= _LINEAR * torch.maximum(expected.abs().max(), total.abs().max()):
+        raise UnsupportedError(
+            f"a {type(module).__name__} of the model is not linear in its inputs, so that its neurons write nothing of "
+            "their own: somebody has replaced its forward, or has put a hook on it; measure the model without that"
+        )
+    return columns

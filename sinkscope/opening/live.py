@@ -14,7 +14,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target
-from sinkscope.opening.inference.find import adapter_of
+from sinkscope.opening.parts import adapter_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
 """Classes of modules that show that a model is split in an unserved way."""

@@ -41,8 +41,8 @@ from sinkscope.models.checkpoints.locate import BUNDLED, ModelSource, locate
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target, check_divides
-from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.live import avoid_misreading, target_of
+from sinkscope.opening.parts import adapter_of
 
 
 @checks_arguments
@@ -72,7 +72,7 @@ def load(
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
         probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
-            (`sinkscope.opening.inference.find`). Live models are not probed.
+            (`sinkscope.opening.parts`). Live models are not probed.
 
     Returns:
         Hugging Face model, in eval mode. Its tokenizer is kept on it as `tokenizer`, its name as `sinkscope_name`.

@@ -24,7 +24,6 @@ from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.decode import decode, noted_decoding
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.models.neurons import w_out
-from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
 
 # --- Decoding --------------------------------------------------------------------------------------------------------
@@ -149,7 +148,6 @@ def test_a_peft_model_is_measured_with_its_adapter():
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = Adapted(down)
     wrapped, ids = Wrapped(model), torch.arange(5, 12)[None]
-    assert propose(model).down == "mlp.down_proj"
     target = target_of(wrapped, made.tokenizer)
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra

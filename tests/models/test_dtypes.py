@@ -33,7 +33,7 @@ def test_places_are_proved_and_measured_where_tensors_are_made_on_a_device(monke
     planted = organism("llama")
     measured = partial(ss.attack, planted.model, tokenizer=planted.tokenizer, length=2, n_tokens=8, sequences=2)
     want = measured().to_dict()["result"]
-    monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
+    monkeypatch.setattr("sinkscope.opening.parts._PLACES", {})
     with torch.device("meta"):
         target_of(planted.model)  # proves its places
         assert measured().to_dict()["result"] == want

@@ -26,7 +26,7 @@ from transformers import (
 import sinkscope as ss
 from sinkscope.engine.stock import attention_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.opening.inference.find import sample_of
+from sinkscope.opening.sample import sample_of
 
 
 @cache
@@ -125,7 +125,7 @@ def test_models_cut_to_few_layers_keep_the_kinds_of_these(layers, tmp_path):
     Gemma3ForCausalLM(config).save_pretrained(tmp_path)
     model = ss.load(tmp_path, layers=layers)
     assert model.config.layer_types == ["sliding_attention"] * layers
-    assert len(sample_of(model).config.layer_types) == 2
+    assert len(sample_of(model, [0, 1, 1, 1]).config.layer_types) == 2
 
 
 @pytest.mark.parametrize(("dtype", "more"), [("float32", ""), ("bfloat16", ", or try dtype=float32")])

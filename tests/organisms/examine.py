@@ -20,8 +20,8 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.neurons import column_factor
 from sinkscope.models.target import Target
 from sinkscope.models.weights import is_transposed
-from sinkscope.opening.inference.propose import begins_at
 from sinkscope.opening.live import target_of
+from sinkscope.opening.places import begins_at
 
 from .decoders import byte_tokenizer, decoder
 from .products import products_of

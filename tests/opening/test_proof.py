@@ -17,9 +17,9 @@ import sinkscope.engine.attention as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
 from sinkscope.models.adapters import PATHS, Adapter
-from sinkscope.opening.inference.proof import probe
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
+from sinkscope.opening.proof import prove
 
 # Shapes that do not give a wrong path away: every matrix is 32 x 32.
 SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
@@ -30,7 +30,7 @@ SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
     each_other(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"], [torch.bfloat16, torch.float16]),
 )
 def test_half_precision_is_no_false_alarm(model_type, dtype):
-    assert probe(target_of(tiny_model(model_type)[0].to(dtype))).problem is None
+    assert prove(target_of(tiny_model(model_type)[0].to(dtype))).problem is None
 
 
 @pytest.mark.parametrize("model_type", ["olmo2", "flex_olmo"])
@@ -41,7 +41,7 @@ def test_an_mlp_without_a_norm_before_it_does_not_overflow(model_type):
         for name, weight in layer.mlp.named_parameters():
             if "gate" in name or "up" in name:
                 weight.data.normal_(std=0.3)
-    assert probe(target_of(model.half())).problem is None
+    assert prove(target_of(model.half())).problem is None
 
 
 def test_a_model_may_be_opened_under_autocast():
@@ -89,10 +89,10 @@ def test_a_wrong_adapter_is_found(model_type, config, fields, says):
     """Without the change the model is sound."""
     model = tiny_model(model_type, **config)[0] if model_type in MODEL_TYPES else decoder(model_type)
     target = target_of(model)
-    assert probe(target).problem is None
+    assert prove(target).problem is None
     paths = {name: path for name, path in fields.items() if name in PATHS}
     rows = tuple(replace(row, **paths) for row in target.adapter.rows)
-    report = probe(replace(target, adapter=replace(target.adapter, rows=rows, **fields)))
+    report = prove(replace(target, adapter=replace(target.adapter, rows=rows, **fields)))
     assert re.search(says, report.problem or "")
 
 
@@ -105,9 +105,10 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
         return self.down_proj(up * self.activation_fn(gate))
 
     model = tiny_model("phi3")[0]
-    assert probe(target_of(model)).problem is None
+    assert prove(target_of(model)).problem is None
     monkeypatch.setattr(Phi3MLP, "forward", exchanged)
-    assert probe(target_of(model)).problem is not None
+    with pytest.raises(UnsupportedError, match="does not change the layer"):
+        target_of(model)
 
 
 # -- planted wrong: attention --------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
 def test_wrong_attention_is_found(model_type, change, says, monkeypatch):
     real, target = attention.attention_probs, target_of(tiny_model(model_type)[0])
     monkeypatch.setattr(attention, "attention_probs", lambda *args, **kwargs: change(real, args, kwargs))
-    assert re.search(says, probe(target).problem or "")
+    assert re.search(says, prove(target).problem or "")
 
 
 # -- what it leaves behind -----------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
         raise RuntimeError("no kernel\nfor this")
 
     handle = model.model.layers[1].mlp.register_forward_hook(fail)
-    assert "a forward pass raised RuntimeError: no kernel" in (probe(target_of(model)).problem or "")
+    assert "a forward pass raised RuntimeError: no kernel" in (prove(target_of(model)).problem or "")
     handle.remove()
     assert count_hooks(model) == 0
 
@@ -160,7 +161,7 @@ def test_zero_weights_are_no_false_alarm():
     for numbers, path in (((0,), "down_proj"), ((1,), "gate_proj"), ((1, 2), "down_proj")):
         for number in numbers:
             torch.nn.init.zeros_(model.model.layers[number].mlp.get_submodule(path).weight)
-        assert probe(target_of(model)).problem is None
+        assert prove(target_of(model)).problem is None
 
 
 def test_a_huge_column_is_no_false_alarm():
@@ -169,4 +170,4 @@ def test_a_huge_column_is_no_false_alarm():
     mlp = model.model.layers[0].mlp
     torch.nn.init.constant_(mlp.down_proj.weight[:, 0], 3e4)
     torch.nn.init.zeros_(mlp.up_proj.weight[0])
-    assert probe(target_of(model)).problem is None
+    assert prove(target_of(model)).problem is None

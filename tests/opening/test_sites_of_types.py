@@ -20,8 +20,8 @@ from versions import OLD_TRANSFORMERS
 import sinkscope as ss
 from experiments.model_types import COVERING, DATA
 from sinkscope.errors import UnsupportedError
-from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.opening.live import target_of
+from sinkscope.opening.proof import prove
 
 RECORDED = json.loads(DATA.read_text())["result"]
 SERVED = [name for name, found in RECORDED["types"].items() if found["status"] in ("in full", "in part")]
@@ -48,8 +48,8 @@ def test_an_added_vector_arrives_in_the_residual_stream_as_it_is(model_type):
 def _refused(model, **fields) -> set[str]:
     target = target_of(model)
     wrong = replace(target, adapter=replace(target.adapter, **fields))
-    (sums,) = layer_sums(wrong, [0])
-    return set(sums.problems)
+    proof = prove(wrong, [0])
+    return {"all"} if proof.problem else set(proof.unproved.get(0, ()))
 
 
 RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
@@ -57,15 +57,15 @@ RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
 
 WRONG = [  # what a row says of a type, and what is then not offered
     ("llama", {}, set()),
-    ("llama", {"mid": "self_attn", "attn_out": "input_layernorm"}, RESIDUAL | {"attn.hook_z"}),
+    ("llama", {"mid": "self_attn", "attn_out": "input_layernorm"}, {"all"}),
     ("llama", {"attn_factor": 0.5}, RESIDUAL),
-    ("llama", {"write_factor": 0.5}, {"hook_mlp_out"}),
+    ("llama", {"write_factor": 0.5}, {"all"}),
     ("llama", {"mid": None}, set()),  # the parts are taken for parallel, and their sum is still right
     ("llama", {"q": "self_attn.k_proj"}, {"attn.hook_q"}),
     ("llama", {"k": "self_attn.v_proj", "v": "self_attn.k_proj"}, {"attn.hook_k", "attn.hook_v"}),
     ("gpt_neox", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v"}),
     ("gemma2", {"attn_out": None}, RESIDUAL),
-    ("gemma2", {"post_mlp_norm": None}, {"hook_mlp_out"}),
+    ("gemma2", {"post_mlp_norm": None}, {"all"}),
     ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
     ("falcon", {"o": "mlp.dense_h_to_4h"}, {"attn.hook_v", "attn.hook_z"}),
     ("gptj", {}, set()),

@@ -1,0 +1,121 @@
+"""What a model object is made of: its modules, their classes, sizes and settings, and what somebody replaced in them.
+
+A proof of a model holds for other objects of the same structure, unless a function of the object itself was replaced:
+such a function may compute anything, so its object has a proof of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from sinkscope.models.modes import has_hooks
+
+_SETTINGS = (bool, int, float, str, type(None))
+_NUMBERING = ("layer_idx", "layer_id", "layer_number", "idx", "index")
+"""Settings that differ between layers which compute the same."""
+_CHANGING = ("training", "gradient_checkpointing", "max_seq_len_cached")
+_WRAPPERS = ("nnsight", "accelerate")
+"""Libraries whose functions in the place of `forward` call the module's own."""
+_CLASSES: set[Callable[..., Any]] = set()
+"""Functions of classes that were seen; they are kept, so that no later one gets the identity of an earlier one."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structure of a model.
+
+    Attributes:
+        text: All that its modules are, as one digest.
+        kinds: For each layer, the number of the first one that is made in the same way.
+        replaced: Functions that somebody put into modules of this object.
+    """
+
+    text: str
+    kinds: tuple[int, ...]
+    replaced: tuple[Any, ...]
+
+
+def structure_of(hf: nn.Module, layers: Iterable[nn.Module]) -> Structure:
+    """Return the structure of a model, which changes if somebody replaces a module, a size, a setting or a function.
+
+    Args:
+        hf: The model.
+        layers: Its decoder layers.
+    """
+    replaced = list[Any]()
+    whole = hashlib.sha256()
+    for path, module in hf.named_modules():
+        whole.update(_description(path, module, replaced, ()).encode())
+    firsts, kinds = dict[str, int](), list[int]()
+    for number, layer in enumerate(layers):
+        parts = [_description(path, module, [], _NUMBERING) for path, module in layer.named_modules()]
+        kinds.append(firsts.setdefault("\n".join(parts), number))
+    return Structure(whole.hexdigest(), tuple(kinds), tuple(replaced))
+
+
+def _description(path: str, module: nn.Module, replaced: list[Any], ignored: tuple[str, ...]) -> str:
+    """One module of a model in a line: functions of the object itself are added to `replaced`."""
+    cls: Any = type(module)
+    _CLASSES.update((cls, cls.forward))
+    words = [path, f"{cls.__qualname__} {id(cls)} {id(cls.forward)}"]
+    for name, value in vars(module).items():
+        if name.startswith("_") or name in _CHANGING or name in ignored:
+            continue
+        if isinstance(value, _SETTINGS):
+            words.append(f"{name}={value!r}")
+        elif name == "forward" or isinstance(value, FunctionType | MethodType | partial):
+            own = _replacement(module, name, value)
+            if own is not None:
+                replaced.append(own)
+                words.append(f"{name} is {id(own)}")
+    for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        words.append(f"{name} {tuple(weight.shape)} {weight.dtype}")
+    return " ".join(words)
+
+
+def _replacement(module: nn.Module, name: str, value: Any) -> Any:
+    """A function that stands in the place of a method of the class; None if it only calls that method."""
+    if name == "forward" and hasattr(module, "_hf_hook"):  # accelerate brings weights, and calls what stood here
+        value = vars(module).get("_old_forward", value)
+    if str(getattr(value, "__module__", "")).partition(".")[0] in _WRAPPERS:
+        return None
+    function = getattr(value, "__func__", value)
+    if function is getattr(type(module), name, None) or (name != "forward" and isinstance(function, type)):
+        return None
+    return function
+
+
+def references(functions: Iterable[Any]) -> list[weakref.ref[Any]] | None:
+    """Return weak references to replaced functions; None if one takes none."""
+    try:
+        return [weakref.ref(function) for function in functions]
+    except TypeError:
+        return None
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Return whether the user has hooks on a model."""
+    return any(has_hooks(module) for module in model.modules())
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """Return a model with the same weights in modules of its own, which have none of the hooks of the given ones.
+
+    Raises:
+        Exception: Somebody has put something into a module that cannot be copied.
+    """
+    copies: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "_forward_" in name and "hooks" in name:  # another thread's may be among them, which are not copied
+                copies[id(value)] = type(value)()
+    return copy.deepcopy(model, copies)
