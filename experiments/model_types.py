@@ -75,10 +75,31 @@ has every type; for another one, use `--check`.
 
 ## Sites
 
-The sites of a model are proved when it is loaded, or when a live model is first used. What enters each layer, and what
-its attention and its MLP give, are replaced by random numbers; the residual stream has to be their sum. **A site that
-cannot be proved is not offered**, and the message says what did not hold. An example is `hook_attn_out` of `falcon_h1`,
-whose layers add a state-space part to it.
+The sites of a model are proved when it is loaded, or when a live model is first used, on a small random model of the
+same class: the residual stream has to be the sum of what attention and MLP give, and of queries, keys and values the
+numbers of exactly one head have to change if that head is edited. **One pass over the model itself then confirms
+them.** A site that cannot be proved is not offered, and the message says what did not hold. An example is
+`hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it.
+
+## What was changed in a model
+
+A proof holds for the object that was proved, and for others whose modules have the same classes, sizes, settings and
+functions.
+
+- A **replaced `forward`, a hook, a wrapper or a subclass** around a linear module (a LoRA of your own, for instance) is
+  served: where weights are read, sinkscope tries whether the module computes with them, and asks the module if it does
+  not. One that is not linear is refused.
+- An **MLP with a `forward` of its own**, or a hook on it, that gives something else than its down projection is
+  refused where neurons are read. So are the neurons of modules that do not run, as those of a TransformerBridge after
+  `enable_compatibility_mode()`.
+- **Pruned heads** are refused, unless all layers have as many as the configuration says.
+- **Layers that were moved** keep their `layer_idx`, so attention rows, cache policies and guards are refused until it is
+  set to the place in the list. A layer at two places is refused, and one without attention under cache policies.
+- **Renamed modules** are refused with the row to write ([extending](extending.md)).
+
+Two kinds of sites were offered by earlier versions and are not now: those around the attention and the MLP of `doge`,
+whose layers multiply the residual stream by weights, which are 1 before training alone; and the neurons of mixtures with
+a hook of your own that changes what the experts give.
 
 The types were compared with another reading, which follows the additions and products of a layer without any hook of
 sinkscope.

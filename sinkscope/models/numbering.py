@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.models.windows import layers_with_states
+
+
+def misnumbered(target: Target) -> list[int]:
+    """Return the layers whose attention has the number of another place."""
+    return [place for place in target.attending if getattr(target.sub(place, "attn"), "layer_idx", place) != place]
 
 
 def check_numbering(target: Target) -> None:
@@ -13,14 +20,12 @@ def check_numbering(target: Target) -> None:
     Raises:
         UnsupportedError: The attention of a layer has the number of another place.
     """
-    for place in target.attending:
-        number = getattr(target.sub(place, "attn"), "layer_idx", place)
-        if number != place:
-            raise UnsupportedError(
-                f"the layer at place {place} of {target.name} calls itself layer {number} (layer_idx of its "
-                "attention), so that attention and caches would be those of another layer: set layer_idx to the place "
-                "of each layer"
-            )
+    for place in misnumbered(target):
+        number: Any = target.sub(place, "attn").layer_idx
+        raise UnsupportedError(
+            f"the layer at place {place} of {target.name} calls itself layer {number} (layer_idx of its attention), so "
+            "that attention and caches would be those of another layer: set layer_idx to the place of each layer"
+        )
 
 
 def check_caches_filled(target: Target) -> None:

@@ -40,7 +40,7 @@ from sinkscope.models.hooks import forward_parameters, without_autocast
 from sinkscope.models.modes import evaluating
 from sinkscope.models.target import Target, longest_context
 from sinkscope.opening.places import proposed
-from sinkscope.opening.proof import NOT_CAUSAL, Proof, prove
+from sinkscope.opening.proof import Proof, prove
 from sinkscope.opening.sample import TOKENS, kinds_of, sample_of
 from sinkscope.opening.structure import Structure, is_hooked, references, structure_of, without_hooks
 
@@ -48,6 +48,7 @@ EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b 
 _APART = ("_name_or_path", "transformers_version", "dtype", "architectures", "eos_token_id", "pad_token_id")
 """What two models may have of their own in a configuration, and keep their parts in the same places."""
 _LAYOUTS: tuple[Literal["beside", "by head"] | None, ...] = ("beside", "by head", None)
+_AHEAD = 1e-4  # share of the largest logit by which an unread token may change logits
 _LOCK = threading.RLock()
 
 
@@ -292,9 +293,19 @@ def _unproved(places: _Places, own: Proof, structure: Structure) -> tuple[tuple[
     return tuple(sorted(unproved.items()))
 
 
+@torch.no_grad()
+def _reads_ahead(target: Target) -> bool:
+    """Whether another last token changes the logits of the first; False of a model that cannot be run so."""
+    ids = torch.tensor([[2, 3, 4, 5], [2, 3, 4, 6]], device=target.hf.device)
+    with suppress(Exception):
+        first, changed = target.hf(ids).logits[:, 0].float()
+        return bool((first - changed).abs().max() > _AHEAD * first.abs().max())
+    return False
+
+
 def _refusal(target: Target, adapter: Found, problem: str, *, of_object: bool) -> UnsupportedError:
     """The error for an adapter that the proof refuses, on a small model of the class or only on the object."""
-    if problem == NOT_CAUSAL:
+    if _reads_ahead(target):
         return UnsupportedError(
             f"{target.name} is not causal, because later tokens change what it reads: {EXPECTED_MODEL}"
         )

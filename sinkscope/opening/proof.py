@@ -33,6 +33,7 @@ from sinkscope.models.adapters import PATHS
 from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
 from sinkscope.models.neurons import mlp_writers, on_mlp
+from sinkscope.models.numbering import misnumbered
 from sinkscope.models.target import Target
 from sinkscope.opening.sample import TOKENS, token_ids
 
@@ -46,7 +47,6 @@ _EXACT = 1e-3  # largest relative distance between two ways to one number, in fl
 _IN_HALF, _ATTENDED_IN_HALF = 4, 16  # times the relative rounding of a number, in half precision
 
 RowValues = Float[Tensor, "row pos width"]
-NOT_CAUSAL = "it is not causal, because later tokens change what it reads"
 
 
 @dataclass
@@ -107,9 +107,14 @@ def _check_paths(target: Target) -> None:
             raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
 
+def _shows_attention(target: Target) -> bool:
+    """Whether attention can be seen: a bridge computes its own, and layers may be numbered in another way."""
+    return target.kind != "bridge" and not misnumbered(target)
+
+
 def _attention(target: Target, checks: dict[int, LayerProof]) -> AbstractContextManager[None]:
-    """What shows the attention of a pass; a bridge computes its own, of which the rows alone are known."""
-    if target.kind == "bridge":
+    """What shows the attention of a pass, where it can be told apart by layer."""
+    if not _shows_attention(target):
         return nullcontext()
     attending = [layer for layer in checks if layer in target.attending]
     if not target.adapter.attention_interface:
@@ -134,6 +139,7 @@ class LayerProof:
 
     def __init__(self, target: Target, layer: int) -> None:
         self.target, self.layer = target, layer
+        self._attends = layer in target.attending and _shows_attention(target)
         eps = torch.finfo(target.dtype).eps
         self._tolerance = max(_EXACT, _IN_HALF * eps)
         self._attended = max(_EXACT, _ATTENDED_IN_HALF * eps)
@@ -151,7 +157,7 @@ class LayerProof:
         target, layer, paths = self.target, self.layer, self.target.paths[self.layer]
         on_part = partial(target.part_hooks, layer)
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(self._enter))]
-        if target.kind != "bridge" and layer in target.attending:
+        if self._attends:
             for which in _TURNED:
                 part = which
                 if target.adapter.qkv_layout is not None and which not in paths:
@@ -296,10 +302,10 @@ class LayerProof:
         return has_changed and bool(elsewhere <= self._tolerance * largest)
 
     def _prove_attention(self) -> None:
-        """Attention that is computed again gives what the model's own gives, and shows no token to an earlier one."""
+        """Attention that is computed again gives what the model's own gives."""
         target = self.target
         if not self._count:
-            if target.kind != "bridge" and self.layer in target.attending:
+            if self._attends:
                 raise UnsupportedError(f"no attention was recomputed in layer {self.layer}")
             return
         if self._count != target.n_heads:
@@ -311,8 +317,6 @@ class LayerProof:
         rows = torch.cat(self._chunks, 2)
         if rows.shape[-2:] != (TOKENS, TOKENS):
             raise UnsupportedError(f"recomputed attention has shape {tuple(rows.shape)}")
-        if bool((rows.triu(1) > 0).any()):
-            raise UnsupportedError(NOT_CAUSAL)
         if self._own is not None and self._value is not None:
             weighted = (rows.float() @ per_query_head(self._value, self._count)).transpose(1, 2)
             if not relative_error(weighted, self._own) <= self._attended:

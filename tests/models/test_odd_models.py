@@ -112,7 +112,7 @@ def test_a_context_that_is_shorter_than_the_probe_is_the_cause_that_is_said(posi
     config = GPT2Config(
         vocab_size=64, n_layer=2, n_head=2, n_embd=32, n_positions=positions, bos_token_id=0, eos_token_id=0
     )
-    with pytest.raises(UnsupportedError, match=f"a context of {positions} tokens, and the probe of its parts reads 20"):
+    with pytest.raises(UnsupportedError, match=f"a context of {positions} tokens, and the proof of its parts reads 20"):
         ss.trace(GPT2LMHeadModel(config), IDS[:, :4], "hook_embed")
     # A model with rotary positions reads further than its configuration says.
     ss.trace(LlamaForCausalLM(LlamaConfig(**LLAMA, max_position_embeddings=positions)), IDS[:, :4], "hook_embed")
