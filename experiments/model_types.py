@@ -93,13 +93,13 @@ functions.
   refused where neurons are read. So are the neurons of modules that do not run, as those of a TransformerBridge after
   `enable_compatibility_mode()`.
 - **Pruned heads** are refused, unless all layers have as many as the configuration says.
-- **Layers that were moved** keep their `layer_idx`, so attention rows, cache policies and guards are refused until it is
-  set to the place in the list. A layer at two places is refused, and one without attention under cache policies.
+- **Layers that were moved** keep their `layer_idx`, so attention rows, cache policies and guards are refused until it
+  is set to the place in the list. A layer at two places is refused, and one without attention under cache policies.
 - **Renamed modules** are refused with the row to write ([extending](extending.md)).
 
 Two kinds of sites were offered by earlier versions and are not now: those around the attention and the MLP of `doge`,
-whose layers multiply the residual stream by weights, which are 1 before training alone; and the neurons of mixtures with
-a hook of your own that changes what the experts give.
+whose layers multiply the residual stream by weights, which are 1 before training alone; and the neurons of mixtures
+with a hook of your own that changes what the experts give.
 
 The types were compared with another reading, which follows the additions and products of a layer without any hook of
 sinkscope.

@@ -261,7 +261,7 @@ def _own_proof(kind: _Kind, target: Target, structure: Structure, every_layer: b
     if target.processes > 1:  # transformers itself splits plain modules, and each process has a part of the heads
         return Proof()
     hf, functions = target.hf, references(structure.replaced)
-    text = f"{structure.text} {bool(getattr(hf, 'is_quantized', False))} {target.kind}"
+    text = structure.text
     known = _OF_OBJECT.get(hf)
     if not every_layer and not structure.replaced and (kind, text) in _PROVED:
         return _PROVED[kind, text]

@@ -109,7 +109,10 @@ def _check_paths(target: Target) -> None:
 
 def _shows_attention(target: Target) -> bool:
     """Whether attention can be seen: a bridge computes its own, and layers may be numbered in another way."""
-    return target.kind != "bridge" and not misnumbered(target)
+    for layer in target.attending[:1]:
+        if hasattr(target.sub(layer, "attn"), "original_component"):
+            return False
+    return not misnumbered(target)
 
 
 def _attention(target: Target, checks: dict[int, LayerProof]) -> AbstractContextManager[None]:
@@ -259,11 +262,11 @@ class LayerProof:
         if call.is_repeated:
             return
         self._count = call.query.shape[1]
-        if call.own.agrees is True:
+        if call.own.is_known:
             output = call.stock(call.mask)[0]
             self._own, self._value = output.detach().float(), call.value.detach().float()
             call.show(lambda _, rows: self._chunks.append(rows), gives_output=False)
-        else:  # a function of the user's own, which was compared by itself
+        else:  # a function of the user's own, which has no part in a proof
             output = call.recomputed()[0]
         noise = torch.randn(len(output[0]), output.shape[-1], generator=torch.Generator().manual_seed(self.layer))
         changed = output.clone()

@@ -17,14 +17,12 @@ from typing import Any
 
 from torch import nn
 
-from sinkscope.models.modes import has_hooks
-
 _SETTINGS = (bool, int, float, str, type(None))
 _NUMBERING = ("layer_idx", "layer_id", "layer_number", "idx", "index")
 """Settings that differ between layers which compute the same."""
 _CHANGING = ("training", "gradient_checkpointing", "max_seq_len_cached")
-_WRAPPERS = ("nnsight", "accelerate")
-"""Libraries whose functions in the place of `forward` call the module's own."""
+_WRAPPERS = ("nnsight", "sinkscope")
+"""Packages whose functions in the place of a method call the module's own."""
 _CLASSES: set[Callable[..., Any]] = set()
 """Functions of classes that were seen; they are kept, so that no later one gets the identity of an earlier one."""
 
@@ -86,8 +84,9 @@ def _replacement(module: nn.Module, name: str, value: Any) -> Any:
     """A function that stands in the place of a method of the class; None if it only calls that method."""
     if name == "forward" and hasattr(module, "_hf_hook"):  # accelerate brings weights, and calls what stood here
         value = vars(module).get("_old_forward", value)
-    if str(getattr(value, "__module__", "")).partition(".")[0] in _WRAPPERS:
-        return None
+    for module_name in (type(value).__module__, getattr(value, "__module__", None)):
+        if str(module_name).partition(".")[0] in _WRAPPERS:
+            return None
     function = getattr(value, "__func__", value)
     if function is getattr(type(module), name, None) or (name != "forward" and isinstance(function, type)):
         return None
@@ -103,8 +102,8 @@ def references(functions: Iterable[Any]) -> list[weakref.ref[Any]] | None:
 
 
 def is_hooked(model: nn.Module) -> bool:
-    """Return whether the user has hooks on a model."""
-    return any(has_hooks(module) for module in model.modules())
+    """Return whether there are hooks on a model, of its user or of a block in which it is."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
