@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import Args, Kwargs
-from sinkscope.models.modes import OWN_HOOKS
+from sinkscope.models.modes import DEPTH, OWN_HOOKS
 from sinkscope.models.shards import Shards, shards_of
 
 Hook = tuple[nn.Module, str, Any]
@@ -57,8 +57,8 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
     with without_compiler(), ExitStack() as stack:
         for module, when, fn in hooks:
             is_before = when in ("first", "pre")
-            if owned:
-                fn = partial(_in_thread, threading.get_ident(), fn, 3 if is_before else 4)
+            owner = threading.get_ident() if owned else None
+            fn = partial(_in_thread, owner, DEPTH.value, fn, 3 if is_before else 4)
             if is_before:
                 handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
             else:
@@ -69,10 +69,10 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
         yield
 
 
-def _in_thread(owner: int, fn: Callable[..., Any], arguments: int, *values: Any) -> Any:
-    """What a hook does in calls of one thread alone."""
+def _in_thread(owner: int | None, depth: int, fn: Callable[..., Any], arguments: int, *values: Any) -> Any:
+    """What a hook does in calls of one thread alone, or of all (None), unless the thread has gone apart since."""
     # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
-    if threading.get_ident() != owner or len(values) != arguments:
+    if owner not in (None, threading.get_ident()) or depth < DEPTH.value or len(values) != arguments:
         return None
     return fn(*values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -13,12 +14,33 @@ OWN_HOOKS = set[int]()
 """Numbers of the hooks of sinkscope that are on modules."""
 
 
+class _Depth(threading.local):
+    """How many times this thread has gone apart."""
+
+    value = 0
+
+
+DEPTH = _Depth()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Context manager in which only those hooks of sinkscope act in this thread that are put on inside it."""
+    DEPTH.value += 1
+    try:
+        yield
+    finally:
+        DEPTH.value -= 1
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of its user, which may change what it gives."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        if not OWN_HOOKS.issuperset(hooks):
-            return True
-    return False
+    return not OWN_HOOKS.issuperset([*hooks_of(module, "_forward_pre_hooks"), *hooks_of(module, "_forward_hooks")])
+
+
+def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
+    """Return the hooks of a module by number, which torch keeps under the name of their kind."""
+    return vars(module)[kind]
 
 
 _MODES = threading.Lock()

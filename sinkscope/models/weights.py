@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, first_line
-from sinkscope.models.modes import OWN_HOOKS, evaluating, has_hooks
+from sinkscope.models.modes import OWN_HOOKS, evaluating, has_hooks, hooks_of
 from sinkscope.models.shards import local, shards_of
 
 
@@ -75,9 +75,9 @@ def computes_with(module: Any, weight: Tensor) -> bool:
         module: The module.
         weight: Its weight.
     """
-    hooks = [number for hooks in (module._forward_pre_hooks, module._forward_hooks) for number in hooks]
     own = vars(module).get("forward")
-    state = (id(weight), weight._version, type(module), id(own), *(hooks if has_hooks(module) else ()))
+    hooks = tuple(hooks_of(module, "_forward_hooks")) if has_hooks(module) else ()
+    state = (id(weight), weight._version, type(module), id(own), hooks)
     known = _CHECKED.get(module)
     if known is None or known[0] != state:
         _CHECKED[module] = state, _gives_product(module, weight)
@@ -107,9 +107,9 @@ def _asked(module: nn.Module, inputs: Float[Tensor, "1 row input"]) -> Float[Ten
     try:
         with evaluating(module):
             output: Any = module.forward(inputs)
-            for number, hook in module._forward_hooks.items():
+            for number, hook in hooks_of(module, "_forward_hooks").items():
                 if number not in OWN_HOOKS:
-                    more: Any = ({},) if number in module._forward_hooks_with_kwargs else ()
+                    more: Any = ({},) if number in hooks_of(module, "_forward_hooks_with_kwargs") else ()
                     changed = hook(module, (inputs,), *more, output)
                     output = output if changed is None else changed
         return output

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -37,7 +38,7 @@ from sinkscope.models.adapters import (
 )
 from sinkscope.models.checkpoints.config import cpu_by_default
 from sinkscope.models.hooks import forward_parameters, without_autocast
-from sinkscope.models.modes import evaluating
+from sinkscope.models.modes import apart, evaluating
 from sinkscope.models.target import Target, longest_context
 from sinkscope.opening.places import proposed
 from sinkscope.opening.proof import Proof, prove
@@ -273,8 +274,8 @@ def _own_proof(kind: _Kind, target: Target, structure: Structure, every_layer: b
         with suppress(Exception):
             twin = without_hooks(hf)
             target = replace(target, model=twin, hf=twin)
-    with evaluating(target.hf):
-        proof = prove(target, layers)
+    with evaluating(target.hf), apart():
+        proof = Context().run(prove, target, layers)  # in which no policy of a block sees attention
     if not structure.replaced:
         _PROVED[kind, text] = proof
     elif functions is not None:

@@ -300,7 +300,7 @@ def _placed(parts: Parts, calls: Calls, fields: Fields) -> Fields:
     return best
 
 
-def _layout(target: Target, given: Tensor | None, value: Tensor) -> str | None:
+def _layout(target: Target, given: Any, value: Tensor) -> str | None:
     """How queries, keys and values stand in what one module gives, by the values that attention gets."""
     for layout in ("beside", "by head"):
         adapter = replace(target.adapter, qkv_layout=layout, q=None, k=None, v=None)

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from sinkscope.models.modes import has_hooks
+
 _SETTINGS = (bool, int, float, str, type(None))
 _NUMBERING = ("layer_idx", "layer_id", "layer_number", "idx", "index")
 """Settings that differ between layers which compute the same."""
@@ -102,8 +104,8 @@ def references(functions: Iterable[Any]) -> list[weakref.ref[Any]] | None:
 
 
 def is_hooked(model: nn.Module) -> bool:
-    """Return whether there are hooks on a model, of its user or of a block in which it is."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    """Return whether the user has hooks on a model."""
+    return any(has_hooks(module) for module in model.modules())
 
 
 def without_hooks(model: nn.Module) -> nn.Module:

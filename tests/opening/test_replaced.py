@@ -48,8 +48,8 @@ class Wrapped(nn.Module):
 class Changed(nn.Linear):
     """A subclass that computes more than its weight says."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) + hidden @ low_rank(self).T
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input @ low_rank(self).T
 
 
 def by_forward(mlp):
