@@ -22,7 +22,7 @@ from transformers.masking_utils import flash_attention_mask
 from sinkscope.conformance.masked import attending, plain_logits, positions_of, window_of
 from sinkscope.engine.stock import set_attention
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.adopt import own_layers
+from sinkscope.kv.keeper import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
 

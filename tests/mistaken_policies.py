@@ -82,8 +82,8 @@ class Moved(Attended):
     def change(self, kv: Any) -> None:
         raise NotImplementedError
 
-    def act(self, step, keeper):
-        super().act(step, keeper)
+    def act(self, step):
+        super().act(step)
         for kv in step.layers:
             if kv.edited:
                 self.change(kv)
@@ -124,9 +124,9 @@ class KeysAreRounded(Moved):
 
 @mistake("the_budget_holds_at_every_step_in_tokens")
 class EvictsAtThePromptAlone(Attended):
-    def act(self, step, keeper):
+    def act(self, step):
         if step.prefill_ended:
-            super().act(step, keeper)
+            super().act(step)
 
 
 @mistake("the_budget_holds_at_every_step_in_tokens")
@@ -143,10 +143,10 @@ class OneLayerKeepsEverything(Attended):
 
 @mistake("the_budget_holds_at_every_step_in_bytes")
 class OldKeysStayInMemory(Attended):
-    def act(self, step, keeper):
+    def act(self, step):
         for kv in step.layers:
             kv.before = kv.keys if step.prefill_ended else getattr(kv, "before", None)
-        super().act(step, keeper)
+        super().act(step)
 
 
 # Rows
@@ -197,8 +197,8 @@ class TheLatestSlotsForTheLatestTokens(Attended):
 
 @mistake("rows_of_a_batch_are_what_they_are_alone")
 class TheBudgetIsSharedByTheRows(Attended):
-    def kept_per_row(self, state, keeper):
-        kept = super().kept_per_row(state, keeper)
+    def kept_per_row(self, step):
+        kept = super().kept_per_row(step)
         return replace(kept, total=tuple(max(6, total // len(kept.total)) for total in kept.total))
 
 
@@ -254,12 +254,12 @@ class SumsLieOnThePolicy(Attended):
 
 @mistake("a_second_turn_is_cut_to_the_budget_again")
 class OnlyTheFirstPromptIsEvicted(Attended):
-    def act(self, step, keeper):
+    def act(self, step):
         prompts = vars(self).setdefault("prompts", [])
         if step.prefill_ended:
             prompts.append(step)
         if len(prompts) < 2:
-            super().act(step, keeper)
+            super().act(step)
 
 
 # What a policy does not know of the package, and what it leaves
@@ -301,9 +301,10 @@ class RandomNumbersAreSeeded(Attended):
 def share_of_the_padded_width(share):
     @dataclass(frozen=True, kw_only=True)
     class OfTheWidth(Attended):
-        def kept_per_row(self, state, keeper):
-            widest = max(state.prompt)
-            return super().kept_per_row(replace(state, prompt=tuple(widest for _ in state.prompt)), keeper)
+        def kept_per_row(self, step):
+            widest = max(step.state.prompt)
+            padded = replace(step.state, prompt=tuple(widest for _ in step.state.prompt))
+            return super().kept_per_row(replace(step, state=padded))
 
     return OfTheWidth(budget=share, every="prefill")
 

@@ -42,6 +42,7 @@ class Calls:
         number: Number of the run.
         passes: Number of whole calls on which it acted.
         takes_back: Whether some actor may take tokens back.
+        owns_attention: Whether some actor owns caches or replaces attention, which no other run may do beside it.
         actors: What acts in calls, in order.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         draft: The text that is being written, of which actors may take tokens back; None if there is none.
@@ -51,7 +52,7 @@ class Calls:
         self.target = target
         self.number = next(_NUMBERS)
         self.passes = 0
-        self.takes_back = False
+        self.takes_back = self.owns_attention = False
         self.actors: list[Actor] = []
         self.prompting = False
         self.draft: Draft | None = None

@@ -43,21 +43,21 @@ class Hold:
     Attributes:
         thread: The thread.
         what: What it entered, in words.
-        number: Number of the run; None of a measurement.
+        run: The run; None of a measurement.
     """
 
     thread: threading.Thread
     what: str
-    number: int | None
+    run: Run | None
 
 
 _HOLDS: WeakKeyDictionary[nn.Module, list[Hold]] = WeakKeyDictionary()
 
 
 @contextmanager
-def held(target: Target, what: str, number: int | None = None) -> Iterator[Hold]:
+def held(target: Target, what: str, run: Run | None = None) -> Iterator[Hold]:
     """Context manager in which this thread steers a model; it waits while another thread does, and says so."""
-    hold, decoder = Hold(threading.current_thread(), what, number), target.base
+    hold, decoder = Hold(threading.current_thread(), what, run), target.base
     began: float | None = time.monotonic()
     with _CHANGED:
         while (other := _other(decoder)) is not None:
@@ -82,10 +82,10 @@ def holds_on(decoder: nn.Module) -> list[Hold]:
     return _HOLDS.get(decoder, [])
 
 
-def runs_here(decoder: nn.Module) -> list[int]:
-    """Return the numbers of the runs that this thread has entered on a decoder."""
+def runs_here(decoder: nn.Module) -> list[Run]:
+    """Return the runs that this thread has entered on a decoder."""
     me = threading.current_thread()
-    return [hold.number for hold in holds_on(decoder) if hold.thread is me and hold.number is not None]
+    return [hold.run for hold in holds_on(decoder) if hold.thread is me and hold.run is not None]
 
 
 def _other(decoder: nn.Module) -> Hold | None:
@@ -214,7 +214,7 @@ class Run(Calls):
         self._is_used, self._thread = True, threading.current_thread()
         target = self.target
         with ExitStack() as self.stack:
-            self.stack.enter_context(held(target, " | ".join(type(part).__name__ for part in self.parts), self.number))
+            self.stack.enter_context(held(target, " | ".join(type(part).__name__ for part in self.parts), self))
             self.stack.enter_context(_not_remote(self))
             self.stack.enter_context(following_generate(target.hf, self))
             if target.kind == "bridge":

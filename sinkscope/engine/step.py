@@ -74,6 +74,7 @@ class Step:
         decodes: Whether it reads a generated token into a cache that can evict.
         prefill_ended: Whether this is the first single-token call after a prompt.
         prompting: Whether `generate` is reading a prompt, so that even a single token is a part of it.
+        anchors: Number of first positions that policies and guards of the run keep.
         has_gaps: Whether the cache lacks tokens, so that the place of a key is not its column.
         settings: Settings of the `generate` that makes the call; None outside of one.
         logits: Logits of the last token of each row, once they exist; actors may change them in place.
@@ -93,6 +94,7 @@ class Step:
     decodes: bool = False
     prefill_ended: bool = False
     prompting: bool = False
+    anchors: int = 0
     has_gaps: bool = False
     settings: Any = None
     logits: Tensor | None = None

@@ -19,6 +19,8 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import per_query_head
 
+Queries = range | Int[Tensor, "batch query"]
+"""Columns of queries: of all rows alike, or of each row."""
 Columns = range | Int[Tensor, "batch _ key"]
 """Columns of keys: of all rows and heads alike, or of each row and kv head (or of all heads); -1 where none is."""
 Mask = Shaped[Tensor, "batch _ query key"]
@@ -47,7 +49,7 @@ class MaskSource(ABC):
 
     @abstractmethod
     def cells(
-        self, query: range, key: Columns, batch: int, device: torch.device
+        self, query: Queries, key: Columns, batch: int, device: torch.device
     ) -> Shaped[Tensor, "batch _ query key"]:
         """Return the mask of queries and keys at these columns: bool, or additive if the model was given one.
 
@@ -81,13 +83,13 @@ class FunctionMask(MaskSource):
     first_key: int = 0
     is_skipped: bool = False
 
-    def cells(self, query: range, key: Columns, batch: int, device: torch.device) -> Cells:
+    def cells(self, query: Queries, key: Columns, batch: int, device: torch.device) -> Cells:
         """Evaluate the function."""
         row = torch.arange(batch, device=device)[:, None, None, None]
-        at = torch.arange(query.start, query.stop, device=device)[None, None, :, None]
-        if isinstance(key, range):
-            key = torch.arange(key.start, key.stop, device=device)[None, None]
-        columns = key.clamp(min=0)[:, :, None, :]
+        at = _columns(query, device)[:, None, :, None]
+        columns = _columns(key, device).clamp(min=0)[..., None, :]
+        if columns.ndim == 3:
+            columns = columns[:, None]
         places = (row, torch.zeros_like(row), at, columns)
         if self.by_vmap:
             same = torch.broadcast_tensors(*places)
@@ -100,7 +102,7 @@ class FunctionMask(MaskSource):
             inside = columns < padding.shape[1]
             real = padding[row, torch.where(inside, columns, 0)] & inside
             sees = sees & real
-        return sees.expand(batch, -1, len(query), -1)
+        return sees.expand(batch, -1, -1, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,21 +122,21 @@ class TensorMask(MaskSource):
     function: FunctionMask | None = None
 
     def cells(
-        self, query: range, key: Columns, batch: int, device: torch.device
+        self, query: Queries, key: Columns, batch: int, device: torch.device
     ) -> Shaped[Tensor, "batch _ query key"]:
         """Index the mask by column."""
+        if not isinstance(query, range) or not isinstance(key, range):
+            if self.function is None:
+                raise UnsupportedError(
+                    "a mask of queries and keys of your own says nothing of a cache that has lost tokens: pass a mask "
+                    "of shape (batch, tokens) with 1 at real tokens"
+                )
+            return self.function.cells(query, key, batch, device)
         mask = self.mask.to(device)
         if mask.shape[2] > 1:
             mask = mask[:, :, query.start - self.first_query : query.stop - self.first_query]
         mask = mask.expand(batch, -1, len(query), -1)
-        if isinstance(key, range):
-            return mask[..., key.start - self.first_key : key.stop - self.first_key]
-        if self.function is None:
-            raise UnsupportedError(
-                "a mask of queries and keys of your own says nothing of a cache that has lost tokens: pass a mask of "
-                "shape (batch, tokens) with 1 at real tokens"
-            )
-        return self.function.cells(query, key, batch, device)
+        return mask[..., key.start - self.first_key : key.stop - self.first_key]
 
     def later(self) -> MaskSource:
         """Return the function of which the mask was made."""
@@ -148,12 +150,12 @@ class CausalMask(MaskSource):
     transformers passes none where this is so, because kernels then need none.
     """
 
-    def cells(self, query: range, key: Columns, batch: int, device: torch.device) -> Cells:
+    def cells(self, query: Queries, key: Columns, batch: int, device: torch.device) -> Cells:
         """Compare columns."""
-        if isinstance(key, range):
-            key = torch.arange(key.start, key.stop, device=device)[None, None]
-        at = torch.arange(query.start, query.stop, device=device)[:, None]
-        return (key[:, :, None, :] <= at).expand(batch, -1, -1, -1)
+        columns = _columns(key, device)[..., None, :]
+        if columns.ndim == 3:
+            columns = columns[:, None]
+        return (columns <= _columns(query, device)[:, None, :, None]).expand(batch, -1, -1, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +172,7 @@ class Visible:
     """
 
     source: MaskSource
-    query: range
+    query: Queries
     key: Columns
     batch: int
     device: torch.device
@@ -178,8 +180,9 @@ class Visible:
 
     def section(self, queries: slice, keys: slice = slice(None)) -> Visible:
         """Return some of the queries and keys, by their indices."""
+        query = self.query[queries] if isinstance(self.query, range) else self.query[:, queries]
         key = self.key[keys] if isinstance(self.key, range) else self.key[..., keys]
-        return replace(self, query=self.query[queries], key=key)
+        return replace(self, query=query, key=key)
 
     def mask(self) -> Shaped[Tensor, "batch _ query key"]:
         """Return the mask, for each kv head or query head, or once for all: bool, or additive as the model has it."""
@@ -188,9 +191,8 @@ class Visible:
         if not isinstance(self.key, range):
             hidden = (self.key < 0)[:, :, None]
         if self.hidden:
-            at = torch.arange(self.query.start, self.query.stop, device=self.device).expand(self.batch, -1)
             for hide in self.hidden:
-                more = hide(at, self.key_columns())
+                more = hide(self.query_columns(), self.key_columns())
                 hidden = more if hidden is None else _either(hidden, more)
         if hidden is None:
             return cells
@@ -207,16 +209,27 @@ class Visible:
         """Return which keys are seen, for each head, or once for all."""
         return shown(self.mask())
 
+    def query_columns(self) -> Int[Tensor, "batch query"]:
+        """Return the columns of the queries as a tensor."""
+        return _columns(self.query, self.device).expand(self.batch, -1)
+
     def key_columns(self) -> Int[Tensor, "batch _ key"]:
         """Return the columns of the keys as a tensor."""
         if isinstance(self.key, range):
-            return torch.arange(self.key.start, self.key.stop, device=self.device).expand(self.batch, 1, -1)
+            return _columns(self.key, self.device)[:, None].expand(self.batch, -1, -1)
         return self.key
 
     @property
     def is_causal(self) -> bool:
         """Whether every query certainly sees itself and everything before it, so that nothing need be asked."""
         return isinstance(self.source, CausalMask) and isinstance(self.key, range) and not self.hidden
+
+
+def _columns(columns: range | Tensor, device: torch.device) -> Int[Tensor, "#batch *n"]:
+    """Columns as a tensor."""
+    if isinstance(columns, range):
+        return torch.arange(columns.start, columns.stop, device=device)[None]
+    return columns
 
 
 def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,8 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.keeper import CacheKeeper, meter_of
+from sinkscope.kv.keeper import CacheKeeper, meter_of, refuse_states
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.inputs import check_length, end_ids, read_row

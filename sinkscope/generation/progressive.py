@@ -72,17 +72,17 @@ class Progressive(Policy):
         """Return whether to select from a layer that holds more than the budget."""
         return True
 
-    def act(self, step: Step, keeper: CacheKeeper) -> None:
+    def act(self, step: Step) -> None:
         """Choose what is read of every layer, if it is time to."""
         steps = step.state.decoded - self.after
         if steps < 0 or steps % self.interval:
             return
-        rows = self.kept_per_row(step.state, keeper)
+        rows = self.kept_per_row(step)
         for kv in step.layers:
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
-            keep = self.chosen(LayerMoment(kv, step, keeper, rows))
+            keep = self.chosen(LayerMoment(kv, step, rows))
             if self.mode == "evict":
                 kv.evict(keep)
             else:

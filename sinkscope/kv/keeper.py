@@ -1,46 +1,39 @@
-"""Who keeps the caches of a block: it takes them over, says when a prompt has ended, and counts what they hold.
+"""Who keeps the caches of a run: it takes them over, says when a prompt has ended, and counts what they hold.
 
-`CacheKeeper.of(run)` is the keeper of a block, made when the first policy or guard asks. It is the first of the block's
-actors, so the others find in each `Step` the layers that can evict and whether the call decodes.
+`CacheKeeper.of(run)` is the keeper of a run, made when the first policy or guard asks. It is the first of the run's
+actors, so the others find in each `Step` the layers that can evict and whether the call decodes. What cannot be served
+is refused when the keeper is made, or when a cache is taken over (`adopt`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from jaxtyping import Int
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.rows import RowState
 from sinkscope.engine.run import Run, check_generation, runs_here
 from sinkscope.engine.step import Step, TakeBack
+from sinkscope.engine.tokens import TokenPositions
 from sinkscope.engine.visible import FunctionMask, TensorMask
 from sinkscope.errors import UnsupportedError, warn
-from sinkscope.kv.adopt import adopt, own_layers
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.latest_queries import LatestQueries, QueryKeeper
+from sinkscope.kv.latest_queries import QueryKeeper
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.kv.windows import check_mask, check_servable
-from sinkscope.models.windows import layer_window
+from sinkscope.models.numbering import check_caches_filled
+from sinkscope.models.target import Target
+from sinkscope.models.windows import layer_window, layers_with_states
+from sinkscope.results.notation import count_of
 
 _METER = "meter"
-
-
-@dataclass(eq=False)
-class CountedRows:
-    """The counter of a cache, which stays with it whatever its rows do."""
-
-    meter: Meter
-
-    def take(self, rows: Int[Tensor, " row"]) -> CountedRows:
-        """Return itself."""
-        return self
 
 
 class CacheKeeper(Actor):
@@ -157,13 +150,14 @@ class CacheKeeper(Actor):
         cache, state = step.cache, step.state
         if cache is None:
             return
-        counted = state.known.get(_METER)
-        if not isinstance(counted, CountedRows):
+        meter = state.known.get(_METER)
+        if meter is None:
             adopt(cache, self.target, step.earlier)
-            state.known[_METER] = counted = CountedRows(Meter(self.windows))
+            state.known[_METER] = meter = Meter(self.windows)
         if cache not in self._caches:  # a new one, or a copy
             self._caches.add(cache)
-            self.meters.append(counted.meter)
+            self.meters.append(meter)
+        step.anchors = self.anchors
         tokens, layers = step.tokens, step.layers
         for kv in cache.layers:  # a plain loop: every token comes here
             if isinstance(kv, CacheLayer):
@@ -202,13 +196,19 @@ class CacheKeeper(Actor):
             self._check_ends(step)
 
     def _check_ends(self, step: Step) -> None:
-        """Refuse rows that end with padding, where their last query is none of theirs."""
-        ends = step.earlier.pos[:, -1:]
-        if bool((ends < 0).any()):
+        """Refuse rows without tokens, and rows that end with padding, where their last query is none of theirs."""
+        ends = step.earlier.pos[:, -1] < 0
+        if not bool(ends.any()):
+            return
+        empty = (step.before == 0).nonzero()
+        if len(empty):
             raise UnsupportedError(
-                f"rows of this batch are padded on the right, where {self.target.name} would write on: cache "
-                "policies and guards need padding on the left (tokenizer.padding_side = 'left')"
+                f"row {int(empty[0])} of this batch has no token: cache policies and guards need a prompt in each row"
             )
+        raise UnsupportedError(
+            f"rows of this batch are padded on the right, where {self.target.name} would write on: cache policies and "
+            "guards need padding on the left (tokenizer.padding_side = 'left')"
+        )
 
     def attends(self, step: Step) -> bool:
         """Return whether the model's own attention would not see right what is left in the cache."""
@@ -223,25 +223,19 @@ class CacheKeeper(Actor):
 
     def attend(self, step: Step, attention: Attention) -> None:
         """Say in which columns the keys stand that are left in a layer."""
-        if step.has_gaps:
-            place_keys(step, attention)
+        place_keys(step, attention)
 
     def after(self, step: Step) -> TakeBack | None:
         """Count what the cache holds."""
         if step.layers:
             known = step.state.known
-            queries, counted = known.get(QueryKeeper.KEY), known[_METER]
-            assert isinstance(counted, CountedRows)
-            latest = queries.by_layer if isinstance(queries, LatestQueries) else None
-            counted.meter.note(step.layers, decodes=step.decodes, queries=latest)
+            known[_METER].note(step.layers, decodes=step.decodes, queries=known.get(QueryKeeper.KEY))
         return None
 
 
 def meter_of(state: RowState) -> Meter:
     """Return the counter of the cache on which the rows lie."""
-    counted = state.known[_METER]
-    assert isinstance(counted, CountedRows)
-    return counted.meter
+    return state.known[_METER]
 
 
 def own_attention(run: Run) -> None:
@@ -250,19 +244,13 @@ def own_attention(run: Run) -> None:
     Raises:
         UnsupportedError: There is such a block.
     """
-    for number in runs_here(run.target.base):
-        if number in _OWNERS and number != run.number:
+    for other in runs_here(run.target.base):
+        if other.owns_attention and other is not run:
             raise UnsupportedError(
                 f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
                 "`(a | b).on(model)`"
             )
-    if run.number not in _OWNERS:
-        _OWNERS.add(run.number)
-        run.stack.callback(_OWNERS.discard, run.number)
-
-
-_OWNERS: set[int] = set()
-"""Numbers of the blocks that act on caches or replace attention."""
+    run.owns_attention = True
 
 
 def note_gaps(step: Step) -> None:
@@ -275,8 +263,8 @@ def note_gaps(step: Step) -> None:
 
 def place_keys(step: Step, attention: Attention) -> None:
     """Say in which columns the keys of a layer stand, if tokens are missing in the cache."""
-    kv = layer_of(step, attention.layer)
-    if kv is None or not step.has_gaps or attention.lacks_keys:
+    kv = layer_of(step, attention.layer) if step.has_gaps else None
+    if kv is None or attention.lacks_keys:
         return
     attention.lacks_keys = True
     source = attention.source
@@ -299,3 +287,162 @@ def layer_of(step: Step, number: int) -> CacheLayer | None:
         return None
     kv = layers[number]
     return kv if isinstance(kv, CacheLayer) else None
+
+
+def check_seen(cache: Any) -> None:
+    """Refuse a cache on which attention cannot be seen.
+
+    Raises:
+        UnsupportedError: It holds room for tokens that are still to come.
+    """
+    if getattr(cache, "is_compileable", False):
+        raise UnsupportedError(
+            f"the cache is {_named(cache)}, which holds room for tokens that are still to come: "
+            "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
+        )
+
+
+def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
+    """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
+
+    Args:
+        cache: An empty or filled `DynamicCache`.
+        target: The model.
+        columns: The tokens already in the cache.
+
+    Raises:
+        UnsupportedError: The cache is of another kind.
+    """
+    layers: list[Any] = getattr(cache, "layers", None) or []
+    if own_layers(cache):
+        return
+    offloading = getattr(cache, "offloading", False)
+    if not isinstance(cache, DynamicCache) or offloading:
+        raise UnsupportedError(
+            f"the cache is {_named(cache)}: a cache policy or guard needs a plain DynamicCache; pass `DynamicCache()` "
+            "or nothing"
+        )
+    ours = _empty_layers(target)
+    if cache.get_seq_length() > 0:
+        for layer in layers:
+            if type(layer) is not DynamicLayer:
+                raise UnsupportedError(
+                    f"the cache already holds tokens in a {type(layer).__name__}, which may have dropped some: "
+                    "start with an empty cache inside the `with`"
+                )
+        for new, old in zip(ours, layers, strict=True):
+            new.upcoming = columns
+            new.update(old.keys, old.values)
+    cache.layers = ours
+    cache.layer_class_to_replicate = None
+    if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
+        states: Any = cache
+        states.linear_cache = [[] if isinstance(layer, CacheLayer) else None for layer in ours]
+
+
+def _named(cache: Any) -> str:
+    """The class of a cache, and how `generate` is asked for one."""
+    kind = type(cache).__name__
+    asked = {"StaticCache": "static", "QuantizedCache": "quantized"}.get(kind)
+    if getattr(cache, "offloading", False):
+        asked = "offloaded"
+    if asked is None:
+        return kind
+    return f"{kind} (cache_implementation={asked!r})"
+
+
+def own_layers(cache: Any) -> list[CacheLayer]:
+    """Return the layers of a cache that are ours.
+
+    Others, such as the state of linear attention, are left as they are.
+    """
+    return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
+
+
+def refuse_states(cache: Any, what: str) -> None:
+    """Refuse to take tokens back from a cache with layers that keep a state, which cannot go back.
+
+    Raises:
+        UnsupportedError: There is such a layer.
+    """
+    for layer in cache.layers:
+        if type(layer) is not CacheLayer:
+            raise UnsupportedError(
+                f"{what} takes tokens back, and a {type(layer).__name__} of this model's cache keeps a state that "
+                "cannot go back: use another model"
+            )
+
+
+def _empty_layers(target: Target) -> list[Any]:
+    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
+    layers: list[Any] = list(DynamicCache(config=target.config).layers[: target.n_layers])
+    for number in cache_layers(target):
+        layers[number] = CacheLayer(number)
+    return layers
+
+
+def cache_layers(target: Target) -> list[int]:
+    """Return layers whose part of the cache holds keys and values alone; others keep a state.
+
+    There are none if an indexer chooses, or if attention is outside transformers' attention interface.
+    """
+    if not target.adapter.attention_interface:
+        return []
+    for layer in target.attending:
+        if hasattr(target.sub(layer, "attn"), "indexer"):
+            return []
+    states = layers_with_states(target)
+    return [number for number in range(target.n_layers) if number not in states]
+
+
+def check_servable(target: Target) -> None:
+    """Refuse a model on which no cache policy and no attention observer can act.
+
+    Raises:
+        UnsupportedError: It is a TransformerBridge, its attention is outside transformers' attention interface, or its
+            cache holds no keys and values of which a layer sees all.
+    """
+    if target.kind == "bridge":
+        raise UnsupportedError(
+            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: give "
+            "the plain Hugging Face model"
+        )
+    if not target.adapter.attention_interface:
+        raise UnsupportedError(
+            f"a model of type {target.adapter.model_type!r} computes attention inside its modules, where no cache "
+            "policy, guard or attention observer reaches it: use another model for these; find-sinks and edits work on "
+            "this one"
+        )
+    shared = getattr(target.config, "num_kv_shared_layers", 0) or 0
+    if shared:
+        raise UnsupportedError(
+            f"{count_of(shared, 'layer')} of {target.name} attend to the keys of earlier layers, which cannot be cut "
+            "or observed for these alone: use another model for cache policies, guards and observers; find-sinks and "
+            "edits work on this one"
+        )
+    check_caches_filled(target)
+    if not cache_layers(target):
+        raise UnsupportedError(
+            f"the cache of {target.name} is not a plain key/value cache (it keeps a recurrent state, or an indexer "
+            "selects keys): use another model for cache policies and attention observers"
+        )
+
+
+def check_mask(mask: Any, step: Step, target: Target) -> None:
+    """Refuse a further turn whose mask hides tokens that earlier calls read.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < step.past:
+        return
+    earlier = step.earlier.pos
+    hidden = (mask[:, : step.past] == 0).to(earlier.device) & (earlier >= 0)
+    if bool(hidden.any()):
+        pad = target.config.get_text_config().pad_token_id
+        tokens = count_of(int(hidden.sum()), "token")
+        raise UnsupportedError(
+            f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
+            f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "
+            "every real token"
+        )

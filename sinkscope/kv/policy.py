@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.rows import RowState
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -25,7 +24,7 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import CacheKeeper
-from sinkscope.kv.latest_queries import LatestQueries, QueryKeeper
+from sinkscope.kv.latest_queries import QueryKeeper
 from sinkscope.kv.slots import places_without
 from sinkscope.kv.usage import held_summary
 
@@ -63,13 +62,11 @@ class LayerMoment:
     Attributes:
         kv: The layer's cache.
         step: The forward call that is about to run, and what is known about its rows.
-        keeper: Who keeps the caches of the block.
         rows: What the policy keeps of each row.
     """
 
     kv: CacheLayer
     step: Step
-    keeper: CacheKeeper
     rows: KeptPerRow
 
     @property
@@ -89,7 +86,7 @@ class LayerMoment:
             UnsupportedError: No query was seen. `CacheKeeper.window_queries`, called in `watch`, has them kept.
         """
         latest = self.step.state.known.get(QueryKeeper.KEY)
-        if not isinstance(latest, LatestQueries) or self.layer not in latest.by_layer:
+        if latest is None or self.layer not in latest.by_layer:
             raise unseen_queries()
         columns = self.step.earlier.columns_of(self.kv.pos)
         return latest.by_layer[self.layer].rows(self.kv, columns, last)
@@ -159,10 +156,9 @@ class Policy(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
-        keeper = CacheKeeper.of(run, self.shown_name, self.first)
-        keeper.watch_decoding()
+        CacheKeeper.of(run, self.shown_name, self.first).watch_decoding()
         self.watch(run)
-        run.act(PolicyActor(self, keeper))
+        run.act(PolicyActor(self))
 
     def budgets_in_tokens(self, prompts: Sequence[int]) -> list[int]:
         """Return the budget of each row in tokens, for prompts of these lengths."""
@@ -218,19 +214,19 @@ class Policy(Intervention):
             scores = scores.masked_fill(self.protected(at), torch.inf)
         return scores
 
-    def act(self, step: Step, keeper: CacheKeeper) -> None:
+    def act(self, step: Step) -> None:
         """Choose what is kept in every layer, if it is time to."""
         if not step.prefill_ended and (self.every == "prefill" or step.state.decoded % self.every):
             return
         known, key = step.state.known, ("kept", id(self))  # of each layer, it may be another policy
         rows = known.get(key)
         if step.prefill_ended or not isinstance(rows, KeptPerRow):
-            rows = known[key] = self.kept_per_row(step.state, keeper)
+            rows = known[key] = self.kept_per_row(step)
         has_one_budget = type(self).layer_budget is Policy.layer_budget
         protects = any(rows.first) or any(rows.latest)
         one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
         for kv in step.layers:
-            at = LayerMoment(kv, step, keeper, rows)
+            at = LayerMoment(kv, step, rows)
             budget, exact, slots = rows.one_budget, None, kv.keys.shape[-2]
             if not has_one_budget:
                 budget = self.layer_budget(at)
@@ -282,14 +278,14 @@ class Policy(Intervention):
                 )
         return scores.float()
 
-    def kept_per_row(self, state: RowState, keeper: CacheKeeper) -> KeptPerRow:
+    def kept_per_row(self, step: Step) -> KeptPerRow:
         """Return what is kept of each row: its budget, and the first and latest tokens that are always kept."""
-        budgets = self.budgets_in_tokens(state.prompt)
+        budgets = self.budgets_in_tokens(step.state.prompt)
         first: list[int] = []
         latest: list[int] = []
         for budget in budgets:
             first_kept, latest_kept = self.always_kept(budget)
-            first.append(max(first_kept, min(keeper.anchors, (budget - latest_kept) // 2)))
+            first.append(max(first_kept, min(step.anchors, (budget - latest_kept) // 2)))
             latest.append(latest_kept)
         return KeptPerRow(tuple(budgets), tuple(first), tuple(latest))
 
@@ -300,16 +296,14 @@ class PolicyActor(Actor):
 
     Attributes:
         policy: The policy.
-        keeper: Who keeps the caches of the block.
     """
 
     policy: Policy
-    keeper: CacheKeeper
 
     def before(self, step: Step) -> None:
         """Choose what the cache keeps."""
         if step.decodes and (step.prefill_ended or self.policy.every != "prefill"):
-            self.policy.act(step, self.keeper)
+            self.policy.act(step)
 
 
 def _number_or_rows(numbers: Sequence[int]) -> LayerBudget:

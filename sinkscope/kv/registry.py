@@ -99,7 +99,7 @@ def policy_named(text: str) -> Intervention:
         SinkscopeError: The policy, class or setting does not exist, or a value is invalid.
 
     Example:
-        >>> policy_named("streaming:512:first=2"), policy_named("sinkscope.kv.h2o:H2O:0.25").budget
+        >>> policy_named("streaming:512:first=2"), policy_named("sinkscope.kv.published:H2O:0.25").budget
         (StreamingLLM(budget=512, first=2, last=0, every=1), 0.25)
     """
     name, *parts = text.split(":")

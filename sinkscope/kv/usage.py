@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.engine.run import Run
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.latest_queries import LayerQueries
+from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.models.windows import ChunkWindow
 from sinkscope.results.notation import count_of
 
@@ -152,15 +152,17 @@ class Meter:
         self._rows = self._seen = self._most_seen = 0
         self._all, self._decoding = TokenCount(), TokenCount()
 
-    def note(
-        self, layers: list[CacheLayer], *, decodes: bool = False, queries: Mapping[int, LayerQueries] | None = None
-    ) -> None:
+    def take(self, rows: Tensor) -> Meter:
+        """Return itself: it stays with its cache, whatever the rows do."""
+        return self
+
+    def note(self, layers: list[CacheLayer], *, decodes: bool = False, queries: LatestQueries | None = None) -> None:
         """Count what the layers hold after a call.
 
         Args:
             layers: The layers.
             decodes: Whether the call read a generated token.
-            queries: The latest queries of layers, which are kept beside them.
+            queries: The latest queries, which are kept beside them.
         """
         first = layers[0]
         if first.columns is None or not first.keys.shape[-2]:
@@ -179,8 +181,8 @@ class Meter:
                 slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
         used = self._rows * allocated
-        for latest in (queries or {}).values():
-            used += latest.query.nbytes  # their positions, which every process of a split model has, are few
+        if queries is not None:
+            used += queries.nbytes
         self._waiting.append(HeldTokens.by(layers, self._windows)._replace(bytes=used, decodes=decodes))
         if len(self._waiting) >= _WAITING:
             self._add_up()

@@ -19,8 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
-from sinkscope.kv.attention_rows import AttentionRows
-from sinkscope.kv.observe import Observe
+from sinkscope.kv.watch import AttentionRows, Observe
 from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement

@@ -33,8 +33,8 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit import Knockout
 from sinkscope.hooks.edit.base import under
 from sinkscope.kv import Full
-from sinkscope.kv.observe import RemoveTokens
-from sinkscope.kv.windows import check_servable
+from sinkscope.kv.keeper import check_servable
+from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement

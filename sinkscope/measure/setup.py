@@ -219,7 +219,7 @@ class Setup:
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """Return what is made when something is first asked for with this key, under the same interventions."""
-        key = (*runs_here(self.target.base), *key)
+        key = (*[run.number for run in runs_here(self.target.base)], *key)
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]

@@ -23,10 +23,8 @@ from sinkscope.engine.visible import TensorMask, Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.adopt import check_seen
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.keeper import layer_of, own_attention
-from sinkscope.kv.windows import check_servable
+from sinkscope.kv.keeper import check_seen, check_servable, layer_of, own_attention
 from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Bands, BlockGrid, Copies

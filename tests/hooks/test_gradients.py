@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit import Ablate, SinkPatch
-from sinkscope.kv.observe import Observe
+from sinkscope.kv.watch import Observe
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 EDITS = {

@@ -56,9 +56,9 @@ def module(tmp_path, monkeypatch):
 
 NAMES = {
     "h2o:0.25": H2O(budget=0.25),
-    "sinkscope.kv.streaming_llm:StreamingLLM:12": StreamingLLM(budget=12),
+    "sinkscope.kv.published:StreamingLLM:12": StreamingLLM(budget=12),
     "snapkv:512:window=64:pooling=avg": SnapKV(512, window=64, pooling="avg"),
-    "sinkscope.kv.streaming_llm:StreamingLLM:12:first=2": StreamingLLM(budget=12, first=2),
+    "sinkscope.kv.published:StreamingLLM:12:first=2": StreamingLLM(budget=12, first=2),
     "loopguard:64:penalty=1:seed=2": LoopGuard(64, steer=Steer(penalty=1.0, seed=2)),
     "loopguard:steer=none": LoopGuard(steer=None),
     "loopguard": LoopGuard(),

@@ -14,7 +14,7 @@ from organisms.kept_loops import CASES, KeptLoop, kept_loop
 from refusals import refused
 
 from sinkscope.kv import Full
-from sinkscope.kv.observe import RemoveTokens
+from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import LoopedText, RemovalEffect, WhyLoop, why_loop
 from sinkscope.measure import Setup

@@ -11,9 +11,10 @@ import torch
 from intervention_kit import KINDS
 from organisms.decoders import decoder
 from organisms.tiny import tiny_model
+from organisms.examine import scope_line
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv.windows import cache_layers, scope_line
+from sinkscope.kv.keeper import cache_layers
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.neurons import w_out

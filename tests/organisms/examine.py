@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.windows import scope_line
+from sinkscope.kv.keeper import cache_layers
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.neurons import column_factor
 from sinkscope.models.target import Target
@@ -317,3 +317,21 @@ def _check_generation(report: TypeReport, target: Target):
         output = report.attempt("policies", lambda make=make: under(make()))
         if output is not None:
             report.must(output.shape == plain.shape, f"{name} gives {output.shape[1]} tokens")
+
+
+def scope_line(target: Target) -> str:
+    """Return what is served of a model, in one line."""
+    layers = range(target.n_layers)
+    policies = [layer for layer in cache_layers(target) if layer in target.attending]
+    parts = {
+        "sink neurons and patches": [layer for layer in layers if layer in target.with_neurons],
+        "attention": target.attending,
+        "cache policies and guards": policies,
+    }
+    sentences = list[str]()
+    for what, served in parts.items():
+        where = f"{len(served)} of {len(layers)} layers"
+        if len(served) == len(layers):
+            where = "all layers"
+        sentences.append(f"{what} in {where}")
+    return "; ".join(sentences)

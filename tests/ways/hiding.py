@@ -38,36 +38,24 @@ class Knocked:
     """What a knockout hides.
 
     Attributes:
-        keys: Columns that are keys of it `[row pos]`, from the place of each column in its document.
-        queries: Columns that do not see them `[row pos]`, from the place in the document; None: all.
-        pairs: Pairs of a query and a key, instead of both.
+        keys: Columns that are keys of it `[row pos]`, from the place of each column in its row.
+        queries: Columns that do not see them `[row pos]`, from the place in the row; None: all.
         heads: Layers and heads in which they are hidden.
     """
 
-    keys: Callable[[Tensor], Tensor] | None = None
+    keys: Callable[[Tensor], Tensor]
     queries: Callable[[Tensor], Tensor] | None = None
-    pairs: Tensor | None = None
     heads: Sequence[tuple[int, int]] = tuple((layer, head) for layer in range(LAYERS) for head in range(HEADS))
 
-    def of(self, real: Tensor, document: Tensor, more: int) -> Hidden:
+    def of(self, real: Tensor, more: int) -> Hidden:
         """What is hidden in rows of which these columns are real, and after which so many tokens are written."""
         real = nn.functional.pad(real, (0, more), value=1).bool()
-        document = nn.functional.pad(document, (0, more), value=int(document.max()))
         place = counted(real)
-        for number in range(1, int(document.max()) + 1):
-            begins = ((document < number) & real).sum(1, keepdim=True)
-            place = torch.where(document == number, place - begins, place)
         size = real.shape[1]
         later = torch.ones(size, size, dtype=torch.bool, device=real.device).tril(-1)
-        if self.pairs is not None:
-            wide = size - self.pairs.shape[-1]
-            found = nn.functional.pad(self.pairs, (0, wide, 0, size - self.pairs.shape[-2])).to(real.device)
-            found = found & ~torch.eye(size, dtype=torch.bool, device=real.device)
-        else:
-            assert self.keys is not None
-            found = (self.keys(place) & real)[:, None] & later
-            if self.queries is not None:
-                found = found & (self.queries(place) & real)[:, :, None]
+        found = (self.keys(place) & real)[:, None] & later
+        if self.queries is not None:
+            found = found & (self.queries(place) & real)[:, :, None]
         chosen = torch.zeros(LAYERS, HEADS, dtype=torch.bool, device=real.device)
         for layer, head in self.heads:
             chosen[layer, head] = True

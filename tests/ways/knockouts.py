@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import sinkscope as ss
 from sinkscope import kv
 
@@ -14,11 +12,6 @@ from .edits import BIG, EVICTS, LAYER, NEURONS, Draw, Edit, has_experts
 from .families import FAMILIES, HEADS, INSIDE
 from .hiding import FIRST, Knocked, at
 
-LENGTH = 20
-SOME_KEYS = torch.arange(LENGTH) % 5 == 1
-"""Keys of a row, as a mask."""
-SOME_PAIRS = (torch.arange(LENGTH)[:, None] + torch.arange(LENGTH)) % 4 == 1
-"""Queries and keys, as a mask."""
 WAYS = ("none", "steps", "chunks", "second turn", "generate", "gradients", "copied", "copied from", "cropped")
 
 
@@ -32,23 +25,9 @@ def _dispatches(draw: Draw) -> bool:
     return scores and columns and exact and draw["cache"] in WAYS and draw["attention"] in ("sdpa", "eager", "own")
 
 
-def _one_document(draw: Draw) -> bool:
-    return _dispatches(draw) and draw["mask"] not in ("block", "packed")
-
-
 def _last_columns(draw: Draw) -> bool:
     """Whether the queries of a call are the last columns of its mask, as `hide` takes them."""
     return _dispatches(draw) and draw["options"] != "static"
-
-
-def _one_row(draw: Draw) -> bool:
-    """Whether masks are as wide as the text."""
-    places = draw["mask"] not in ("hole", "later turn", "block", "packed")
-    return _last_columns(draw) and places and draw["rows"] == 1 and draw["length"] == LENGTH
-
-
-def _asks_queries(draw: Draw) -> bool:
-    return _one_document(draw) and _last_columns(draw)
 
 
 def _zeroes(draw: Draw) -> bool:
@@ -66,12 +45,10 @@ def knockouts() -> dict[str, Edit]:
     knock: Any = ss.Knockout
     zero = ss.Ablate(layer=LAYER, neurons=NEURONS)
     of_layer = [(LAYER, head) for head in range(HEADS)]
-    keys, pairs = SOME_KEYS[None], SOME_PAIRS[None]
-    every_query = Knocked(lambda place: (place % 5 == 1) & (place < LENGTH))  # of one row, whose places are columns
     return {
         "knock first": _row(lambda: knock("first"), FIRST),
-        "knock at": _row(lambda: knock([3, 5]), Knocked(at(3, 5)), _one_document),
-        "knock at a query": _row(lambda: knock([0, 2], queries=[9, 11]), Knocked(at(0, 2), at(9, 11)), _asks_queries),
+        "knock at": _row(lambda: knock([3, 5]), Knocked(at(3, 5))),
+        "knock at a query": _row(lambda: knock([0, 2], queries=[9, 11]), Knocked(at(0, 2), at(9, 11)), _last_columns),
         "knock in a layer": _row(lambda: knock("first", layers=[LAYER]), FIRST.only(*of_layer), _last_columns),
         "knock in heads of a layer": _row(
             lambda: knock("first", layers=[LAYER], heads=[0, 2]), FIRST.only((LAYER, 0), (LAYER, 2)), _last_columns
@@ -79,8 +56,6 @@ def knockouts() -> dict[str, Edit]:
         "knock in heads": _row(
             lambda: knock("first", heads=[(0, 1), (2, 3)]), FIRST.only((0, 1), (2, 3)), _last_columns
         ),
-        "knock keys": _row(lambda: knock(keys), every_query, _one_row),
-        "knock pairs": _row(lambda: knock(pairs), Knocked(pairs=pairs), _one_row),
         "knock first|guard": _row(lambda: knock("first") | ss.LoopGuard(budget=BIG), FIRST),
         "knock first|full": _row(lambda: knock("first") | kv.Full(), FIRST),
         "knock first|streaming 12": Edit(

@@ -253,14 +253,12 @@ class Layout:
     Attributes:
         whole: The mask of queries and keys that is passed `[row head query key]`; None: the one of two dimensions.
         places: Positions that are said `[row pos]`; None: none are.
-        document: The number of the document of each column `[row pos]`, -1 at padding.
         pixels: Images `[row channel height width]`; None: there are none.
         kinds: 1 at tokens of an image `[row pos]`; None: the model does not ask.
     """
 
     whole: Tensor | None
     places: Tensor | None
-    document: Tensor
     pixels: Tensor | None = None
     kinds: Tensor | None = None
 
@@ -273,7 +271,7 @@ class Layout:
         pixels, kinds = self.pixels, self.kinds
         if pixels is not None and kinds is not None:
             pixels, kinds = pixels[one], kinds[one, chosen]
-        return Layout(whole, places, self.document[one, chosen], pixels, kinds)
+        return Layout(whole, places, pixels, kinds)
 
     def told(self, start: int, stop: int, rows: Tensor | None) -> dict[str, Any]:
         """Arguments of a call that reads these columns of these rows, beside ids, mask and cache."""
@@ -318,14 +316,11 @@ def layout_of(draw: Draw, ids: Tensor, real: Tensor, dtype: torch.dtype) -> Layo
     if places is not None and mask.sees is _tree:  # siblings stand at one place, but no text begins before 0
         places = (places - in_second(real).long()).clamp(min=0)
     whole = None if mask.sees is None else mask.form(mask.sees(real)[:, None], dtype)
-    document = torch.where(real.bool(), 0, -1)
-    if mask.sees is _block or reads_documents(draw):
-        document = torch.where(real.bool(), in_second(real).long(), -1)
     if draw["mask"] != "image":
-        return Layout(whole, places, document)
+        return Layout(whole, places)
     kinds = (ids == IMAGE_TOKENS[0]).long()
     pixels = torch.randn(len(ids), 3, 28, 28, generator=torch.Generator().manual_seed(1)).to(ids.device, dtype)
-    return Layout(whole, places, document, pixels, kinds)
+    return Layout(whole, places, pixels, kinds)
 
 
 def put_padding(draw: Draw, ids: Tensor, real: Tensor) -> None:

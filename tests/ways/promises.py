@@ -162,7 +162,7 @@ def _by_hand(draw: Draw, ids: Tensor, mask: Tensor) -> Tensor:
     enter = partial(HOOKS[draw["hooks"]].around, hand, family, contextlib.nullcontext)
     use = Use(hand, hand, draw, ids, mask, enter, _layout(draw, hand, ids, mask))
     if edit.knocked is not None:
-        hide(hand, family, edit.knocked.of(mask, use.layout.document, NEW))
+        hide(hand, family, edit.knocked.of(mask, NEW))
     if edit.site == ROWS_SEEN:
         seen = rows_by_hand(hand, family)
         if MASKS[draw["mask"]].sees is not None and not use.layout.whole.is_floating_point():  # which eager adds
@@ -212,32 +212,27 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         plainer["options"] = "greedy"
     layout, found = _layout(draw, model, ids, mask), list[Tensor]()
     for number, row in enumerate(ids):
-        wide: Tensor | None = None
-        for document in range(int(layout.document[number].max()) + 1):
-            chosen = layout.document[number] == document
-            one = row[chosen][None]
-            edits = EDITS[draw["edit"]]
-            enter = partial(_entered, draw, model, model, edits.make(), [])
-            some = _some(draw, layout, number, chosen)
-            use = Use(model, model, plainer, one, torch.ones_like(one), enter, some, edits.make())
-            use.cut = int(chosen[: max(1, len(row) - SECOND)].sum()) or None
-            said = way.run(use)
-            if draw["options"] in ASSISTED:
-                said = said.argmax(-1)
-            if way.tokens:
-                wide = said
-                continue
-            if wide is None:  # back to where the row stands in the batch
-                wide = torch.full((1, len(row), said.shape[-1]), torch.nan, device=row.device)
+        chosen = mask[number].bool()
+        one = row[chosen][None]
+        edits = EDITS[draw["edit"]]
+        enter = partial(_entered, draw, model, model, edits.make(), [])
+        some = _some(draw, layout, number, chosen)
+        use = Use(model, model, plainer, one, torch.ones_like(one), enter, some, edits.make())
+        use.cut = int(chosen[: max(1, len(row) - SECOND)].sum()) or None
+        said = way.run(use)
+        if draw["options"] in ASSISTED:
+            said = said.argmax(-1)
+        if not way.tokens:  # back to where the row stands in the batch
+            wide = torch.full((1, len(row), said.shape[-1]), torch.nan, device=row.device)
             wide[0, chosen] = said[0].float()
-        assert wide is not None
-        found.append(wide)
+            said = wide
+        found.append(said)
     return torch.cat(found)
 
 
 def _alone_mask(draw: Draw) -> str:
-    """How a row that stands alone says who sees whom: documents and padding are gone."""
-    return "usual" if draw["mask"] in ("hole", "later turn", "packed") else draw["mask"]
+    """How a row that stands alone says who sees whom: padding is gone."""
+    return "usual" if draw["mask"] in ("hole", "later turn") else draw["mask"]
 
 
 def _some(draw: Draw, layout: Layout, row: int, chosen: Tensor) -> Layout:

@@ -77,7 +77,7 @@ def test_an_edit_that_is_forgotten_is_noticed_in_half_precision_too(monkeypatch)
 @pytest.mark.parametrize(
     ("draw", "instead"),
     [
-        (draw_of(family="neox", edit="knock keys", cache="generate", options="beams", mode="autocast"), list),
+        (draw_of(family="neox", edit="knock first", cache="generate", options="beams", mode="autocast"), list),
         (draw_of(family="gemma3", edit="full", cache="generate", dtype="float16"), lambda: [ss.Add(SMALL, RESID)]),
         (draw_of(family="gemma3", edit="full", cache="generate", dtype="float16"), lambda: [kv.StreamingLLM(20)]),
     ],

@@ -13,8 +13,9 @@ import torch
 
 from sinkscope.app.view.readings import ModelSink
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import Ablate, Knockout, SinkPatch
+from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
+from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
@@ -115,7 +116,8 @@ def moved(name: str, length: int) -> Switch | None:
         return Switch(name, None, meaning=f"Token {at} carries the id of the first token.", first_at=at)
     unseen = torch.zeros(1, length, length, dtype=torch.bool)
     unseen[:, at] = True
-    return Switch(name, Knockout(unseen), meaning=f"Token {at} sees only itself in every layer, as the first one does.")
+    meaning = f"Token {at} sees only itself in every layer, as the first one does."
+    return Switch(name, HideCells(unseen), meaning=meaning)
 
 
 def switch_named(sink: ModelSink, name: str, length: int) -> Switch:

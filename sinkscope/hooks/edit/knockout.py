@@ -1,15 +1,16 @@
 """Attention knockout: queries do not see some keys (Geva et al. 2023, section 5).
 
 What is hidden goes through `Attention.hide`, as do the tokens that a policy evicts, so a knockout composes with
-policies, guards, observers and edits. In each layer of a call:
-
-1. The keys and queries are looked up among the columns of the call (`_Cells.in_call`).
-2. A key is hidden from the queries that do not see it, in the chosen heads; a query always sees itself.
+policies, guards, observers and edits. Keys and queries are looked up among the columns of a call; a query always sees
+itself.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.run import Run
+from sinkscope.engine.run import Reach, Run
 from sinkscope.engine.step import Step
+from sinkscope.engine.visible import Cells, Hidden
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_values, checked_value
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
+from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions, head_of, listed
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.inputs import attending_layers, check_site
 from sinkscope.models.target import Target
@@ -31,18 +33,48 @@ from sinkscope.models.windows import layers_with_states
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
 
+HeadsByLayer = Mapping[int, list[int] | None]
+"""Heads of each layer in which something is hidden; None: all of them."""
+
+
+class Hiding(Intervention):
+    """Base of what hides keys."""
+
+    @abstractmethod
+    def heads_by_layer(self, target: Target) -> HeadsByLayer:
+        """Return where keys are hidden."""
+
+    @abstractmethod
+    def hidden(self, step: Step, device: torch.device) -> Hidden:
+        """Return what says which cells of a call are hidden."""
+
+    def summary(self, run: Run) -> str:
+        """Return in how many calls keys were hidden."""
+        return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}." if run.passes else ""
+
+    def enter(self, run: Run, key: int) -> None:
+        """Hide the keys in the attention of every call."""
+        target = run.target
+        heads = self.heads_by_layer(target)
+        _check_servable(target)
+        actor = _HidingActor(self, heads, run.reach(repr(self), "no query was there that sees these keys"))
+        if target.kind != "bridge":
+            run.act(actor)
+            return
+        for layer in heads:
+            module = target.model.hook_dict[f"blocks.{layer}.attn.hook_attn_scores"]
+            run.hook_edit(module, "post", partial(_cover, run, actor, layer))
+
 
 @dataclass(frozen=True, eq=False)
-class Knockout(Intervention):
+class Knockout(Hiding):
     """Hide keys from later queries, in the prompt and in everything that is generated (Geva et al. 2023).
 
-    A query always sees itself, so no row of attention is empty. A mask names columns, as they are given to the model
-    with padding; beyond its width nothing is hidden. A position counts the real tokens of a document.
+    A query always sees itself, so no row of attention is empty. Positions count the real tokens of each row.
 
     Attributes:
-        keys: The keys that are hidden: positions, "first" (of each document), a bool mask `[batch pos]`, or a bool mask
-            `[batch query key]`, which names the queries as well. A mask of one row is that of every row.
-        queries: The queries that do not see them, in the same forms. None: all that come later than the key.
+        keys: Positions of the keys that are hidden, or "first".
+        queries: Positions of the queries that do not see them. None: all that come later than the key.
         layers: The layers in which they are hidden. None: all.
         heads: Query heads of these layers, by number, or pairs of layer and head ("L3.H5", (3, 5), `Head`). None: all.
 
@@ -63,14 +95,10 @@ class Knockout(Intervention):
 
     def __post_init__(self) -> None:
         if self.keys is None:
-            raise SinkscopeError('keys=None: expected positions, "first", or a mask of bools; give the keys to hide')
-        object.__setattr__(self, "keys", _checked(self.keys, "keys", pairs=True))
+            raise SinkscopeError('keys=None: expected positions or "first"; give the keys to hide')
+        object.__setattr__(self, "keys", checked_positions(self.keys, "keys"))
         if self.queries is not None:
-            if isinstance(self.keys, Tensor) and self.keys.ndim == 3:
-                raise SinkscopeError(
-                    "queries with keys [batch query key]: such a mask names the queries; leave one out"
-                )
-            object.__setattr__(self, "queries", _checked(self.queries, "queries", pairs=False))
+            object.__setattr__(self, "queries", checked_positions(self.queries, "queries"))
         if self.layers is not None:
             layers = tuple(listed("layers", self.layers))
             check_values(tuple[Whole, ...], layers=layers)
@@ -78,120 +106,63 @@ class Knockout(Intervention):
         if self.heads is not None:
             object.__setattr__(self, "heads", _checked_heads(self.heads, self.layers))
 
-    def summary(self, run: Run) -> str:
-        """Return in how many calls keys were hidden."""
-        return f"Knockout acted in {count_of(run.passes, 'call')}." if run.passes else ""
-
-    def enter(self, run: Run, key: int) -> None:
-        """Hide the keys in the attention of every call."""
-        target = run.target
-        heads = self._heads_by_layer(target)
-        _check_servable(target)
-        reach = run.reach(f"Knockout(keys={_named(self.keys)})", "no query was there that sees these keys")
-        cells = _Cells(self.keys, self.queries)
-        if target.kind != "bridge":
-            run.act(_KnockoutActor(cells, heads, reach))
-            return
-        for layer, of_layer in heads.items():
-            module = target.model.hook_dict[f"blocks.{layer}.attn.hook_attn_scores"]
-
-            def cover(_m: Any, _a: Any, _k: Any, scores: Tensor, of_layer: list[int] | None = of_layer) -> Any:
-                step = run.step
-                if step is None:
-                    return None
-                hidden = cells.in_call(step, of_layer, scores.shape[1], scores.device)
-                queries, keys = scores.shape[2:]
-                column = torch.arange(keys, device=scores.device).expand(len(scores), 1, -1)
-                at = torch.arange(keys - queries, keys, device=scores.device).expand(len(scores), -1)
-                gone = hidden(at, column)
-                reach.note(gone)
-                return scores.masked_fill(gone, torch.finfo(scores.dtype).min)
-
-            run.hook_edit(module, "post", cover)
-
-    def _heads_by_layer(self, target: Target) -> dict[int, list[int] | None]:
-        """The heads of each layer in which keys are hidden; None: all of them."""
+    def heads_by_layer(self, target: Target) -> HeadsByLayer:
+        """Return the chosen layers, with the chosen heads of each."""
         layers = attending_layers(target, self.layers)
         if self.heads is None:
             return dict.fromkeys(layers)
         chosen: dict[int, list[int] | None] = {}
         for layer, head in self.heads:
-            for number in layers if layer is None else [layer]:
+            for number in layers if layer is None else attending_layers(target, [layer]):
                 check_site(target, number, head=head)
-                if number not in target.attending:
-                    attending_layers(target, [number])
                 of_layer = chosen.setdefault(number, [])
                 assert of_layer is not None
                 of_layer.append(head)
         return chosen
 
-
-@dataclass(frozen=True, eq=False)
-class _Cells:
-    """Which keys which queries do not see."""
-
-    keys: Any
-    queries: Any
-
-    def in_call(self, step: Step, heads: list[int] | None, n_heads: int, device: torch.device) -> _HiddenInCall:
+    def hidden(self, step: Step, device: torch.device) -> Hidden:
         """Look keys and queries up among the columns of a call."""
-        chosen = None
-        if heads is not None:
-            chosen = torch.zeros(n_heads, dtype=torch.bool, device=device)
-            chosen[heads] = True
-            chosen = chosen[None, :, None, None]
-        if isinstance(self.keys, Tensor) and self.keys.ndim == 3:
-            pairs = _of_batch(self.keys, step.rows, "keys").to(device)
-            return _HiddenInCall(None, None, pairs, chosen)
-        keys = _columns(self.keys, step, "keys").to(device)
-        queries = None if self.queries is None else _columns(self.queries, step, "queries").to(device)
-        return _HiddenInCall(keys, queries, None, chosen)
+        keys = _columns(self.keys, step, device)
+        queries = None if self.queries is None else _columns(self.queries, step, device)
+
+        def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
+            gone = _at(keys, key.flatten(1)).view(len(key), key.shape[1], 1, -1)
+            if queries is None:
+                return gone & (key[:, :, None] < query[:, None, :, None])
+            return gone & _at(queries, query)[:, None, :, None]
+
+        return cells
 
 
 @dataclass(frozen=True, eq=False)
-class _HiddenInCall:
-    """The same by columns of a call: what `Attention.hide` asks.
+class HideCells(Hiding):
+    """Hide cells from each other, for measurements whose rows differ.
 
     Attributes:
-        keys: Columns of the keys.
-        queries: Columns of the queries; None: all later than the key.
-        pairs: Columns of queries and keys, in place of both.
-        heads: Heads in which they are hidden; None: all.
+        cells: Which queries do not see which keys, by columns, of each row or of one that stands for all; nothing
+            beyond them is hidden.
+        layers: The layers in which they are hidden. None: all.
     """
 
-    keys: Bool[Tensor, "batch seen"] | None
-    queries: Bool[Tensor, "batch seen"] | None
-    pairs: Bool[Tensor, "batch query key"] | None
-    heads: Bool[Tensor, "1 head 1 1"] | None
+    cells: Bool[Tensor, "#batch query key"] = field(repr=False)
+    layers: Any = None
 
-    def __call__(
-        self, query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]
-    ) -> Bool[Tensor, "batch _ query key"]:
-        """Return which cells are hidden, of queries and keys at these columns."""
-        at = query[:, None, :, None]
-        if self.pairs is not None:
-            hidden = _pairs_at(self.pairs, query, key)
-        else:
-            assert self.keys is not None
-            heads = key.shape[1]
-            hidden = _at(self.keys, key.flatten(1)).view(len(key), heads, 1, -1)
-            if self.queries is not None:
-                hidden = hidden & _at(self.queries, query)[:, None, :, None]
-            else:
-                hidden = hidden & (key[:, :, None] < at)
-        hidden = hidden & (key[:, :, None] != at)
-        if self.heads is None:
-            return hidden
-        return per_query_head(hidden, self.heads.shape[1]) & self.heads
+    def heads_by_layer(self, target: Target) -> HeadsByLayer:
+        """Return the chosen layers, with all heads."""
+        return dict.fromkeys(attending_layers(target, self.layers))
+
+    def hidden(self, step: Step, device: torch.device) -> Hidden:
+        """Return what looks cells up."""
+        return partial(_cells_at, self.cells.to(device))
 
 
 @dataclass(frozen=True, eq=False)
-class _KnockoutActor(Actor):
-    """Hides keys in the attention of a block."""
+class _HidingActor(Actor):
+    """Hides keys in the attention of a run."""
 
-    cells: _Cells
-    heads: dict[int, list[int] | None]
-    reach: Any
+    hiding: Hiding
+    heads: HeadsByLayer
+    reach: Reach
 
     def attends(self, step: Step) -> bool:
         """Return True: every call has queries."""
@@ -199,15 +170,41 @@ class _KnockoutActor(Actor):
 
     def attend(self, step: Step, attention: Attention) -> None:
         """Hide the keys in a layer."""
-        if attention.layer not in self.heads:
-            return
-        of_layer = self.heads[attention.layer]
-        hidden = self.cells.in_call(step, of_layer, attention.query.shape[1], attention.key.device)
-        attention.hide(hidden)
-        if not self.reach.is_certain:
-            visible = attention.visible
-            at = torch.arange(visible.query.start, visible.query.stop, device=visible.device)
-            self.reach.note(hidden(at.expand(visible.batch, -1), visible.key_columns()))
+        if attention.layer in self.heads:
+            hidden = self.in_layer(step, attention.layer, attention.query.shape[1], attention.key.device)
+            attention.hide(hidden)
+            if not self.reach.is_certain:
+                visible = attention.visible
+                self.reach.note(hidden(visible.query_columns(), visible.key_columns()))
+
+    def in_layer(self, step: Step, layer: int, n_heads: int, device: torch.device) -> Hidden:
+        """Return what says which cells are hidden in a layer: never a query's own."""
+        hidden, chosen = self.hiding.hidden(step, device), self.heads[layer]
+
+        def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
+            gone = hidden(query, key) & (key[:, :, None] != query[:, None, :, None])
+            if chosen is None:
+                return gone
+            in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
+            in_head[chosen] = True
+            return per_query_head(gone, n_heads) & in_head[None, :, None, None]
+
+        return cells
+
+
+def _cover(run: Run, actor: _HidingActor, layer: int, _module: Any, _args: Any, _kwargs: Any, scores: Tensor) -> Any:
+    """Hide the keys in the scores of a bridge."""
+    assert run.step is not None
+    queries, keys = scores.shape[2:]
+    column = torch.arange(keys, device=scores.device).expand(len(scores), 1, -1)
+    gone = actor.in_layer(run.step, layer, scores.shape[1], scores.device)(column[:, 0, keys - queries :], column)
+    actor.reach.note(gone)
+    return scores.masked_fill(gone, torch.finfo(scores.dtype).min)
+
+
+def _columns(chosen: Positions, step: Step, device: torch.device) -> Bool[Tensor, "batch seen"]:
+    """The columns of a call that positions name."""
+    return chosen_positions(step.columns, chosen).to(device)
 
 
 def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:
@@ -216,51 +213,14 @@ def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool
     return columns.gather(1, torch.where(inside, at, 0)) & inside
 
 
-def _pairs_at(
-    pairs: Bool[Tensor, "batch query key"], query: Int[Tensor, "batch n"], key: Int[Tensor, "batch _ m"]
-) -> Bool[Tensor, "batch _ n m"]:
-    """Values of pairs of columns; False beyond the mask."""
-    row = torch.arange(len(pairs), device=pairs.device)[:, None, None, None]
+def _cells_at(
+    cells: Bool[Tensor, "#batch query key"], query: Int[Tensor, "batch n"], key: Int[Tensor, "batch _ m"]
+) -> Cells:
+    """Values of pairs of columns; False beyond them."""
+    row = torch.arange(len(query), device=cells.device)[:, None, None, None] % len(cells)
     at, to = query[:, None, :, None], key[:, :, None]
-    inside = (at < pairs.shape[1]) & (to >= 0) & (to < pairs.shape[2])
-    return pairs[row, torch.where(inside, at, 0), torch.where(inside, to, 0)] & inside
-
-
-def _columns(chosen: Any, step: Step, what: str) -> Bool[Tensor, "batch seen"]:
-    """The columns of a call that positions or a mask name."""
-    if not isinstance(chosen, Tensor):
-        return chosen_positions(step.columns, chosen)
-    mask = _of_batch(chosen, step.rows, what)
-    real = step.columns >= 0
-    missing = real.shape[1] - mask.shape[1]
-    mask = torch.nn.functional.pad(mask, (0, max(0, missing)))[:, : real.shape[1]]
-    return mask.to(real.device) & real
-
-
-def _of_batch(mask: Tensor, rows: int, what: str) -> Tensor:
-    """A mask for every row of a batch."""
-    if len(mask) not in (1, rows):
-        raise SinkscopeError(
-            f"{what} of shape {tuple(mask.shape)} in a batch of {count_of(rows, 'row')}: expected a mask with a row "
-            "for each, or with one row for all"
-        )
-    return mask.expand(rows, *mask.shape[1:])
-
-
-def _checked(value: Any, what: str, *, pairs: bool) -> Any:
-    """Keys or queries in the form in which a knockout stores them."""
-    if hasattr(value, "dtype") and not isinstance(value, Tensor):  # of NumPy
-        value = torch.as_tensor(value)
-    if isinstance(value, list) and value and isinstance(value[0], list | bool):
-        value = torch.as_tensor(value)
-    if not isinstance(value, Tensor) or value.dtype != torch.bool:
-        return checked_positions(value, what)
-    if value.ndim == 1:
-        value = value[None]
-    if value.ndim not in ((2, 3) if pairs else (2,)):
-        expected = "[batch pos] or [batch query key]" if pairs else "[batch pos]"
-        raise SinkscopeError(f"{what} of shape {tuple(value.shape)}: expected a mask of bools {expected}")
-    return value.detach().clone()
+    inside = (at < cells.shape[1]) & (to >= 0) & (to < cells.shape[2])
+    return cells[row, torch.where(inside, at, 0), torch.where(inside, to, 0)] & inside
 
 
 def _checked_heads(heads: Any, layers: Any) -> tuple[tuple[int | None, int], ...]:
@@ -281,10 +241,6 @@ def _checked_heads(heads: Any, layers: Any) -> tuple[tuple[int | None, int], ...
             raise SinkscopeError(f"head L{layer}.H{number} with layers={list(layers)}: give heads of these layers")
         pairs.append((layer, number))
     return tuple(dict.fromkeys(pairs))
-
-
-def _named(keys: Any) -> str:
-    return f"a mask of shape {tuple(keys.shape)}" if isinstance(keys, Tensor) else repr(keys)
 
 
 def _check_servable(target: Target) -> None:

@@ -27,8 +27,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.engine.tap import visible_rows
-from sinkscope.hooks.edit import Knockout
 from sinkscope.hooks.edit.base import under
+from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
@@ -114,11 +114,11 @@ class Layout:
         with ExitStack() as stack:
             layers = [layer for layer in target.attending if self.layers is None or layer in self.layers]
             if bool(self.unseen.any()) and layers:
-                stack.enter_context(under(Knockout(self.unseen, layers=layers), target))
+                stack.enter_context(under(HideCells(self.unseen, layers), target))
             for window, of_window in windows_of(target).items():
                 outside = outside_window(window, self.ids.shape[1])
                 if bool(outside.any()):
-                    stack.enter_context(under(Knockout(outside[None], layers=of_window), target))
+                    stack.enter_context(under(HideCells(outside[None], of_window), target))
             yield
 
     @property

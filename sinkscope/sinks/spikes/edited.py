@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from sinkscope.engine.tap import visible_rows
 from sinkscope.files.progress import report_progress
-from sinkscope.hooks.edit import Knockout
 from sinkscope.hooks.edit.base import under
+from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.hook_points import groups_of, neurons_point
@@ -111,7 +111,8 @@ class Batch:
         """Return a `with` block in which later tokens do not see the place."""
         if self.hidden is None or not len(self.hidden):
             return nullcontext()
-        return under(Knockout(self.places[0], layers=list(self.hidden)), self.target)
+        place = self.places[0]
+        return under(HideCells(place[:, None].expand(-1, place.shape[1], -1), list(self.hidden)), self.target)
 
     def hooks(self) -> list[Hook]:
         """Return the hooks that edit each row."""

@@ -218,10 +218,9 @@ def read_way(
 def hidden(target: Target, position: int, layers: range | None, length: int) -> Way:
     """Return the way in which later queries do not see a position in some layers (None: in all)."""
 
-    def way(rows: int) -> AbstractContextManager[object]:
-        keys = (torch.arange(length) == position).expand(rows, -1)
+    def way(_rows: int) -> AbstractContextManager[object]:
         chosen = [layer for layer in target.attending if layers is None or layer in layers]
-        return under(Knockout(keys, layers=chosen), target) if chosen else nullcontext()
+        return under(Knockout([position], layers=chosen), target) if chosen else nullcontext()
 
     return way
 
