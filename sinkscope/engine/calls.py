@@ -149,15 +149,18 @@ class Calls:
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
-        changed, cache = None, cache_in(arguments)
+        changed = None
+        cache = cache_in(arguments)
         if self.actors and cache is None:
             cache = new_call_cache(arguments, self.target)
             if cache is not None:
                 arguments = with_cache(module, arguments, cache)
                 changed = (), arguments
-        told, self._told = self._told or arguments, None
+        told = self._told or arguments
+        self._told = None
         step = begin_step(self.number, next(self._steps), arguments, cache, told, acts=self._acts)
-        self._step, self._ended = step, None
+        self._step = step
+        self._ended = None
         if step.cache is not None and (step.past == 0 or step.state.partial):
             self.know_rows(step.cache, step.state)
         if self.actors:
@@ -174,7 +177,8 @@ class Calls:
 
     def _act_before(self, step: Step) -> None:
         """Let every actor act, and listen to the attention of the layers if one of them has something to do there."""
-        step.settings, step.prompting = self._settings, self.prompting
+        step.settings = self._settings
+        step.prompting = self.prompting
         if self.draft is not None and self.draft.cache is step.cache:  # a processor may read a text of its own
             step.draft = self.draft
         for before in self._before:
@@ -196,7 +200,8 @@ class Calls:
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
         """End the record of a call with the decoder's output, or, after an error, without."""
-        step, handler = self._step, self._handler
+        step = self._step
+        handler = self._handler
         if step is None or self._thread is not threading.current_thread():
             return
         if output is None:
@@ -219,7 +224,9 @@ class Calls:
         """Let every actor act after logits exist."""
         if not self.acts_here:
             return
-        step, self._ended, self._in_model = self._ended, None, False
+        step = self._ended
+        self._ended = None
+        self._in_model = False
         if step is None or output is None:
             return
         logits = getattr(output, "logits", None)

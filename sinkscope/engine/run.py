@@ -57,7 +57,8 @@ _HOLDS: WeakKeyDictionary[nn.Module, list[Hold]] = WeakKeyDictionary()
 @contextmanager
 def held(target: Target, what: str, run: Run | None = None) -> Iterator[Hold]:
     """Context manager in which this thread steers a model; it waits while another thread does, and says so."""
-    hold, decoder = Hold(threading.current_thread(), what, run), target.base
+    hold = Hold(threading.current_thread(), what, run)
+    decoder = target.base
     began: float | None = time.monotonic()
     with _CHANGED:
         while (other := _other(decoder)) is not None:

@@ -205,7 +205,8 @@ def begin_step(
     earlier = state.tokens
     if past < earlier.seen:  # tokens were taken back
         earlier = earlier.first(past)
-    mask, total = told.get("attention_mask"), past + new
+    mask = told.get("attention_mask")
+    total = past + new
     says_tokens = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total
     if acts:
         _check_one_text(mask, told, says_tokens)

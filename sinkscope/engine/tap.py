@@ -145,9 +145,11 @@ def _attend(
 ) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
     config = module.config
-    number, stock = id(config), STOCK.get(id(config)) or Stock(config)
+    number = id(config)
+    stock = STOCK.get(id(config)) or Stock(config)
     listeners: list[Handler] = []
-    idle, has_gaps = True, False
+    idle = True
+    has_gaps = False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
         if number in handler.configs:
             handler.was_reached = True
@@ -173,7 +175,9 @@ def _attend(
     first = listeners[0]
     is_repeated = first.latest is not None and first.latest() is query
     first.latest = ref(query)
-    scaling, softcap, sinks = kwargs.get("scaling"), kwargs.get("softcap"), kwargs.get("s_aux")
+    scaling = kwargs.get("scaling")
+    softcap = kwargs.get("softcap")
+    sinks = kwargs.get("s_aux")
     if scaling is None:  # what the model passes takes precedence: some models scale their queries (OPT)
         scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
     if stock.kind == "sdpa":  # it drops these, or refuses to run
@@ -238,7 +242,8 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     number = id(config)
     name = (STOCK.get(number) or Stock(config)).kind
     listeners: list[Handler] = []
-    has_gaps, mask = False, None
+    has_gaps = False
+    mask = None
     for handler in HANDLERS.get():
         if number in handler.configs:
             listeners.append(handler)
@@ -289,7 +294,8 @@ def _source(
             if function is None or len(handler.functions) > 1:
                 function = _of_layer(module, handler.functions, settings)
     if function is not None:
-        first_query, first_key = function.first_query, function.first_key
+        first_query = function.first_query
+        first_key = function.first_key
     if first_query is None:
         first_query = keys - queries
     if first_key is None:

@@ -228,7 +228,8 @@ class Conversation:
         Both share the keys and values so far, which later turns never change; each adds its own.
         """
         other = copy(self)
-        other.turns, other._messages = [*self.turns], [*self._messages]
+        other.turns = [*self.turns]
+        other._messages = [*self._messages]
         return other
 
     def _take_turn(
@@ -239,7 +240,8 @@ class Conversation:
         gold: list[int] | None = None,
     ) -> Turn:
         """Read the prompt, generate an answer (`gold`, if given), and keep the cache for the next turn."""
-        target, new = self.target, self._new_ids(prompt)
+        target = self.target
+        new = self._new_ids(prompt)
         whole = [*self.ids, *new]
         if gold is not None:
             generation = {"logits_processor": LogitsProcessorList([ForcedAnswer([gold], len(whole))])}
@@ -289,7 +291,8 @@ class Conversation:
         )
         self.turns = [*self.turns, turn]
         if isinstance(prompt, str):
-            asked, answered = {"role": "user", "content": prompt}, {"role": "assistant", "content": text or ""}
+            asked = {"role": "user", "content": prompt}
+            answered = {"role": "assistant", "content": text or ""}
             self._messages = [*self._messages, asked, answered]
         return turn
 

@@ -39,7 +39,8 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     """
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
-    settings, ignored = dict[str, Any](ours), dict[str, Any]()
+    settings = dict[str, Any](ours)
+    ignored = dict[str, Any]()
     for name, value in config.to_diff_dict().items():
         if name not in _NO_CHOICE and not name.startswith("_"):
             settings.setdefault(name, neutral.get(name))
@@ -84,7 +85,9 @@ class ForcedAnswer(LogitsProcessor):
     """
 
     def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
-        self._answers, self._start, self._pad = answers, start, pad
+        self._answers = answers
+        self._start = start
+        self._pad = pad
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Scores `[row vocab]`; in each row all but one are minus infinity."""

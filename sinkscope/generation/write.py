@@ -68,7 +68,8 @@ def write(
     if cache is None:
         cache = DynamicCache(config=model.config)
         options.update(cache_argument(model, cache))
-    tokenizer, ends = options.pop("tokenizer", None), options.pop("stop_strings", None)
+    tokenizer = options.pop("tokenizer", None)
+    ends = options.pop("stop_strings", None)
     if ends is not None and tokenizer is not None:  # `generate` gives its own loop alone the tokenizer
         criteria = options.get("stopping_criteria") or ()
         options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, ends)])
@@ -173,7 +174,8 @@ class _Kept:
         """Give none of it: some steps wrote tokens that were removed."""
         for name in self.names:
             warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with act='cut'")
-        self.names, self.steps = [], {}
+        self.names = []
+        self.steps = {}
 
 
 def _written(
@@ -186,14 +188,16 @@ def _written(
     **inputs: Any,
 ) -> Any:
     """Write behind prompts as `generate` does, and take back what the draft says; called by `generate`."""
-    settings, kept = generation_config, _Kept.of(generation_config)
+    settings = generation_config
+    kept = _Kept.of(generation_config)
     pad = 0 if settings.pad_token_id is None else int(settings.pad_token_id)
     text = _Text(input_ids, torch.ones_like(input_ids, dtype=torch.bool), input_ids.shape[1], pad)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     output = model._prefill(input_ids, settings, inputs)
     while True:
         inputs = model._update_model_kwargs_for_generation(output, inputs)
-        back, draft.taken = draft.taken, None
+        back = draft.taken
+        draft.taken = None
         reread: dict[int, int] = {} if back is None else back.reread
         logits = output.logits[:, -1].to(torch.float32, copy=True)
         scores = text.asked(logits_processor, logits, list(reread))

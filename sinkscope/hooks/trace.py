@@ -172,7 +172,8 @@ def _site(target: Target, name: str) -> Site:
 
 def _module(target: Target, layer: int, part: str) -> nn.Module:
     """The module of a site of a layer."""
-    adapter, parts = target.adapter, _PLACES[part].parts
+    adapter = target.adapter
+    parts = _PLACES[part].parts
     unproved = dict(adapter.unproved)
     reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*"))
     if reason is not None:

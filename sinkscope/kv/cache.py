@@ -53,7 +53,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         new_values = self.values[..., first_new:, :]
         later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
         self.hold(whole.keys, whole.values, whole.slot_positions, whole.gapless)
-        self.room, self.grew = whole.room, whole.grew
+        self.room = whole.room
+        self.grew = whole.grew
         self.numbers = dict(whole.numbers)
         self.whole_layer = None
         for name, numbers in later.items():
@@ -72,7 +73,9 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; transformers calls this in every attention layer."""
         new = key_states.shape[-2]
-        columns, self.upcoming, before = self.upcoming, None, self.columns
+        columns = self.upcoming
+        self.upcoming = None
+        before = self.columns
         if columns is None or columns.seen != new + (0 if before is None else before.seen):
             columns = _columns_without_block(self, key_states)
         self.columns = columns
@@ -88,7 +91,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self.room, self.grew = None, True
+            self.room = None
+            self.grew = True
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

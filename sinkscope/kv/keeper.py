@@ -147,7 +147,8 @@ class CacheKeeper(Actor):
 
     def before(self, step: Step) -> None:
         """Take the cache of a call over, and say whether the call decodes."""
-        cache, state = step.cache, step.state
+        cache = step.cache
+        state = step.state
         if cache is None:
             return
         meter = state.known.get(_METER)
@@ -158,7 +159,8 @@ class CacheKeeper(Actor):
             self._caches.add(cache)
             self.meters.append(meter)
         step.anchors = self.anchors
-        tokens, layers = step.tokens, step.layers
+        tokens = step.tokens
+        layers = step.layers
         for kv in cache.layers:  # a plain loop: every token comes here
             if isinstance(kv, CacheLayer):
                 kv.upcoming = tokens

@@ -227,7 +227,9 @@ class Policy(Intervention):
         one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
         for kv in step.layers:
             at = LayerMoment(kv, step, rows)
-            budget, exact, slots = rows.one_budget, None, kv.keys.shape[-2]
+            budget = rows.one_budget
+            exact = None
+            slots = kv.keys.shape[-2]
             if not has_one_budget:
                 budget = self.layer_budget(at)
             if isinstance(budget, int) and type(self).select is Policy.select:  # every head keeps as many

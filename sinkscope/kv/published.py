@@ -326,7 +326,8 @@ class Pyramid(SnapKV):
         height = 0.5
         if len(numbers) > 1:
             height = numbers.index(at.layer) / (len(numbers) - 1)
-        rows, prompt = at.rows, torch.tensor(at.step.state.prompt)
+        rows = at.rows
+        prompt = torch.tensor(at.step.state.prompt)
         protected = torch.tensor(rows.first) + torch.tensor(rows.latest)
         mean = (torch.tensor(rows.total) - protected).double()
         lowest = (2 * mean - mean / self.beta).minimum(mean.maximum(prompt - protected))

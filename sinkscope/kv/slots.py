@@ -122,7 +122,8 @@ class Slots:
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
-        known, new = self.slot_positions, self.keys.shape[-2]
+        known = self.slot_positions
+        new = self.keys.shape[-2]
         if known is not None:
             new -= known.shape[-1]
             if not new:
@@ -167,10 +168,12 @@ class Slots:
             spare: Number of further slots, if more tokens are certain to follow. With 0, room is made only when single
                 tokens arrive.
         """
-        slots, more = self.keys.shape[-2], keys.shape[-2]
+        slots = self.keys.shape[-2]
+        more = keys.shape[-2]
         if self.room is None or not self.room.fits(self.keys, more):
             grows = spare > 0 or (more == 1 and self.grew)
-            self.room, self.grew = None, slots >= COPY_LIMIT
+            self.room = None
+            self.grew = slots >= COPY_LIMIT
             if not self.grew or not grows or torch.is_grad_enabled():
                 self.keys, self.values = torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
                 return
@@ -228,7 +231,8 @@ class Slots:
     ) -> None:
         """Hold other keys and values, at these true positions; None where slots are still columns."""
         if keys is not self.keys:
-            self.room, self.grew = None, False
+            self.room = None
+            self.grew = False
         self.keys = keys
         self.values = values
         self.slot_positions = pos

@@ -206,7 +206,8 @@ class Meter:
         for number, slot_bytes in self._slot_bytes.items():
             window = self._windows[number] if self._windows else None
             stock += slot_bytes * (self._seen if window is None else min(self._seen, window - 1))
-        every, decoding = self._all, self._decoding
+        every = self._all
+        decoding = self._decoding
         return Usage(
             calls=self.calls,
             decoding_tokens=decoding.peak.tolist(),

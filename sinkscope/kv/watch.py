@@ -121,7 +121,8 @@ def watch(run: Run, fn: Shown, layers: Sequence[int] | None = None, last: int | 
 def _positions(step: Step, attention: Attention) -> Int[Tensor, "batch kv_head slot"]:
     """The position of each slot of a cache that is not ours."""
     key = attention.key
-    begin, end = attention.first_key, attention.first_key + key.shape[2]
+    begin = attention.first_key
+    end = attention.first_key + key.shape[2]
     columns = torch.nn.functional.pad(step.columns, (0, max(0, end - step.columns.shape[1])), value=-1)
     # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
     return columns[:, begin:end].to(key.device)[:, None].expand(key.shape[:3])

@@ -195,7 +195,9 @@ class NeuronEdit(PlacedEdit):
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""
-        old, index, of = values.old, values.index, values.of
+        old = values.old
+        index = values.index
+        of = values.of
         original = values.keep("first", index == 0)
         changed = new = self.new_values(values)
         size = _norm if isinstance(of, Head) else torch.abs
@@ -203,9 +205,12 @@ class NeuronEdit(PlacedEdit):
         moves = size((new - old).detach())
         fires = None if self.FIRES is None else moves > self.FIRES * first
         if isinstance(of, Head):
-            old, new = _norm(old), _norm(new)
+            old = _norm(old)
+            new = _norm(new)
         moved = (moves > 0) & (index >= 0)[..., None]
-        step, before, after = values.step.number, old.detach(), new.detach()
+        step = values.step.number
+        before = old.detach()
+        after = new.detach()
 
         def events() -> list[Event]:
             """Return an event for each neuron, or head, that was moved at a token."""
@@ -214,7 +219,8 @@ class NeuronEdit(PlacedEdit):
             fired = moved[moved] if fires is None else fires[moved]
             numbers = moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), fired.tolist()
             for (row, token, number), was, became, large in zip(*numbers, strict=True):
-                data, head = {"old": was, "new": became}, None
+                data = {"old": was, "new": became}
+                head = None
                 if fires is not None:
                     data["fired"] = large
                 if isinstance(of, Head):
@@ -303,10 +309,12 @@ class Ablate(NeuronEdit):
     def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The mean of the first call that has one; before it nothing changes."""
         values.step.check_read("the mean of the row", "give a number as value", enough=1)
-        old, there = values.old, (values.index > 0)[..., None]
+        old = values.old
+        there = (values.index > 0)[..., None]
         exact = torch.promote_types(old.dtype, torch.float32)
         mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
-        known, key = values.step.state.known, (*values.key, "mean")
+        known = values.step.state.known
+        key = (*values.key, "mean")
         earlier = known.get(key, mean)
         mean = torch.where(earlier.isnan(), mean, earlier)
         known[key] = mean.detach()  # for later calls

@@ -179,7 +179,8 @@ class _HidingActor(Actor):
 
     def in_layer(self, step: Step, layer: int, n_heads: int, device: torch.device) -> Hidden:
         """Return what says which cells are hidden in a layer: never a query's own."""
-        hidden, chosen = self.hiding.hidden(step, device), self.heads[layer]
+        hidden = self.hiding.hidden(step, device)
+        chosen = self.heads[layer]
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
             gone = hidden(query, key) & (key[:, :, None] != query[:, None, :, None])
@@ -218,7 +219,8 @@ def _cells_at(
 ) -> Cells:
     """Values of pairs of columns; False beyond them."""
     row = torch.arange(len(query), device=cells.device)[:, None, None, None] % len(cells)
-    at, to = query[:, None, :, None], key[:, :, None]
+    at = query[:, None, :, None]
+    to = key[:, :, None]
     inside = (at < cells.shape[1]) & (to >= 0) & (to < cells.shape[2])
     return cells[row, torch.where(inside, at, 0), torch.where(inside, to, 0)] & inside
 

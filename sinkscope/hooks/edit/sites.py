@@ -89,7 +89,8 @@ def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> B
     if positions is None:
         positions = slice(None)
     if isinstance(positions, slice):
-        start, step = positions.start or 0, positions.step or 1
+        start = positions.start or 0
+        step = positions.step or 1
         chosen = (index >= start) & ((index - start) % step == 0)
         if positions.stop is not None:
             chosen &= index < positions.stop
