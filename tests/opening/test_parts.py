@@ -10,8 +10,8 @@ import pytest
 import torch
 from intervention_kit import KINDS
 from organisms.decoders import decoder
-from organisms.tiny import tiny_model
 from organisms.examine import scope_line
+from organisms.tiny import tiny_model
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.keeper import cache_layers
