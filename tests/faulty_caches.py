@@ -94,7 +94,7 @@ def streaming(budget):
 # Positions
 
 
-@faulty_layer("the_cache_knows_its_length")  # VeloxQuant-MLX#137
+@faulty_layer("it_raises_no_error_and_leaves_nothing_behind")  # VeloxQuant-MLX#137
 class LengthIsWhatIsHeld(Keeper):
     def get_seq_length(self):
         return self.keys.shape[2] if self.is_initialized else 0
@@ -112,7 +112,7 @@ def rotated(keys, places: int, config):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-@fault("facts_on_both_sides_of_a_hole_are_recalled", keeper)
+@fault("what_is_kept_stands_at_its_place", keeper)
 def evicted_twice_rotated(config, budget):
     class Moved(Keeper):
         def evict(self):
@@ -125,7 +125,7 @@ def evicted_twice_rotated(config, budget):
     return cache_of(config, lambda: Moved(budget))
 
 
-@faulty_layer("positions_are_right_after_eviction_inside_the_text")
+@faulty_layer("what_is_kept_stands_at_its_place")
 class EvictsKeysAndValuesOneApart(Keeper):
     def evict(self):
         if self.keys.shape[2] > self.budget:
@@ -136,13 +136,13 @@ class EvictsKeysAndValuesOneApart(Keeper):
 # First tokens
 
 
-@faulty_layer("the_first_tokens_survive")
+@faulty_layer("the_first_and_the_latest_tokens_survive")
 class OnlyTheLatestAreKept(Keeper):
     def __init__(self, budget: int):
         super().__init__(budget, first=0)
 
 
-@faulty_layer("the_first_tokens_survive")  # kvpress, StreamingLLMPress in decoding
+@faulty_layer("the_first_and_the_latest_tokens_survive")  # kvpress, StreamingLLMPress in decoding
 class SlotsAreTakenForPositions(Keeper):
     def kept(self, states):
         if states.shape[2] <= self.budget:
@@ -150,7 +150,7 @@ class SlotsAreTakenForPositions(Keeper):
         return super().kept(states).roll(-self.first, 2)  # the latest now stand first
 
 
-@faulty_layer("the_first_tokens_survive")  # mlx-lm#1631
+@faulty_layer("the_first_and_the_latest_tokens_survive")  # mlx-lm#1631
 class EachChunkEvictsAllBeforeIt(Keeper):
     chunks = 0
 
@@ -164,7 +164,7 @@ class EachChunkEvictsAllBeforeIt(Keeper):
 # Learned sink logits, windows, states
 
 
-@fault("learned_sink_logits_count", stock)  # kekzl/imp#1345
+@fault("with_room_for_everything_it_changes_nothing", stock)  # kekzl/imp#1345
 @contextmanager
 def learned_sinks_are_dropped(model):
     def attend(module, query, key, value, mask, **kwargs):
@@ -179,7 +179,7 @@ def learned_sinks_are_dropped(model):
     model.config._attn_implementation = before
 
 
-@faulty_layer("a_prompt_in_chunks_is_the_whole_prompt")  # vllm#43374
+@faulty_layer("with_room_for_everything_it_changes_nothing")  # vllm#43374
 class AChunkSeesOnlyTheLastWindow(DynamicSlidingWindowLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states)
@@ -190,7 +190,7 @@ class AChunkSeesOnlyTheLastWindow(DynamicSlidingWindowLayer):
         return keys, values
 
 
-@faulty_layer("windows_hide_what_has_left_them_and_nothing_else")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class TheWindowIsOneShort(DynamicSlidingWindowLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states)
@@ -200,7 +200,7 @@ class TheWindowIsOneShort(DynamicSlidingWindowLayer):
         return keys, values
 
 
-@fault("states_of_a_hybrid_are_kept", stock)
+@fault("with_room_for_everything_it_changes_nothing", stock)
 def states_are_lost_between_calls(config):
     cache = DynamicCache(config=config)
     for layer in cache.layers:
@@ -218,14 +218,14 @@ def states_are_lost_between_calls(config):
 # Budgets
 
 
-@faulty_layer("the_budget_holds_at_every_step_in_tokens")
+@faulty_layer("the_budget_holds_in_tokens_and_bytes")
 class EvictsEveryFourthStep(Keeper):
     def evict(self):
         if self.seen % 4 == 0:
             super().evict()
 
 
-@faulty_layer("the_budget_holds_at_every_step_in_bytes")
+@faulty_layer("the_budget_holds_in_tokens_and_bytes")
 class AViewKeepsEverythingAlive(Keeper):
     def evict(self):
         if self.seen <= 96:
@@ -236,7 +236,7 @@ class AViewKeepsEverythingAlive(Keeper):
 # Prompts, rows and turns
 
 
-@faulty_layer("a_second_turn_continues_the_first")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class ANewPromptForgetsTheAnswer(DynamicLayer):
     answered = 0
 
@@ -250,7 +250,7 @@ class ANewPromptForgetsTheAnswer(DynamicLayer):
         return super().update(key_states, value_states)
 
 
-@fault("rows_of_a_batch_are_what_they_are_alone", streaming)
+@fault("rows_are_what_they_are_alone", streaming)
 def padding_takes_the_place_of_first_tokens(budget):
     class Slots(Policy):
         def scores(self, at: LayerMoment):
@@ -260,7 +260,7 @@ def padding_takes_the_place_of_first_tokens(budget):
     return Slots(budget=budget)
 
 
-@faulty_layer("rows_of_a_batch_are_what_they_are_alone")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class TheValuesOfTheFirstRowAreReadByAll(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states)
@@ -268,7 +268,7 @@ class TheValuesOfTheFirstRowAreReadByAll(DynamicLayer):
         return keys, torch.cat([values[:1, :, :old].expand(len(values), -1, -1, -1), value_states], 2)
 
 
-@faulty_layer("after_a_reset_nothing_is_left")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class ResetDoesNothing(DynamicLayer):
     def reset(self):
         pass
@@ -279,7 +279,7 @@ class Uncropped(DynamicLayer):
         pass
 
 
-@fault("a_cropped_draft_leaves_no_trace", stock)
+@fault("with_room_for_everything_it_changes_nothing", stock)
 def crop_does_nothing(config):
     return partial_stock(Uncropped)(config)
 
@@ -303,14 +303,14 @@ class Recording(LinearAttentionLayer):
             self.recurrent_states[0].copy_(self.before)
 
 
-@fault("a_cropped_draft_leaves_no_trace_in_states", partial_stock(Recording))  # huggingface/transformers#49036
+@fault("with_room_for_everything_it_changes_nothing", partial_stock(Recording))  # huggingface/transformers#49036
 def crop_leaves_the_recurrent_state(config):
     cache = DynamicCache(config=config)
     cache.activate_past_recording()
     return cache
 
 
-@fault("nothing_is_left_on_the_model", stock)
+@fault("it_raises_no_error_and_leaves_nothing_behind", stock)
 @contextmanager
 def a_hook_is_left(model):
     for layer in model.model.layers:
@@ -321,7 +321,7 @@ def a_hook_is_left(model):
 # Lengths
 
 
-@faulty_layer("no_length_makes_a_difference")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class ABlockIsLostAtSomeLengths(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         if key_states.shape[2] > 64 and key_states.shape[2] % 64 == 37:
@@ -330,7 +330,7 @@ class ABlockIsLostAtSomeLengths(DynamicLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
 
-@faulty_layer("no_length_makes_a_difference")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class AFullBlockLosesItsFirstToken(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -340,7 +340,7 @@ class AFullBlockLosesItsFirstToken(DynamicLayer):
         return keys, self.values
 
 
-@faulty_layer("no_length_makes_a_difference")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class AnOddPageIsForgotten(DynamicLayer):
     page_size = 52
 
@@ -354,43 +354,43 @@ class AnOddPageIsForgotten(DynamicLayer):
 # Rows that move
 
 
-@faulty_layer("rows_that_move_take_all_with_them")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class OnlyKeysAreReordered(DynamicLayer):
     def reorder_cache(self, beam_idx):
         self.keys = self.keys.index_select(0, beam_idx)
 
 
-@faulty_layer("rows_that_move_take_all_with_them")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class OnlyKeysAreSelected(DynamicLayer):
     def batch_select_indices(self, indices):
         self.keys = self.keys[indices]
 
 
-@faulty_layer("rows_that_move_take_all_with_them")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class RowsAreRepeatedAsAWhole(DynamicLayer):
     def batch_repeat_interleave(self, repeats):
         self.keys, self.values = self.keys.repeat(repeats, 1, 1, 1), self.values.repeat(repeats, 1, 1, 1)
 
 
-@faulty_layer("rows_that_move_take_all_with_them")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class StatesStayWhereTheyAre(LinearAttentionLayer):
     def reorder_cache(self, beam_idx):
         pass
 
 
-@faulty_layer("a_copy_is_the_same_and_stands_alone")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class ACopyIsTheSameObject(DynamicLayer):
     def __deepcopy__(self, _memo):
         return self
 
 
-@faulty_layer("a_copy_is_the_same_and_stands_alone")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class BytesHaveNoValues(DynamicLayer):
     def __getstate__(self):
         return vars(self) | {"values": torch.zeros_like(self.values)}
 
 
-@faulty_layer("any_order_of_calls_gives_what_one_pass_gives")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class CropDoesNothingAfterAReset(DynamicLayer):
     was_reset = False
 
@@ -406,7 +406,7 @@ class CropDoesNothingAfterAReset(DynamicLayer):
 # Heads
 
 
-@faulty_layer("positions_are_right_after_eviction_inside_the_text")
+@faulty_layer("what_is_kept_stands_at_its_place")
 class ValuesAreChosenByTheFirstHead(HeadKeeper):
     def chosen(self, states, slots):
         if states is self.values:
@@ -417,14 +417,14 @@ class ValuesAreChosenByTheFirstHead(HeadKeeper):
 # Numbers
 
 
-@faulty_layer("with_room_for_everything_logits_are_those_of_the_plain_model")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class EverythingIsKeptInBfloat16(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         own = key_states.dtype
         return super().update(key_states.bfloat16().to(own), value_states.bfloat16().to(own))
 
 
-@faulty_layer("half_precision_is_as_exact_as_the_plain_model")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class Float16IsKeptInBfloat16(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         if key_states.dtype is torch.float16:
@@ -432,7 +432,7 @@ class Float16IsKeptInBfloat16(DynamicLayer):
         return super().update(key_states, value_states)
 
 
-@faulty_layer("with_room_for_everything_logits_are_those_of_the_plain_model")
+@faulty_layer("with_room_for_everything_it_changes_nothing")
 class SlotsBeyond512OverwriteTheFirst(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states)

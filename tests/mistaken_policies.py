@@ -89,31 +89,31 @@ class Moved(Attended):
                 self.change(kv)
 
 
-@mistake("every_slot_has_the_position_of_its_token")
+@mistake("what_is_kept_stands_at_its_place")
 class PositionsAreOneTooHigh(Moved):
     def change(self, kv):
         kv.hold(kv.keys, kv.values, kv.pos + (kv.pos >= 0).long())
 
 
-@mistake("every_slot_has_the_position_of_its_token")
+@mistake("what_is_kept_stands_at_its_place")
 class PositionsAreCountedAnew(Moved):
     def change(self, kv):
         kv.hold(kv.keys, kv.values, torch.arange(kv.slots).expand(kv.pos.shape))
 
 
-@mistake("every_slot_has_the_position_of_its_token")
+@mistake("what_is_kept_stands_at_its_place")
 class MorePositionsThanSlots(Moved):
     def change(self, kv):
         kv.hold(kv.keys, kv.values, torch.cat([kv.pos, kv.pos[..., -1:]], -1))
 
 
-@mistake("positions_are_right_after_eviction_inside_the_text")
+@mistake("rows_are_what_they_are_alone")
 class ValuesAreOneApart(Moved):
     def change(self, kv):
         kv.hold(kv.keys, kv.values.roll(1, 2), kv.pos)
 
 
-@mistake("what_is_kept_is_not_changed")
+@mistake("rows_are_what_they_are_alone")
 class KeysAreRounded(Moved):
     def change(self, kv):
         kv.hold(kv.keys.bfloat16().to(kv.keys.dtype), kv.values, kv.pos)
@@ -122,26 +122,26 @@ class KeysAreRounded(Moved):
 # Budgets
 
 
-@mistake("the_budget_holds_at_every_step_in_tokens")
+@mistake("the_budget_holds_in_tokens_and_bytes")
 class EvictsAtThePromptAlone(Attended):
     def act(self, step):
         if step.prefill_ended:
             super().act(step)
 
 
-@mistake("the_budget_holds_at_every_step_in_tokens")
+@mistake("the_budget_holds_in_tokens_and_bytes")
 class TheWindowComesOnTop(Attended):
     def layer_budget(self, at):
         return at.rows.one_budget + WATCHED
 
 
-@mistake("the_budget_holds_at_every_step_in_tokens")
+@mistake("the_budget_holds_in_tokens_and_bytes")
 class OneLayerKeepsEverything(Attended):
     def layer_budget(self, at):
         return at.rows.one_budget if at.layer else 10_000
 
 
-@mistake("the_budget_holds_at_every_step_in_bytes")
+@mistake("the_budget_holds_in_tokens_and_bytes")
 class OldKeysStayInMemory(Attended):
     def act(self, step):
         for kv in step.layers:
@@ -152,20 +152,20 @@ class OldKeysStayInMemory(Attended):
 # Rows
 
 
-@mistake("rows_of_a_batch_are_what_they_are_alone")
+@mistake("with_room_for_everything_it_changes_nothing")
 class SlotsOfTheFirstRow(Attended):
     def select(self, scores, at, budget):
         return super().select(scores, at, budget)[:1].expand(scores.shape)
 
 
-@mistake("rows_of_a_batch_are_what_they_are_alone")
+@mistake("rows_are_what_they_are_alone")
 class ScoresAreAveragedOverRows(Attended):
     def scores(self, at):
         scores = super().scores(at)
         return scores.mean(0, keepdim=True).expand(scores.shape).clone()
 
 
-@mistake("rows_of_a_batch_are_what_they_are_alone")
+@mistake("rows_are_what_they_are_alone")
 class PaddingTakesRoom(Attended):
     def select(self, scores, at, budget):
         ranked = scores.masked_fill(self.protected(at) | (at.kv.pos < 0), torch.inf)
@@ -173,7 +173,7 @@ class PaddingTakesRoom(Attended):
         return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, kept, True)
 
 
-@mistake("rows_of_a_batch_are_what_they_are_alone")
+@mistake("rows_are_what_they_are_alone")
 class FirstSlotsForFirstTokens(Attended):
     def protected(self, at):
         slots = torch.arange(at.kv.slots).expand(at.kv.pos.shape)
@@ -183,7 +183,7 @@ class FirstSlotsForFirstTokens(Attended):
         return super().scores(at).masked_fill(at.kv.pos == 0, -1)
 
 
-@mistake("a_padded_turn_continues_each_row")
+@mistake("rows_are_what_they_are_alone")
 class TheLatestSlotsForTheLatestTokens(Attended):
     def protected(self, at):
         slots = torch.arange(at.kv.slots).expand(at.kv.pos.shape)
@@ -195,7 +195,7 @@ class TheLatestSlotsForTheLatestTokens(Attended):
         return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, kept, True)
 
 
-@mistake("rows_of_a_batch_are_what_they_are_alone")
+@mistake("rows_are_what_they_are_alone")
 class TheBudgetIsSharedByTheRows(Attended):
     def kept_per_row(self, step):
         kept = super().kept_per_row(step)
@@ -205,7 +205,7 @@ class TheBudgetIsSharedByTheRows(Attended):
 # What is chosen
 
 
-@mistake("the_first_tokens_survive")
+@mistake("the_first_and_the_latest_tokens_survive")
 class TheFirstTokenIsLost(Attended):
     first: int = 0
 
@@ -213,7 +213,7 @@ class TheFirstTokenIsLost(Attended):
         return super().scores(at).masked_fill(at.kv.pos == 0, -1)
 
 
-@mistake("the_first_tokens_survive")
+@mistake("the_first_and_the_latest_tokens_survive")
 class TheLeastAttendedStay(Attended):
     first: int = 0
 
@@ -221,7 +221,7 @@ class TheLeastAttendedStay(Attended):
         return -super().scores(at)
 
 
-@mistake("the_model_sees_what_it_wrote")
+@mistake("the_first_and_the_latest_tokens_survive")
 class NewTokensAreLost(Attended):
     last: int = 0
 
@@ -230,7 +230,7 @@ class NewTokensAreLost(Attended):
         return super().scores(at).masked_fill(at.kv.pos >= prompt, -1)
 
 
-@mistake("the_same_text_is_kept_in_the_same_way")
+@mistake("rows_are_what_they_are_alone")
 class ScoresAreDrawn(Attended):
     def scores(self, at):
         return torch.rand(at.kv.pos.shape)
@@ -239,7 +239,7 @@ class ScoresAreDrawn(Attended):
 # What a policy remembers
 
 
-@mistake("a_copy_is_the_same_and_stands_alone")
+@mistake("what_is_kept_stands_at_its_place")
 class SumsLieOnThePolicy(Attended):
     """Sums of the attention of each token by its position, which stay when the rows of the cache change places."""
 
@@ -252,7 +252,7 @@ class SumsLieOnThePolicy(Attended):
         return sums[at.layer].gather(-1, at.kv.pos.clamp(min=0))
 
 
-@mistake("a_second_turn_is_cut_to_the_budget_again")
+@mistake("what_is_kept_stands_at_its_place")
 class OnlyTheFirstPromptIsEvicted(Attended):
     def act(self, step):
         prompts = vars(self).setdefault("prompts", [])
@@ -265,33 +265,33 @@ class OnlyTheFirstPromptIsEvicted(Attended):
 # What a policy does not know of the package, and what it leaves
 
 
-@mistake("no_call_raises_an_error")
+@mistake("it_raises_no_error_and_leaves_nothing_behind")
 class ScoresPerQueryHead(Attended):
     def scores(self, at):
         return at.window_rows(WATCHED).sum(2)
 
 
-@mistake("no_call_raises_an_error")
+@mistake("it_raises_no_error_and_leaves_nothing_behind")
 class QueriesAreNotWatched(Attended):
     def watch(self, run):
         pass
 
 
-@mistake("nothing_is_left_on_the_model")
+@mistake("it_raises_no_error_and_leaves_nothing_behind")
 class AHookStays(Attended):
     def enter(self, run: Run, key: int) -> None:
         super().enter(run, key)
         run.target.hf.lm_head.register_forward_hook(lambda _module, _given, logits: logits * 1.01)
 
 
-@mistake("nothing_is_left_on_the_model")
+@mistake("it_raises_no_error_and_leaves_nothing_behind")
 class AMarkStaysOnTheModel(Attended):
     def enter(self, run: Run, key: int) -> None:
         super().enter(run, key)
         run.target.hf.lm_head.attended = True
 
 
-@mistake("nothing_is_left_on_the_model")
+@mistake("it_raises_no_error_and_leaves_nothing_behind")
 class RandomNumbersAreSeeded(Attended):
     def scores(self, at):
         torch.manual_seed(0)
@@ -314,5 +314,5 @@ def attended_share(share):
 
 
 MISTAKES["share_of_the_padded_width"] = Mistake(
-    share_of_the_padded_width, "rows_of_a_batch_are_what_they_are_alone", attended_share
+    share_of_the_padded_width, "rows_are_what_they_are_alone", attended_share
 )

@@ -69,7 +69,7 @@ class HeadKeeper(Keeper):
 
 def cache_of(config, make) -> Cache:
     """A cache of layers, one for each of the model."""
-    if getattr(config, "sliding_window", None) or config.model_type == "lfm2":
+    if getattr(config, "sliding_window", None) or {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise NotImplementedError(f"{config.model_type}: layers of full attention alone are served")
     layers = []
     for _ in range(config.num_hidden_layers):

@@ -1,0 +1,304 @@
+"""What every cache promises, and the uses that try it.
+
+With room for everything a cache changes nothing; with half of the prompt or a third, it loses only what it evicts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from sinkscope.conformance.flow import Flow, Outcome, Stretch, error_of
+from sinkscope.conformance.kit import LONG, ApartError, FaultError, Kit, Promise
+from sinkscope.conformance.models import QUESTION, QUESTIONS, WINDOW, kit_model
+from sinkscope.hooks.edit.base import Intervention
+
+_LARGER = 2.0  # times the budget: what rows and heads that are padded to the longest may take
+_LOSS = 0.1  # nats
+_BEYOND = 4.0  # times the control
+_FEW, _OF_CACHES, _MANY = 10, 40, 500  # orders of calls
+_LENGTHS = 170
+_TURN = "step 2, read 6, step 2"
+_RESET = "step 1, reset, read 40, step 3"
+_DRAFT = "step 1, read 3, crop 3, step 2"
+_SEES = "[sees.sum(-1) for sees in outcome.last.sees.values()]"
+_ROWS = (24, 17, 9)
+_TEXTS = (
+    Flow(),
+    Flow(lengths=(7,), acts="read 17, step 3"),
+    Flow(acts=_TURN),
+    Flow(acts=_RESET),
+    Flow(acts=_DRAFT),
+    Flow(acts="step 2, read 9, crop 4, read 2, step 2"),
+    Flow("windows", (WINDOW - 2,), "step 6"),
+    Flow("windows", (20,), f"read 20, {_TURN}"),
+    Flow("windows", (40,), _RESET),
+    Flow("windows", (40,), _DRAFT),
+    Flow("sinks", (10,), "read 20, read 10, step 3"),
+    Flow("hybrid", (1,), f"read 2, read 21, {_DRAFT}"),
+    Flow("hybrid", acts=_RESET),
+    Flow("recurrent"),
+    Flow("recurrent", acts=_DRAFT),
+)
+_BATCHES = (
+    Flow(lengths=(24, 24)),
+    Flow(lengths=_ROWS),
+    Flow(lengths=_ROWS, padding="right"),
+    Flow(lengths=_ROWS, acts="step 2, turn 6 3 5, step 2"),
+    Flow(lengths=_ROWS, acts="step 2, turn 3 6 5, step 2", padding="right"),
+)
+_BLOCKS = (
+    "turn 2 7",  # not of states, which run over padding
+    "step 3, crop 2",  # nor of windows, which need not go back behind a call
+    "step 2",
+    "read 5",
+    "read 3, crop 3",
+    "reset, read 17",
+    "copy",
+    "pickle",
+    "reorder 1 0",
+    "reorder 1 1",
+    "select 1 0",
+    "repeat 2, step 1, select 1 2",
+)
+"""Acts that follow each other in any order, in a batch of two."""
+FLOWS: dict[str, dict[int, tuple[Flow, ...]]] = {
+    "it_raises_no_error_and_leaves_nothing_behind": {0: (Flow(), Flow(acts=_TURN)), 2: (Flow(), Flow(acts=_TURN))},
+    "with_room_for_everything_it_changes_nothing": {
+        0: (
+            *_TEXTS,
+            Flow(lengths=(LONG,)),
+            Flow(lengths=(1,), acts="step 130"),
+            Flow(lengths=(24, 24), dtype="bfloat16"),
+            Flow(lengths=(24, 24), dtype="float16"),
+        )
+    },
+    "rows_are_what_they_are_alone": {0: _BATCHES, 3: _BATCHES},
+    "what_is_kept_stands_at_its_place": {
+        2: (*_TEXTS, *(Flow("recall", (QUESTION,), seed=seed) for seed in range(len(QUESTIONS)))),
+        3: (
+            Flow(acts="step 6"),
+            *(Flow(lengths=(24, 24), acts=f"step 2, {kind}, step 4") for kind in ("copy", "pickle")),
+        ),
+    },
+    "the_budget_holds_in_tokens_and_bytes": {
+        3: (Flow(acts="step 4"), Flow(lengths=(48,), acts="step 6"), Flow(acts="step 3, read 6, step 3")),
+        6: (Flow(lengths=(96,), acts="step 4"),),
+    },
+    "the_first_and_the_latest_tokens_survive": {
+        3: (Flow(acts="step 8"),),
+        2: (Flow(acts="step 8"), Flow(lengths=(12,), acts="read 12, step 6"), Flow(lengths=(16,), acts="step 24")),
+    },
+}
+"""The uses of each promise, by how many times what is kept the prompt has; 0: there is room for everything."""
+
+
+def _outcomes(kit: Kit, promise: Promise, right: bool = True) -> Iterator[Outcome]:
+    """What the uses of a promise give; the logits have to be right, unless something else is asked."""
+    flows: list[Flow] = []
+    for times, uses in FLOWS[promise.__name__].items():
+        flows += [kit.asking(flow, times) for flow in uses if (kit.evicts if times else kit.has_room(flow))]
+    if not flows:
+        raise ApartError("all texts are longer than what it keeps" if kit.evicts else "it keeps everything")
+    for outcome in kit.outcomes(*flows):
+        if right:
+            _right(kit, outcome)
+        yield outcome
+
+
+def _right(kit: Kit, outcome: Outcome) -> None:
+    """Compare the logits with those of a plain pass, of the same use without copies, or, of keys rotated again, facts.
+
+    Where keys are rotated again no mask says what is right, but which of the facts that were kept is answered.
+    """
+    flow, text = outcome.flow, outcome.last
+    plain = flow.uncopied
+    if plain != flow and (flow.budget is not None or not kit.has_room(flow)):
+        _beside(kit, outcome, plain, "the logits without a copy", slice(None))
+    elif not outcome.recorder.rotated_again:
+        kit.close(outcome.error(), flow)
+    elif flow.model == "recall":
+        answer, right, said = text.ids[:, flow.prompt + 1 :], text.right(text.sees), text.logits
+        if torch.equal(right[:, 1:-1].argmax(-1), answer):
+            shown = "outcome.last.logits[:, 1:-1].argmax(-1)"
+            if not torch.equal(said[:, 1:-1].argmax(-1), answer):
+                raise FaultError("the answer that stands in what was kept", "another answer", flow, shown)
+            kit.measured.append(0.0)
+
+
+def _beside(kit: Kit, outcome: Outcome, other: Flow, whose: str, rows: slice) -> None:
+    """Compare the last logits of rows with those of another flow."""
+    own = f"outcome.last.logits[{rows.start}:{rows.stop}, -1:]"
+    shows = f"error_of({own}, outcome_of({{function}}, {other}).last.logits[:, -1:])"
+    error = error_of(outcome.last.logits[rows, -1:], kit.outcome(other).last.logits[:, -1:])
+    kit.close(error, outcome.flow, whose, shows)
+
+
+def _order(kit: Kit, flow: Flow, times: int, blocks: Sequence[str]) -> bool:
+    """Whether an order of acts is served; of one that fails, the smallest part that fails is said."""
+    try:
+        _right(kit, kit.outcome(kit.asking(replace(flow, acts=", ".join([*blocks, "step 2"])), times)))
+    except ApartError:
+        return False
+    except FaultError:
+        for number in range(len(blocks)):
+            _order(kit, flow, times, (*blocks[:number], *blocks[number + 1 :]))
+        raise
+    return True
+
+
+def _orders(kit: Kit, times: int) -> None:
+    """Draw orders of acts that are served."""
+    many = _MANY if kit.thorough else _OF_CACHES if isinstance(kit.subject, Cache) else _FEW
+    served: dict[str, list[str]] = {}
+    for number in range(many):
+        draw = random.Random(1000 * kit.seed + number)
+        model = draw.choice(("grouped", "grouped", "windows", "hybrid"))
+        row = draw.choice((draw.randint(1, 130), draw.choice((8, 16, 32, 64, 128)) + draw.choice((-1, 0, 1))))
+        flow = Flow(model, (row, row if times or model != "grouped" else draw.randint(1, row)), seed=number)
+        if not times and not kit.has_room(flow):
+            continue
+        if model not in served:
+            blocks = _BLOCKS[bool(times) :] if model == "grouped" else _BLOCKS[2:]
+            served[model] = [block for block in blocks if _order(kit, Flow(model, (6, 6)), times, (block,))]
+        if served[model]:
+            _order(kit, flow, times, draw.choices(served[model], k=draw.randint(2, 6)))
+
+
+def it_raises_no_error_and_leaves_nothing_behind(kit: Kit) -> str:
+    """Calls raise nothing, the length counts all tokens read, and model and random numbers of torch stay as they were.
+
+    A model that is told no positions asks for the length. NotImplementedError is a refusal, and no error.
+    """
+    used = Flow()
+    for outcome in _outcomes(kit, it_raises_no_error_and_leaves_nothing_behind, right=False):
+        used = outcome.flow
+        told, true = zip(*outcome.lengths, strict=True)
+        if isinstance(kit.subject, Cache | Intervention) and told != true:
+            raise FaultError(f"lengths of {list(true)}", str(list(told)), outcome.flow, "outcome.lengths")
+    ends: list[Tensor] = []
+    for seed in (1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            kit.outcome(used)
+            ends.append(torch.get_rng_state())
+    if torch.equal(*ends):
+        raise FaultError("the caller's random numbers go on", "torch was given a seed: use a generator", used)
+    return f"none in {len(kit.tried)} uses"
+
+
+def with_room_for_everything_it_changes_nothing(kit: Kit) -> str:
+    """The logits are those of the plain model: for any length, model, precision and order of calls."""
+    for _ in _outcomes(kit, with_room_for_everything_it_changes_nothing):
+        pass
+    every = 1 if kit.thorough or isinstance(kit.subject, Cache) else 13
+    flows = [kit.asking(Flow(lengths=(length,), acts="step 1"), 0) for length in range(1, _LENGTHS, every)]
+    for outcome in kit.outcomes(*(flow for flow in flows if kit.has_room(flow))):
+        _right(kit, outcome)
+    _orders(kit, 0)
+    return ""
+
+
+def rows_are_what_they_are_alone(kit: Kit) -> str:
+    """Each row has the logits, and sees as many tokens, as alone; padding changes neither."""
+    for outcome in _outcomes(kit, rows_are_what_they_are_alone):
+        flow, text = outcome.flow, outcome.last
+        for row in range(len(flow.lengths) if text.sees else 0):
+            own, at = kit.outcome(flow.alone(row)).last, slice(row, row + 1)
+            seen, right = float(text.read(-1)[row]), float(own.read(-1)[0])
+            if seen < right:
+                raise FaultError(f"row {row} sees {right:g} tokens at last, as it does alone", f"{seen:g}", flow, _SEES)
+            _beside(kit, outcome, flow.alone(row), f"in row {row}, the logits that it has alone", at)
+    return ""
+
+
+def what_is_kept_stands_at_its_place(kit: Kit) -> str:
+    """The logits are those of a pass in which a mask hides what was evicted; layers that say positions say the true.
+
+    A cache that rotates keys again gives the answers that stand in what was kept. A copy goes on as the original would.
+    """
+    placed = 0
+    for outcome in _outcomes(kit, what_is_kept_stands_at_its_place):
+        recorder = outcome.recorder
+        if recorder.misplaced:
+            raise FaultError(
+                "the true position of each token", recorder.misplaced, outcome.flow, "outcome.recorder.misplaced"
+            )
+        placed += recorder.placed
+    if not placed and not kit.measured:
+        raise ApartError("keys are rotated again, so no mask says what is right, and no fact was kept")
+    _orders(kit, 2)
+    return ""
+
+
+def the_budget_holds_in_tokens_and_bytes(kit: Kit) -> str:
+    """A step reads at most the budget and its own token, in any turn, and nothing keeps alive what is evicted."""
+    most, held = 0.0, 0
+    for outcome in _outcomes(kit, the_budget_holds_in_tokens_and_bytes, right=False):
+        flow, budget = outcome.flow, kit.budget_in_tokens(outcome.flow)
+        later = [kind for kind, numbers in flow.parts() for _ in range(numbers[0])]
+        for number, kind in enumerate(later):
+            read, allowed = float(outcome.last.read(flow.prompt + number).max()), budget + 1 + number * kit.grows
+            if kind == "step" and read > allowed:
+                raise FaultError(f"step {number + 1} reads at most {allowed} tokens", f"it reads {read:g}", flow, _SEES)
+            most = max(most, read * (kind == "step"))
+        config = kit_model(flow.model).config
+        token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        allowed, held = int(_LARGER * (budget + len(later)) * token), max(outcome.bytes[1:])
+        if held > allowed:
+            seen = f"{held} bytes; everything would be {(flow.prompt + len(later)) * token}"
+            raise FaultError(f"at most {allowed} bytes, {_LARGER:g} times those asked for", seen, flow, "outcome.bytes")
+    return f"at most {most:g} tokens and {held} bytes"
+
+
+def the_first_and_the_latest_tokens_survive(kit: Kit) -> str:
+    """The model loses nothing that the first token alone would give back; most steps see the token before."""
+    loss = 0.0
+    for outcome in _outcomes(kit, the_first_and_the_latest_tokens_survive, right=False):
+        flow, text = outcome.flow, outcome.last
+        own = _given_back(flow, text, 0)
+        loss = max(loss, own)
+        if own > _LOSS:
+            columns = range(3, flow.prompt - 1, flow.prompt // 5)
+            control = max(0.0, *(_given_back(flow, text, column) for column in columns))
+            if own > _BEYOND * control:
+                seen = f"it spares {own:.2g} nats; any of five other tokens at most {control:.2g}"
+                raise FaultError(f"seeing the first token again spares less than {_LOSS} nats", seen, flow, _SEES)
+        steps = range(flow.prompt + 1, text.ids.shape[1])
+        blind = [step for step in steps if not any(sees[:, :, step, step - 1].any() for sees in text.sees.values())]
+        if 2 * len(blind) > len(steps):
+            seen = f"{len(blind)} of {len(steps)} see no token before them"
+            raise FaultError("most steps see the token before them", seen, flow, _SEES)
+    return f"{loss:.2g} nats"
+
+
+def _given_back(flow: Flow, text: Stretch, column: int) -> float:
+    """The loss in nats that would be spared if all queries after the prompt saw a column."""
+    sees: dict[int, Tensor] = {}
+    for layer, seen in text.sees.items():
+        sees[layer] = seen.clone()
+        sees[layer][:, :, flow.prompt :, column] = True
+    right = text.right()[:, 1:].log_softmax(-1)
+    losses: list[float] = []
+    for logits in (text.logits, text.right(sees)):
+        losses.append(float((right.exp() * (right - logits[:, 1:].log_softmax(-1))).sum(-1).mean()))
+    return losses[0] - losses[1]
+
+
+PROMISES: dict[str, Promise] = {
+    promise.__name__: promise
+    for promise in (
+        it_raises_no_error_and_leaves_nothing_behind,
+        with_room_for_everything_it_changes_nothing,
+        rows_are_what_they_are_alone,
+        what_is_kept_stands_at_its_place,
+        the_budget_holds_in_tokens_and_bytes,
+        the_first_and_the_latest_tokens_survive,
+    )
+}
+"""All promises by name, in their order."""
