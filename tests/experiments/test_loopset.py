@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import prose
 
 from experiments.loopset import compare
 from experiments.loopset.compare import exact_copies, plain_suffix, suffix
-from sinkscope.loops.text.near_copies import Echoes
-from sinkscope.loops.text.outputs import split
 
 
 def test_rivals_alarm_where_their_rules_say():
@@ -57,38 +53,3 @@ def test_scores_are_counted_as_by_hand():
     assert (mine["their_delay"], mine["our_delay"], mine["we_first"]) == (40, 10, 1.0)  # of the one loop that both find
     assert mine["by_class"] == {"a": 0.5, "c": 0.0, "e": 1.0, "g": 0.0} and ours["recall"] == round(2 / 3, 4)
     assert (found["loops"], found["honest"], found["looping"]) == (3, 2, ["a", "c"])
-
-
-def echoes(text: str) -> int | None:
-    """The number of the word at which sentences are found to be echoes."""
-    found = Echoes()
-    for place, word in enumerate([*split(text), "\n"]):
-        if found.add(word, place):
-            return place
-    return None
-
-
-@given(seed=st.integers(0, 10**6), copies=st.integers(12, 20))
-def test_echoes_do_not_depend_on_the_order_of_words(seed, copies):
-    rng = random.Random(seed)
-    words = prose(12, seed).rstrip(".").replace(".", "").lower().split()
-    plain = [" ".join(words) + "." for _ in range(copies)]
-    mixed = [" ".join(rng.sample(words, len(words))) + "." for _ in range(copies)]
-    one, other = echoes(" ".join(plain)), echoes(" ".join(mixed))
-    assert (one is None) == (other is None) == (copies < 13)  # two are new, and 11 of 12 are needed
-    assert one == other
-
-
-def test_what_differs_in_words_or_in_several_values_is_no_echo():
-    rng = random.Random(3)
-    names = "Ada Bruno Clara Dov Edda Felix Greta Hugo".split()
-
-    def times(one: str) -> str:
-        return "\n".join(eval(f"f{one!r}", {"i": i, "rng": rng, "names": names}) for i in range(40))
-
-    assert echoes(times("Row {i}: the lamp was opened again.")) is not None
-    assert echoes(times("{rng.choice(names)} met {rng.choice(names)} and {rng.choice(names)} in {i}.")) is None
-    assert echoes(times("At {i}:00 the queue had {i} of {rng.random():.3f} jobs, {rng.randint(1, 99)} late.")) is None
-    rows = [f"| {i} | 17 | 3.5 | 12 | 19 |" for i in range(40)]
-    free = [f"| {i} | {rng.random():.2f} | {rng.randint(0, 99)} | {rng.randint(0, 99)} |" for i in range(40)]
-    assert echoes("\n".join(rows)) is not None and echoes("\n".join(free)) is None

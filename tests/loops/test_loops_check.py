@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_texts import TABLES, prose, rows_of
+from loop_texts import NOUNS, TABLES, prose, rows_of
 from refusals import refused
 from repository import python
 
@@ -87,7 +88,18 @@ def test_short_items_that_count_are_a_loop_from_64_tokens_on():
 
 
 FAR = "".join(f"{prose(11, number)}.\n" for number in range(300)) * 3
+LADDER = "".join(f"    elif {' or '.join(f'x == {j}' for j in range(i))}:\n        return True\n" for i in range(1, 24))
+NESTED = "".join(f"{'    ' * i}elif x > {i}:\n{'    ' * (i + 1)}print(x)\n" for i in range(1, 30))
 DOUBTFUL = {
+    "a ladder that grows": LADDER,
+    "a ladder that grows to the right": NESTED,
+    "one word 30 times": f"{prose(60)} {'the ' * 30}",
+    "a block of 200 tokens, twice": f"{prose(180)} " * 2,
+    "a block of 200 tokens, and a part of a third": f"{prose(180)} " * 2 + prose(90),
+    "a paragraph in which words are exchanged": " ".join(
+        f"The {'old' if n % 3 else 'grey'} dog {'ran' if n % 2 else 'went'} home, {'then' if n % 5 else 'so'} it slept."
+        for n in range(40)
+    ),
     "short lines in any order": "".join(f"{('OK.', 'Done.', 'Yes.', 'Sure.')[n * n % 7 % 4]}\n" for n in range(120)),
     "a cycle of 3,300 words": FAR,
     "few words in any order": " ".join(("the", "the the", "the,")[n * n % 7 % 3] for n in range(150)),
@@ -97,7 +109,19 @@ DOUBTFUL = {
 @pytest.mark.parametrize("name", DOUBTFUL)
 def test_short_lines_and_far_cycles_are_suspicious_at_least(name):
     assert check(DOUBTFUL[name]).records[0].verdict in ("suspicious", "loops")
-    assert check(FAR[: len(FAR) // 3]).records[0].verdict == "clean"
+
+
+def test_what_has_many_words_or_numbers_that_follow_no_rule_is_clean():
+    rng = random.Random(3)
+    names = "Ada Bruno Clara Dov Edda Felix Greta Hugo Ines Jo Kai Lea Max Nia Otto Pia Quin Rosa Sam Tea".split()
+    met = "".join(f"{rng.choice(names)} met {rng.choice(names)} and {rng.choice(NOUNS)} {n}.\n" for n in range(150))
+    log = "".join(
+        f"10:{rng.randint(10, 59)} node {rng.randint(1, 9)} is alive, load {rng.random():.2f}\n" for _ in range(150)
+    )
+    for honest in (FAR[: len(FAR) // 3], met, log, f"{prose(110)} " * 2, "No, no, no! " * 7):
+        assert check(honest).records[0].verdict == "clean", honest[:80]
+    counted = "".join(f"10:{n:02d} node 3 is alive, load {n / 50:.2f}\n" for n in range(10, 50))
+    assert check(counted).records[0].verdict == "suspicious"
 
 
 def test_an_excerpt_begins_where_the_loop_began():

@@ -14,6 +14,7 @@ from loop_texts import HONEST, novelty
 from experiments.loopguard.variants import OneSignal
 from experiments.loopset.compare import number
 from sinkscope.loops import Monitor, MonitorSettings, PaperSettings, Step, compression_ratio, tail_period
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.text.outputs import split
 
 SMALL = {
@@ -87,6 +88,15 @@ def test_loops_of_data_need_more_tokens_and_are_reported_before(word, first):
     found = next((step.step - 300 for step in steps if step.trigger), None)
     suspected = next((step.step - 300 for step in steps if step.suspect), None)
     assert found == first and suspected == (None if first == 70 else 70)
+
+
+@pytest.mark.parametrize(("asked", "first"), [(0, 100), (30, 30 * 4 + 1)])
+def test_a_limit_of_copies_holds_for_data_as_well_unless_more_are_asked_for(asked, first):
+    """As for a guard: 20 copies and 100 tokens, which are 25 copies of four."""
+    monitor = Monitor(MonitorSettings(most_copies=20), lambda ids: ["="] * len(ids), asked)
+    steps = [*map(monitor.update, [*range(100, 400), *[1, 2, 3, 4] * 60])]
+    assert next(step.step - 300 for step in steps if step.trigger) == first
+    assert LoopGuard().monitor.most_copies == 20 and MonitorSettings().most_copies is None
 
 
 @pytest.mark.parametrize("votes", [2, 3])

@@ -51,7 +51,8 @@ CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, a
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
 _GUARDED = "guarded rows"
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
-DEFAULT_MONITOR = MonitorSettings(cooldown=8)  # a loop that goes on is met with more than a cut: no need to wait
+DEFAULT_MONITOR = MonitorSettings(cooldown=8, most_copies=20)
+"""A loop that goes on is met with more than a cut: no need to wait. 20 copies of anything are one, data too."""
 DEFAULT_STEER = Steer()
 NEW_NAMES = {
     "window": "monitor=MonitorSettings(window=...)",
@@ -84,10 +85,10 @@ class LoopGuard(Intervention):
             interventions the cache grows beyond it; `StreamingLLM(budget=B) | LoopGuard(budget=B)` always holds it.
         anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
             quarter of the budget.
-        monitor: When to intervene. `MonitorSettings` looks for copies, by default with a cooldown of 8;
-            `PaperSettings` takes the paper's votes. An act is soon after another within its `window` (W). Under
-            `PaperSettings` recent tokens come from the last W tokens alone (`Retention`), so an intervention soon
-            after another keeps fewer of them.
+        monitor: When to intervene. `MonitorSettings` looks for copies, by default with a cooldown of 8, and takes 20
+            copies of anything for a loop; `PaperSettings` takes the paper's votes. An act is soon after another within
+            its `window` (W). Under `PaperSettings` recent tokens come from the last W tokens alone (`Retention`), so an
+            intervention soon after another keeps fewer of them.
         steer: How a row that looped is kept from looping again. None does nothing, as in the paper.
         local: Number of last tokens that a cut never removes, because without them the next token has no context; 0 as
             printed.

@@ -2,18 +2,19 @@
 
 1. The exact repetition that reaches the last token is followed (`TailRepetition`), and the one that is exact if all
    numbers are taken as equal (`CounterRepetition`).
-2. An exact one counts from three copies and 64 tokens beyond the first two on, one of numbers from 12 copies and 256
-   tokens on, or 64 tokens in prose with short items, unless the prompt asked for as many copies.
+2. An exact one counts from 64 tokens beyond its first two copies on, one of numbers from 12 copies and 256 tokens on,
+   or 64 tokens in prose with short items, unless the prompt asked for as many copies.
 3. What it repeats is prose, data or a table (`kind_of`), judged by the copies alone. Data and tables may be honest:
-   until there are 512 tokens of equal copies, and as long as numbers change, they are only reported. Tables count, too:
-   theirs are not.
+   until there are 512 tokens of equal copies, and as long as numbers change, they are only reported. Tables count, too,
+   and so do records whose numbers follow no rule: theirs are not.
+4. A guard has a limit beside these (`most_copies`), because a model that writes as many copies has lost its way.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
@@ -26,9 +27,13 @@ Kind = Literal["prose", "data", "table"]
 BYTES = 6  # of a text as UTF-8 that count as a token, unless a word is longer
 CODE = frozenset("{}[]<>=;|\\@~^/+%$&_")
 CODE_SHARE, NUMBER_SHARE = 0.12, 0.3  # of words that are such signs, or numbers, in data
+GOES_ON, COUNTED = 0.7, 512  # share of the numbers of a counter in data, among the last tokens
 SHORT_LINE = 8  # words of a line of data that does not end as a sentence does
 _ENDS = frozenset(".!?,;:…'\"”’»)。！？，、；：")
 ITEM = 12  # tokens of a short item
+LONG, REPORTED = 64, 128  # periods from which on two copies are followed, and reported
+LIMIT_TOKENS = 100  # of `most_copies`
+AFTER_ACT = 3  # copies that are a loop in a row in which a guard has acted
 KIND_TOKENS = 48  # the kind of a short piece is judged on its last 48 tokens
 WordsOf = Callable[[Sequence[int]], Sequence[str]]
 CopyCount = Annotated[StrictInt | StrictFloat, Field(ge=2)]
@@ -42,13 +47,16 @@ class MonitorSettings:
         window: Number of tokens within which a loop that goes on is reported once (W).
         warmup: First step that may trigger.
         cooldown: Number of steps after a trigger in which no other may follow.
-        tail_repeats: Number of copies in a repetition. Two copies may be a quotation. With fewer than three, some
-            cycles are found later.
+        tail_repeats: Number of copies in a repetition whose period is below 64. Two copies may be a quotation. With
+            fewer than three, some cycles are found later.
         tail_shortest: Minimum tokens of a repetition, at least 6.
         tail_longest: Largest period.
         tail_beyond: Number of tokens that a repetition needs beyond its first two copies. Short pieces, which honest
-            texts repeat, then need more copies: a piece of one token 66, one of 64 tokens three.
+            texts repeat, then need more copies: a piece of one token 66, one of 64 tokens three. Two copies of
+            128 tokens and more are reported without it.
         data_tokens: Number of tokens that equal copies need in all if they are data: tables, code, markup or logs.
+        most_copies: Number of equal copies, with at least 100 tokens in all, that are a loop whatever they are; None:
+            data may have any number.
         counter_copies: Number of copies of a repetition whose numbers change.
         counter_tokens: Minimum tokens of such a repetition.
         item_tokens: Minimum tokens of such a repetition in prose whose copies are short, up to 12 tokens.
@@ -64,6 +72,7 @@ class MonitorSettings:
     tail_longest: Natural = 2048
     tail_beyond: Whole = 64
     data_tokens: Natural = 512
+    most_copies: Natural | None = None
     counter_copies: Annotated[int, Strict(), Field(ge=2)] = 12
     counter_tokens: Natural = 256
     item_tokens: Natural = 64
@@ -71,14 +80,6 @@ class MonitorSettings:
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> CopyRule:
         """Return the rule for one row; the arguments are those of `Monitor`."""
         return CopyRule(self, words_of, asked)
-
-
-class KnownKind(NamedTuple):
-    """What the copies of a repetition are: where it starts, whether it is exact, and the kind of its words."""
-
-    start: int
-    exact: bool
-    kind: Kind
 
 
 class CopyRule:
@@ -91,7 +92,7 @@ class CopyRule:
         asked: Number of copies that the prompt asks for, which are no loop.
 
     Attributes:
-        looped: Whether a guard has acted on the row, which then needs none beyond the copies.
+        looped: Whether a guard has acted on the row, where three copies are then a loop.
     """
 
     def __init__(self, settings: MonitorSettings, words_of: WordsOf | None = None, asked: int = 0) -> None:
@@ -99,14 +100,14 @@ class CopyRule:
         self.words_of = words_of
         self.asked = asked
         self.looped = False
-        self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest)
+        self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest, two_from=LONG)
         least = min(s.counter_tokens, s.item_tokens)
         self._counter = CounterRepetition(s.tail_longest, s.counter_copies, least)
         self._seen = 0
         self._size = 0
         longest = 3 * s.tail_longest + s.tail_beyond + s.data_tokens  # what is longer needs no measuring
         self._sizes: deque[int] = deque([0], maxlen=longest)  # of the row up to each of the last tokens
-        self._latest = KnownKind(-1, False, "prose")
+        self._kinds: dict[bool, tuple[int, Kind]] = {}  # of the exact repetition, and of the other: its start and kind
 
     def is_number(self, token: int) -> bool:
         """Return whether a token is a number or a part of one."""
@@ -121,7 +122,7 @@ class CopyRule:
         exact = self._tail.add(token)
         counter: Tail | None = None
         if self.words_of is not None:
-            counter = self._counter.add(token, self.is_number(token))
+            counter = self._counter.add(token, self.is_number(token), self.words_of([token]) == [" "])
         step = Step()
         if exact is not None:
             step = self._of_equal_copies(exact)
@@ -133,9 +134,13 @@ class CopyRule:
 
     def _of_equal_copies(self, tail: Tail) -> Step:
         s = self.settings
-        covered, copy = self._size_of_last(self._seen - tail.start), self._size_of_last(tail.period)
-        if covered < 2 * copy + s.tail_beyond and not self.looped:
-            return Step()
+        tokens = self._seen - tail.start
+        covered, copy = self._size_of_last(tokens), self._size_of_last(tail.period)
+        if s.most_copies is not None and tail.repeats >= s.most_copies and tokens >= LIMIT_TOKENS:
+            return Step(tail=tail, trigger=True)
+        is_enough = covered >= 2 * copy + s.tail_beyond or (self.looped and tail.repeats >= AFTER_ACT)
+        if not is_enough:
+            return Step(tail=tail, suspect=True) if tail.period >= REPORTED else Step()
         is_loop = covered >= max(s.data_tokens, 3 * copy) or self._kind_of(tail) == "prose"
         return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
 
@@ -157,14 +162,19 @@ class CopyRule:
         return self._size - self._sizes[max(0, len(self._sizes) - 1 - count)]
 
     def _kind_of(self, tail: Tail) -> Kind:
-        """What the last copies are: two, or as many as fill some lines."""
+        """What the last copies are: two, or as many as fill some lines. It is asked once of a repetition."""
         if self.words_of is None:
             return "prose"
-        if (self._latest.start, self._latest.exact) != (tail.start, tail.exact):
-            copies = min(max(2, -(-KIND_TOKENS // tail.period)), max(1, (self._seen - tail.start) // tail.period))
+        start, kind = self._kinds.get(tail.exact, (-1, "prose"))
+        if start != tail.start:
+            tokens = self._seen - tail.start
+            copies = min(max(2, -(-KIND_TOKENS // tail.period)), max(1, tokens // tail.period))
             words = self.words_of(self._tail.last(copies * tail.period))
-            self._latest = KnownKind(tail.start, tail.exact, kind_of([*words, *words[:2]]))
-        return self._latest.kind
+            kind = kind_of([*words, *words[:2]])
+            if kind == "data" and not tail.exact and not count_on(self.words_of(self._tail.last(min(tokens, COUNTED)))):
+                kind = "table"
+            self._kinds[tail.exact] = tail.start, kind
+        return kind
 
 
 def size_of(word: str) -> int:
@@ -193,6 +203,19 @@ def kind_of(words: Sequence[str]) -> Kind:
     if codes >= CODE_SHARE * len(visible) or numbers >= NUMBER_SHARE * len(visible):
         return "data"
     return "data" if _has_short_lines(words) else "prose"
+
+
+def count_on(words: Sequence[str]) -> bool:
+    """Return whether most numbers of a text go on by equal steps, each beside those one and two copies before."""
+    numbers = [int(word) for word in words if word.isdigit()]
+    for apart in range(1, len(numbers) // 3):
+        going_on = 0
+        for place in range(2 * apart, len(numbers)):
+            before, first = numbers[place - apart], numbers[place - 2 * apart]
+            going_on += numbers[place] - before == before - first
+        if going_on >= GOES_ON * (len(numbers) - 2 * apart):
+            return True
+    return False
 
 
 def is_rule(word: str) -> bool:

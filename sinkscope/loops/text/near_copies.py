@@ -1,143 +1,103 @@
-"""Near copies, which may be honest: sentences and rows that resemble earlier ones but for a few words or numbers."""
+"""Near copies, which may be honest: few different words, and sentences that were there before."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
-SIMILAR, REWORDED = 0.8, 0.55  # shared words of two sentences, as a share of the words of both
-LAST, ECHOES = 12, 11  # 11 of the last 12 sentences must echo
-BACK, TIMES = 48, 2  # an echo matches at least 2 of the previous 48 sentences
-EQUAL, RECALLED = 24, 22  # 22 of the last 24 sentences or lines must equal two earlier ones, anywhere
-KEPT_SENTENCES = 1 << 16
-FEW, FEW_OF = 3, 96  # at most 3 different words in the last 96
-LEAST_WORDS, SENTENCE_WORDS = 3, 200  # of a sentence
-CHANGING = 0.2  # an echo may change values: this share of its words and values, and always one
-GRAM, RECENT_WORDS, RECYCLED = 5, 250, 0.7  # 70 % of the last 250 words lie in 5-grams that occurred twice before
-_ENDS = ".!?"
+FEW = ((24, 1), (100, 12), (400, 48))
+"""Numbers of last words, and how many different ones among them are few."""
+EQUAL, RECALLED, TIMES = 24, 22, 2  # 22 of the last 24 sentences or lines equal two earlier ones, anywhere
+SENTENCE_WORDS = 200  # at most, of a sentence
+
+
+class FewWords:
+    """Says when the last words of a text are few different ones.
+
+    Numbers are words, but an eighth must be words of letters.
+
+    Args:
+        words: Number of last words.
+        different: How many different ones are few.
+
+    Attributes:
+        copies: Number of times that a word is there, at least, where they are few.
+    """
+
+    def __init__(self, words: int, different: int) -> None:
+        self.copies = words // different
+        self._words = words
+        self._few = different
+        self._last: deque[tuple[int, str]] = deque()  # the last words and their places
+        self._times = Counter[str]()  # how often each is among them
+        self._letters = 0  # number of them with letters
+
+    def add(self, word: str, place: int) -> int | None:
+        """Take the word at a position; return the position of the first of the last words if these are few."""
+        self._last.append((place, word))
+        self._times[word] += 1
+        self._letters += _has_letters(word)
+        if len(self._last) > self._words:
+            _, first = self._last.popleft()
+            self._times[first] -= 1
+            self._letters -= _has_letters(first)
+            if not self._times[first]:
+                del self._times[first]
+        if len(self._last) < self._words or len(self._times) > self._few or 8 * self._letters < self._words:
+            return None
+        return self._last[0][0]
+
+
+def _has_letters(word: str) -> bool:
+    return len(word) > 1 and word[0].isalpha()
 
 
 class Echoes:
-    """Says when nearly all sentences resemble earlier ones, whatever the order of their words.
+    """Says when a text has near copies, whatever the order of their words.
 
-    A sentence or row is an echo if it shares 80 % of its words with two of the 48 before it, and nearly all of its
-    values (numbers, times, dates and ids) are the same. 55 % are enough where 70 % of the last 250 words lie in n-grams
-    of 5 words that were there twice before. Records that people and programs write differ in words or several values.
-    A text in which the last 96 words are at most 3 different ones, in any order, echoes as well.
-    Sentences and lines of any length, such as "OK.", echo if nearly all of the last 24 equal two earlier ones, however
-    far back these are.
+    1. Its last words are few different ones: 12 % of 100 or of 400, or one word 24 times.
+    2. Of its last 24 sentences or lines of any length, such as "OK.", 22 equal two earlier ones, however far back.
 
     Attributes:
         onset: Position of the first word of the echoes; None until there are any.
-        sentences: Number of sentences and lines with a word.
+        copies: Number of copies, to hold beside what was asked for.
     """
 
     def __init__(self) -> None:
         self.onset: int | None = None
-        self.sentences = 0
-        self._times: dict[int, int] = {}  # hash of a sentence -> how often it was there
+        self.copies = 0
+        self._few = [FewWords(words, different) for words, different in FEW]
+        self._sentences = 0
+        self._times = Counter[int]()  # hash of a sentence -> how often it was there
         self._recalled: deque[tuple[int, bool]] = deque(maxlen=EQUAL)  # each of the last: its place, and if it is equal
-        self._latest: deque[tuple[int, str]] = deque(maxlen=FEW_OF)  # the last words and their places
-        self._different: Counter[str] = Counter()  # how often each is among them
-        self._earlier: deque[tuple[frozenset[str], frozenset[str]]] = deque(maxlen=BACK)
-        self._recent: deque[tuple[int, float]] = deque(maxlen=LAST)  # of each sentence: its place, how similar it is
-        self._words: list[str] = []
+        self._sentence: list[str] = []
         self._ended = False  # by a full stop, unless a digit follows
-        self._gram: deque[str] = deque(maxlen=GRAM)
-        self._seen: Counter[tuple[str, ...]] = Counter()
-        self._covered: deque[bool] = deque(maxlen=RECENT_WORDS)
 
     def add(self, word: str, place: int) -> bool:
-        """Take the word at a position, as `outputs.split` makes it; whether the last sentences are echoes now."""
-        is_echo = self._count(word, place)
-        if self._ended and not word[0].isdigit():
-            is_echo = self._end_sentence(place) or is_echo
-        self._ended = word[0] in _ENDS
-        if word in "\n。！？" or len(self._words) >= SENTENCE_WORDS:
+        """Take the word at a position, as `outputs.split` makes it; whether the last words are echoes now."""
+        is_echo = self._ended and not word[0].isdigit() and self._end_sentence(place)
+        self._ended = word[0] in ".!?"
+        if word in "\n。！？" or len(self._sentence) >= SENTENCE_WORDS:
             return self._end_sentence(place) or is_echo
-        self._words.append(word)
+        word = word.lower()
+        self._sentence.append(word)
+        if word[0].isalnum():
+            for few in self._few:
+                onset = few.add(word, place)
+                if onset is not None:
+                    self.onset, self.copies = onset, max(few.copies, self._sentences)
+                    is_echo = True
         return is_echo
 
     def _end_sentence(self, place: int) -> bool:
-        """Compare the sentence with those before it."""
-        begin = place - len(self._words)
-        words: set[str] = set()
-        values: set[str] = set()
-        for part in map(str.lower, self._words):
-            if any(map(str.isdigit, part)):
-                values.add(part)
-                self._recycle("0")
-                continue
-            if part[0].isalnum():
-                self._recycle(part)
-            if part[0].isalpha() and (len(part) > 1 or part >= "\u3000"):
-                words.add(part)
-        recalled = self._recall(begin)
-        self._words = []
-        self._ended = False
-        values = {value for value in values if len(value) > 1}
-        if len(words) + len(values) < LEAST_WORDS:
-            return recalled
-        sentence = (frozenset(words), frozenset(values))
-        self._recent.append((begin, self._similarity(*sentence)))
-        self._earlier.append(sentence)
-        least = SIMILAR
-        if sum(self._covered) >= RECYCLED * RECENT_WORDS:
-            least = REWORDED
-        if sum(similar >= least for _, similar in self._recent) < ECHOES:
-            return recalled
-        self.onset = self._recent[0][0]
-        return True
-
-    def _count(self, word: str, place: int) -> bool:
-        """Count a word among the last ones; whether these are few different ones."""
-        if not word[0].isalpha():
-            return False
-        if len(self._latest) == FEW_OF:
-            first = self._latest[0][1]
-            self._different[first] -= 1
-            if not self._different[first]:
-                del self._different[first]
-        self._latest.append((place, word.lower()))
-        self._different[word.lower()] += 1
-        if len(self._latest) < FEW_OF or len(self._different) > FEW:
-            return False
-        self.onset = self._latest[0][0]
-        self.sentences = max(self.sentences, FEW_OF)
-        return True
-
-    def _recall(self, begin: int) -> bool:
         """Note whether the sentence is one that was there twice before; whether nearly all of the last ones are."""
-        if not any(word[0].isalpha() for word in self._words):
+        sentence, self._sentence, self._ended = self._sentence, [], False
+        if not any(word[0].isalpha() for word in sentence):
             return False
-        self.sentences += 1
-        sentence = hash(tuple(map(str.lower, self._words)))
-        times = self._times.pop(sentence, 0)
-        self._times[sentence] = times + 1
-        if len(self._times) > KEPT_SENTENCES:
-            del self._times[next(iter(self._times))]
-        self._recalled.append((begin, times >= TIMES))
+        key = hash(tuple(sentence))
+        self._sentences += 1
+        self._recalled.append((place - len(sentence), self._times[key] >= TIMES))
+        self._times[key] += 1
         if sum(is_equal for _, is_equal in self._recalled) < RECALLED:
             return False
-        self.onset = self._recalled[0][0]
+        self.onset, self.copies = self._recalled[0][0], self._sentences
         return True
-
-    def _recycle(self, word: str) -> None:
-        """Note whether the last words lie in an n-gram that was there twice before."""
-        self._gram.append(word)
-        self._covered.append(False)
-        gram = tuple(self._gram)
-        if self._seen[gram] >= TIMES:
-            for back in range(1, len(gram) + 1):
-                self._covered[-back] = True
-        self._seen[gram] += 1
-
-    def _similarity(self, words: frozenset[str], values: frozenset[str]) -> float:
-        """The Jaccard index of words and values with the second most similar sentence."""
-        similar = [0.0] * TIMES
-        changes = max(1, CHANGING * (len(words) + len(values)))
-        for other_words, other_values in self._earlier:
-            same = len(values & other_values)
-            shared = len(words & other_words) + same
-            if max(len(values), len(other_values)) - same <= changes and shared >= LEAST_WORDS - 1:
-                similar.append(shared / (len(words) + len(other_words) + 2 * same - shared))
-        return sorted(similar)[-TIMES]

@@ -43,11 +43,13 @@ class TailRepetition:
         longest: Largest period.
         repeats: Required number of copies, at least 2.
         shortest: Required number of tokens, at least 4.
+        two_from: Period from which on two copies are enough; None: none.
     """
 
-    def __init__(self, longest: int, repeats: int | float, shortest: int) -> None:
+    def __init__(self, longest: int, repeats: int | float, shortest: int, two_from: int | None = None) -> None:
         self._longest = longest
         self._repeats = repeats
+        self._two_from = longest + 1 if two_from is None else two_from
         self._shortest = shortest
         self._length = shortest // 2
         self._seen = 0
@@ -70,7 +72,8 @@ class TailRepetition:
         best: Tail | None = None
         for period, start in self._starts.items():
             covered = self._seen - start
-            if covered < self._shortest or covered < self._repeats * period:
+            repeats = self._repeats if period < self._two_from else 2
+            if covered < self._shortest or covered < repeats * period:
                 continue
             if best is None or (start, period) < (best.start, best.period):
                 best = Tail(period, start, covered / period)
@@ -113,11 +116,14 @@ class CounterRepetition:
         self._count = 0
         self._seen = 0
         self._last = 0
+        self._begun = -1, -1  # the masked and the real position of the first token of the latest repetition
 
-    def add(self, token: int, is_number: bool) -> Tail | None:
-        """Add a token; return the repetition, if there is one."""
+    def add(self, token: int, is_number: bool, is_gap: bool = False) -> Tail | None:
+        """Add a token; return the repetition, if there is one. Indentation, which may grow, is no part of it."""
         place = self._seen
         self._seen += 1
+        if is_gap:
+            return None
         masked = NUMBER if is_number else token
         if masked == NUMBER == self._last:
             return None
@@ -127,7 +133,9 @@ class CounterRepetition:
         tail = self._masked.add(masked)
         if tail is None:
             return None
-        start = self._places[max(0, tail.start - self._count + len(self._places))]
+        if tail.start != self._begun[0]:
+            self._begun = tail.start, self._places[max(0, tail.start - self._count + len(self._places))]
+        start = self._begun[1]
         if self._seen - start < self._tokens or tail.period >= len(self._places):
             return None
         return Tail(place - self._places[-1 - tail.period], start, tail.repeats, exact=False)

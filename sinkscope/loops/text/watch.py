@@ -130,7 +130,7 @@ class TextWatch:
 
     def _look_for_echoes(self, word: str, count: int) -> None:
         """Suspect near copies, unless something was found before, or as many were asked for."""
-        if not self.level and self._echoes.add(word, count - 1) and self._echoes.sentences > self._asked:
+        if not self.level and self._echoes.add(word, count - 1) and self._echoes.copies > self._asked:
             self.level, self._detected, self._onset = 1, count, self._echoes.onset or 0
 
     def _copy(self, tail: Tail | None) -> str:
