@@ -1,6 +1,6 @@
 """Detectors of loops side by side on the set: recall, false alarms and delay.
 
-    python -m experiments.loopset.compare [--half choose|report] [--out figures/loops_compare.json]
+    python -m experiments.loopset.compare [--half choose|report|again] [--out figures/loops_compare.json]
 
 A detector takes a text and returns the number of characters after which it would have stopped the generation, or None.
 Those of others are written from their public rules; all of them get the same tokens, the words of `loops.outputs`.
@@ -21,9 +21,12 @@ from experiments.script import run
 from sinkscope.loops import check, tail_period
 from sinkscope.loops.text.outputs import spans
 
-HALVES = ("choose", "report")
+HALVES = ("choose", "report", "again")
 TEXTS = Path(__file__).with_name("texts.jsonl.xz")
-"""The set, half for choosing rules. It is data: a rule of ours must not change with what once drew the texts."""
+"""The set: a half for choosing rules, one for the report, and as many texts that were drawn again after the choice.
+
+It is data: a rule of ours must not change with what once drew the texts.
+"""
 Detector = Callable[[str], int | None]
 OURS = "sinkscope, loops or suspicious"
 

@@ -104,13 +104,12 @@ def check(
 ) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
-    An output loops or looped if the monitor triggers in it, by which a guard decides, too. By default this happens as
-    soon as there are 3 exact copies with 64 tokens beyond the first two, or later where the copies are data (tables,
-    code, markup, logs), or 12 copies of prose whose numbers change (`MonitorSettings`). Copies that are not enough for
-    this make a text suspicious, and so do sentences or rows nearly all of which resemble earlier ones. With
-    `PaperSettings()`, LoopGuard's monitor decides. Because there are no probabilities, its other two votes
-    (type-token ratio and compression ratio) must agree, and one of its gates (stalled novelty or tail repetition) must
-    hold.
+    An output loops or looped if the monitor triggers in it. By default this happens as soon as there are 64 tokens
+    beyond two exact copies, or later where the copies are data (tables, code, markup, logs), or 12 copies of prose
+    whose numbers change (`MonitorSettings`). Copies that are not enough for this make a text suspicious, and so do few
+    different words. With `PaperSettings()`, LoopGuard's monitor decides. Because there are no probabilities, its other
+    two votes (type-token ratio and compression ratio) must agree, and one of its gates (stalled novelty or tail
+    repetition) must hold.
 
     Args:
         outputs: A text, token ids, or several of either.
