@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import layer_kinds, layers_at, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
@@ -32,12 +33,20 @@ def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
     return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
 
 
+def model_within(hf: Any) -> Any:
+    """Return the model of transformers inside a wrapper, whose class alone takes a configuration."""
+    for module in hf.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    return hf
+
+
 def kinds_of(hf: Any) -> list[int]:
     """Return, for each layer of a model, the number of the first of its kind in an unchanged model of the class."""
     layers = layers_at(hf, stack_of(hf))
     with suppress(Exception):  # a class may take no configuration alone
         with torch.device("meta"):
-            plain = type(hf)(copy.deepcopy(hf.config))
+            plain = type(model_within(hf))(copy.deepcopy(hf.config))
         kinds = layer_kinds(layers_at(plain, stack_of(plain)))
         if len(kinds) == len(layers):
             return kinds
@@ -68,7 +77,7 @@ def sample_of(hf: Any, kinds: list[int]) -> Any:
                 setattr(text, name, most)
     with cpu_by_default(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        sample = type(hf)(config).float().eval().requires_grad_(False)
+        sample = type(model_within(hf))(config).float().eval().requires_grad_(False)
         _copy_factors(hf, sample)
         _randomise(sample)
     return sample
