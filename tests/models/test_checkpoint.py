@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint
-from huggingface_hub import constants
 from intervention_kit import loaded
 from organisms import tiny_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from sinkscope.models.checkpoints import fingerprint as fingerprints
 from sinkscope.models.checkpoints.checkpoint import Files, SafetensorsSource
 from sinkscope.models.checkpoints.fingerprint import fingerprint, fingerprint_of
 from sinkscope.opening.live import target_of
@@ -120,12 +117,10 @@ def test_fingerprint_is_of_config_and_weights(folder):
     assert fingerprint(Files(folder)) == first
 
 
-@pytest.mark.parametrize(("kind", "place"), [("safetensors", "middle"), ("gguf", "last"), ("live", "first")])
-def test_a_fingerprint_changes_with_every_byte(kind, place, tmp_path):
-    """Of 8 MB of zeros, of which one bit is set."""
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "live"])
+def test_a_fingerprint_changes_with_the_weights_of_every_kind_of_source(kind, tmp_path):
     weight = torch.zeros(1 << 11, 1 << 10)
-    changed = weight.clone()
-    changed.view(torch.int32).view(-1)[{"first": 0, "last": -1, "middle": 12_345}[place]] = 1
+    changed = weight + 1e-3
 
     def of(values: torch.Tensor) -> str:
         if kind == "live":
@@ -153,29 +148,6 @@ def test_a_buffer_of_the_checkpoint_is_part_of_the_model():
     assert fingerprint(model) == first
     model.bias_of_experts += 1
     assert fingerprint(model) != first
-
-
-def test_a_file_is_read_again_only_if_it_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
-    file = tmp_path / "x.gguf"
-    file.write_bytes(bytes(1000))
-    reads = []
-    read = fingerprints._described_file
-    monkeypatch.setattr(fingerprints, "_described_file", lambda path: (reads.append(path), read(path))[1])
-    first = fingerprint(Files(file))
-    assert fingerprint(Files(file)) == first and len(reads) == 2, "it may change again within the same second"
-    monkeypatch.setattr(fingerprints, "_JUST_WRITTEN", -1.0)
-    for _ in range(3):
-        assert fingerprint(Files(file)) == first
-    assert len(reads) == 3
-    times = file.stat()
-    file.write_bytes(bytes(999) + b"1")
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a copy that keeps the time
-    assert fingerprint(Files(file)) != first and len(reads) == 4
-    for kept in (tmp_path / "home").rglob("*.json"):
-        kept.write_text("{")
-    file.write_bytes(bytes(1000))
-    assert fingerprint(Files(file)) == first
 
 
 def test_fingerprint_of_live_models():
