@@ -149,8 +149,6 @@ class Setup:
         target = open_target(model, **options, whole=whole)
         if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
             check_finite(target.hf)
-        if target.store is not None:
-            target.store.check_unembedding()
         start = resolve_bos(target.tokenizer, target.config, bos)
         sentence: str | None = None
         if records is not None:

@@ -312,7 +312,15 @@ class Target:
 
         The pass ends after `last_layer`, if one is given, or where a hook calls `stop`; it then returns None. If there
         is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
+
+        Raises:
+            UnsupportedError: The unembedding is wanted of a model that is read layer by layer, without it.
         """
+        if unembed and not self.resident:
+            raise UnsupportedError(
+                f"{self.name} is read layer by layer, without its unembedding, so that it has no logits: load it whole "
+                'with sinkscope.load(...), or give loading="whole"'
+            )
         kwargs.setdefault("use_cache", False)
         model = self.hf if unembed else self.base
         ids = ids.to(self.device)

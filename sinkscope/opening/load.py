@@ -20,7 +20,6 @@ from sinkscope.models.adapters import DRAFT, layer_kinds
 from sinkscope.models.checkpoints.checkpoint import (
     Files,
     SafetensorsSource,
-    check_depth,
     is_quantised,
     loading_errors,
     model_with_weights,
@@ -126,8 +125,6 @@ def _plain(
     if gguf is not None:
         forget_vocabulary(folder / gguf)
     hf = model_with_weights(source, files, config, options)
-    if layers is None:
-        check_depth(files, hf)
     hf.sinkscope_name, hf.tokenizer = name, tokenizer
     origin = fingerprint(files)
     if source.kind == "hub":

@@ -17,7 +17,7 @@ from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ from sinkscope.models.target import Target, longest_context
 from sinkscope.opening.places import proposed
 from sinkscope.opening.proof import Proof, prove
 from sinkscope.opening.sample import TOKENS, kinds_of, sample_of
-from sinkscope.opening.structure import Structure, is_hooked, references, structure_of, without_hooks
+from sinkscope.opening.structure import Structure, is_hooked, structure_of, without_hooks
 
 EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 _APART = ("_name_or_path", "transformers_version", "dtype", "architectures", "eos_token_id", "pad_token_id")
@@ -72,10 +72,10 @@ class _Places:
 
 @dataclass(frozen=True)
 class _OwnProof:
-    """The proof of one object, while these functions stand in it."""
+    """The proof of one object; its functions are kept, so that no later one gets the identity of one of them."""
 
     structure: str
-    functions: list[ref[Any]]
+    functions: tuple[Any, ...]
     proof: Proof
 
 
@@ -261,14 +261,12 @@ def _own_proof(kind: _Kind, target: Target, structure: Structure, every_layer: b
     """Step 4: the proof of the user's own model."""
     if target.processes > 1:  # transformers itself splits plain modules, and each process has a part of the heads
         return Proof()
-    hf, functions = target.hf, references(structure.replaced)
-    text = structure.text
+    hf, text = target.hf, structure.text
     known = _OF_OBJECT.get(hf)
     if not every_layer and not structure.replaced and (kind, text) in _PROVED:
         return _PROVED[kind, text]
-    if not every_layer and structure.replaced and known is not None and known.structure == text:
-        if all(function() is not None for function in known.functions):
-            return known.proof
+    if not every_layer and known is not None and known.structure == text:
+        return known.proof
     layers = range(target.n_layers) if every_layer and not target.is_offloaded else structure.kinds
     if target.kind == "hf" and target.resident and is_hooked(hf):  # hooks on it are the user's
         with suppress(Exception):
@@ -276,10 +274,10 @@ def _own_proof(kind: _Kind, target: Target, structure: Structure, every_layer: b
             target = replace(target, model=twin, hf=twin)
     with evaluating(target.hf), apart():
         proof = Context().run(prove, target, layers)  # in which no policy of a block sees attention
-    if not structure.replaced:
+    if structure.replaced:
+        _OF_OBJECT[hf] = _OwnProof(text, structure.replaced, proof)
+    else:
         _PROVED[kind, text] = proof
-    elif functions is not None:
-        _OF_OBJECT[hf] = _OwnProof(text, functions, proof)
     return proof
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from einops import EinopsError
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from sinkscope.engine.attention import Attention, relative_error
 from sinkscope.engine.stock import eager
@@ -39,24 +38,13 @@ _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_fac
 """Fields of an adapter where layers differ."""
 
 
+@dataclass
 class Call:
-    """The call of a module: the arguments, and what it gave."""
+    """What entered and left a module, the first tensor of each, and whether rows of attention left it as well."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self.args, self.kwargs, self.output = tree_map_only(Tensor, Tensor.clone, (args, kwargs, None))
-
-    @property
-    def entered(self) -> Tensor | None:
-        """The first tensor that entered."""
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Tensor):
-                return value
-        return None
-
-    @property
-    def left(self) -> Tensor | None:
-        """The first tensor that left."""
-        return None if self.output is None else first_tensor(self.output)
+    entered: Tensor | None
+    left: Tensor | None = None
+    gives_rows: bool = False
 
 
 Calls = dict[str, Call]
@@ -113,10 +101,13 @@ def _recorded(target: Target, layers: Iterable[int], tap: AbstractContextManager
     def enter(layer: int, path: str, _module: Any, args: Any, kwargs: Any) -> None:
         if not path and "" in calls[layer]:
             raise NotInferredError(f"layer {layer} runs several times in a pass")
-        calls[layer][path] = Call(args, kwargs)
+        entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        calls[layer][path] = Call(None if entered is None else entered.clone())
 
     def leave(layer: int, path: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        calls[layer][path].output = tree_map_only(Tensor, Tensor.clone, output)
+        call, left = calls[layer][path], first_tensor(output)
+        call.left = left.clone() if isinstance(left, Tensor) else None
+        call.gives_rows = isinstance(output, tuple) and len(output) > 1 and getattr(output[1], "ndim", 0) == 4
 
     for layer in calls:
         for path, module in target.layers[layer].named_modules():
@@ -138,8 +129,7 @@ def _returns_rows(target: Target, layer: int, calls: Calls, row: Adapter | None)
     paths = ATTENTION if row is None else row.attn.split("|")
     parts = Parts(target.layers[layer])
     for path in parts.there(paths)[:1]:
-        output = calls[path].output if path in calls else None
-        if isinstance(output, tuple) and len(output) > 1 and getattr(output[1], "ndim", 0) == 4:
+        if path in calls and calls[path].gives_rows:
             return parts.modules[path]
     return None
 

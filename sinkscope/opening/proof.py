@@ -22,31 +22,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkscope.engine.attention import Attention, relative_error
 from sinkscope.engine.tap import attention_rows, listening
 from sinkscope.errors import UnsupportedError, first_line
 from sinkscope.models.adapters import PATHS
-from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
 from sinkscope.models.neurons import mlp_writers, on_mlp
-from sinkscope.models.numbering import misnumbered
 from sinkscope.models.target import Target
+from sinkscope.opening.heads import ROWS, SCALED, HeadProof, RowValues, by_row, shows_attention
 from sinkscope.opening.sample import TOKENS, token_ids
 
-_TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned
-_NOISE, _SCALED = 4, 5  # rows in which attention gives random numbers in one head, and in which `up` is scaled
-ROWS = 6
-_HEAD = 1  # the edited head, if a layer has two or more
-_TOKEN = 2  # the one whose numbers are turned
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 _EXACT = 1e-3  # largest relative distance between two ways to one number, in float32
 _IN_HALF, _ATTENDED_IN_HALF = 4, 16  # times the relative rounding of a number, in half precision
-
-RowValues = Float[Tensor, "row pos width"]
 
 
 @dataclass
@@ -107,27 +97,19 @@ def _check_paths(target: Target) -> None:
             raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
 
-def _shows_attention(target: Target) -> bool:
-    """Whether attention can be seen: a bridge computes its own, and layers may be numbered in another way."""
-    for layer in target.attending[:1]:
-        if hasattr(target.sub(layer, "attn"), "original_component"):
-            return False
-    return not misnumbered(target)
-
-
 def _attention(target: Target, checks: dict[int, LayerProof]) -> AbstractContextManager[None]:
     """What shows the attention of a pass, where it can be told apart by layer."""
-    if not _shows_attention(target):
+    if not shows_attention(target):
         return nullcontext()
     attending = [layer for layer in checks if layer in target.attending]
     if not target.adapter.attention_interface:
         return attention_rows(
-            target, lambda layer, _, rows: checks[layer].see_rows(rows), layers=attending, proving=True
+            target, lambda layer, _, rows: checks[layer].heads.see_rows(rows), layers=attending, proving=True
         )
 
     def see(call: Attention) -> None:
         if call.layer in attending:
-            checks[call.layer].see(call)
+            checks[call.layer].heads.see(call)
 
     return listening(target, see, proving=True)
 
@@ -142,31 +124,20 @@ class LayerProof:
 
     def __init__(self, target: Target, layer: int) -> None:
         self.target, self.layer = target, layer
-        self._attends = layer in target.attending and _shows_attention(target)
         eps = torch.finfo(target.dtype).eps
         self._tolerance = max(_EXACT, _IN_HALF * eps)
         self._attended = max(_EXACT, _ATTENDED_IN_HALF * eps)
         self.problems = dict[str, str]()
         self.ran = False
         self._values: dict[str, RowValues] = {}  # of each part that ran, in float32
-        self._chunks = list[Tensor]()  # rows of attention
-        self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
-        self._own: Tensor | None = None  # what attention gives by itself
-        self._value: Tensor | None = None
-        self._count = 0  # query heads
+        self.heads = HeadProof(target, layer, self.problems, exact=self._tolerance, attended=self._attended)
 
     def hooks(self) -> list[Hook]:
         """Return hooks that edit, record, and compare at the end of the layer."""
         target, layer, paths = self.target, self.layer, self.target.paths[self.layer]
         on_part = partial(target.part_hooks, layer)
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(self._enter))]
-        if self._attends:
-            for which in _TURNED:
-                part = which
-                if target.adapter.qkv_layout is not None and which not in paths:
-                    part = "fused_qkv"
-                hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
-        hooks += on_part("o", "pre", on_input(self._keeping("heads")))
+        hooks += self.heads.hooks()
         hooks += on_part("o", "post", on_hidden(self._keeping("projected")))
         hooks += on_part("attn_out" if "attn_out" in paths else "attn", "post", on_hidden(self._keeping("attn")))
         hooks += on_part("mid", "pre", on_input(self._keeping("mid")))
@@ -189,17 +160,11 @@ class LayerProof:
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
-    def _by_row(self, tensor: Tensor) -> Tensor:
-        """A tensor by row and position, which OPT and experts run together."""
-        if tensor.ndim == 2:
-            return rearrange(tensor, "(row pos) width -> row pos width", row=ROWS)
-        return rearrange(tensor, "row pos ... -> row pos (...)")
-
     def _keeping(self, part: str) -> Callable[[Tensor], None]:
         """A function that keeps a copy of what passes; some models add to it in place."""
 
         def keep(tensor: Tensor) -> None:
-            self._values[part] = self._by_row(tensor.detach()).float().clone()
+            self._values[part] = by_row(tensor.detach()).float().clone()
 
         return keep
 
@@ -208,147 +173,29 @@ class LayerProof:
         if self.ran:
             raise UnsupportedError(f"layer {self.layer} runs several times in a pass")
         self.ran = True
-        rows = self._by_row(hidden)
+        rows = by_row(hidden)
         shape, rows = hidden.shape, rows[:1].expand_as(rows).clone()
         self._keeping("pre")(rows)
         return rows.reshape(shape)
 
     def _scale_up(self, up: Tensor) -> Tensor:
-        rows = self._by_row(up).clone()
+        rows = by_row(up).clone()
         first = rows.shape[-1] // 2 if self.target.adapter.fused_gate_up else 0
-        rows[_SCALED, :, first::2] *= _FACTOR
+        rows[SCALED, :, first::2] *= _FACTOR
         self._keeping("up")(rows)
         return rows.reshape(up.shape)
 
     def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what their weights say."""
-        given = self._by_row(first_tensor(output)).float()
+        given = by_row(first_tensor(output)).float()
         self._values["experts"] = given.clone()
         experts = self.target.experts(self.layer)
         try:
-            computed = self._by_row(experts.output(experts.routed(args, kwargs))).float()
+            computed = by_row(experts.output(experts.routed(args, kwargs))).float()
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             raise UnsupportedError("the experts compute something else than an MLP each") from None
         if given.any() and not relative_error(given, computed) <= self._attended:
             raise UnsupportedError("the experts do not give what their weights say")
-
-    # -- heads ---------------------------------------------------------------------------------------------------------
-
-    def _turn(self, which: str, tensor: Tensor) -> Tensor:
-        """Let the numbers of one head change places; until attention is seen to read them so, the site is refused."""
-        site = f"attn.hook_{which}"
-        self.problems[site] = "softmax attention does not read the heads that are there"
-        turned = tensor.clone()
-        try:
-            heads = head_projection(which, self.target, turned.view(ROWS, -1, turned.shape[-1]))
-        except Exception:  # it cannot be split into heads
-            return tensor
-        self._turned[which] = tuple(heads.shape[2:])
-        head = heads[_TURNED[which], _TOKEN, _HEAD % heads.shape[2]]
-        rolled = head.roll(1, -1)
-        if torch.equal(rolled, head):  # a head of zeros
-            del self.problems[site]
-        head.copy_(rolled)
-        return turned
-
-    def see(self, call: Attention) -> None:
-        """Compare what attention gets; let it give random numbers in one head of one row."""
-        for which, part in (("q", call.query), ("k", call.key), ("v", call.value)):
-            heads, width = self._turned.get(which, (1, 0))
-            if part.shape[1] % heads == 0 and part.shape[3] == width:
-                change = (part[_TURNED[which]] - part[0]).detach().float().abs().amax((1, 2))
-                if self._is_where(change, self._reading(which, len(change)), part.float().abs().max()):
-                    self.problems.pop(f"attn.hook_{which}", None)
-        if call.is_repeated:
-            return
-        self._count = call.query.shape[1]
-        if call.own.is_known:
-            output = call.stock(call.mask)[0]
-            self._own, self._value = output.detach().float(), call.value.detach().float()
-            call.show(lambda _, rows: self._chunks.append(rows), gives_output=False)
-        else:  # a function of the user's own, which has no part in a proof
-            output = call.recomputed()[0]
-        noise = torch.randn(len(output[0]), output.shape[-1], generator=torch.Generator().manual_seed(self.layer))
-        changed = output.clone()
-        changed[_NOISE] = 0
-        changed[_NOISE, :, _HEAD % self._count] = (noise - noise.mean(-1, keepdim=True)).to(output)  # as norms do
-        call.compute = lambda _: (changed, None)
-
-    def see_rows(self, rows: Float[Tensor, "batch head query key"]) -> None:
-        """Compare the rows that attention returns where it does not show what it gets."""
-        self._count = rows.shape[1]
-        self._chunks.append(rows)
-        changes = (rows[1:] - rows[:1]).abs().amax(-1)
-        largest = changes[: len(_TURNED)].max()
-        query = torch.arange(changes.shape[2], device=rows.device)
-        for which, may in (("q", query == _TOKEN), ("k", query >= _TOKEN), ("v", query < 0)):
-            change = changes[_TURNED[which] - 1]
-            if which in self._turned and self._is_after(change, self._reading(which, len(change)), may, largest):
-                self.problems.pop(f"attn.hook_{which}", None)
-
-    def _reading(self, which: str, count: int) -> Bool[Tensor, " head"]:
-        """The heads that read the turned one."""
-        heads = self._turned[which][0] if which in self._turned else 1
-        return torch.arange(count) * heads // count == _HEAD % heads
-
-    def _is_where(self, change: Tensor, where: Tensor, largest: Tensor) -> bool:
-        """Whether numbers change in exactly these places."""
-        where = where.to(change.device)
-        return bool((change[where] > 0).all()) and bool((change[~where] <= self._tolerance * largest).all())
-
-    def _is_after(self, change: Tensor, heads: Tensor, queries: Tensor, largest: Tensor) -> bool:
-        """Whether numbers `[head query]` change in some of these heads, and nowhere else but at these queries."""
-        heads, queries = heads.to(change.device), queries.to(change.device)
-        at = torch.where(queries, change, 0).amax(1)
-        elsewhere = torch.where(heads[:, None] & queries, 0, change).max()
-        has_changed = not queries.any() or bool((at[heads] > 0).any())  # others may attend elsewhere
-        return has_changed and bool(elsewhere <= self._tolerance * largest)
-
-    def _prove_attention(self) -> None:
-        """Attention that is computed again gives what the model's own gives."""
-        target = self.target
-        if not self._count:
-            if self._attends:
-                raise UnsupportedError(f"no attention was recomputed in layer {self.layer}")
-            return
-        if self._count != target.n_heads:
-            raise UnsupportedError(
-                f"layer {self.layer} has {self._count} heads, and the configuration {target.n_heads}"
-            )
-        if not self._chunks:
-            return
-        rows = torch.cat(self._chunks, 2)
-        if rows.shape[-2:] != (TOKENS, TOKENS):
-            raise UnsupportedError(f"recomputed attention has shape {tuple(rows.shape)}")
-        if self._own is not None and self._value is not None:
-            weighted = (rows.float() @ per_query_head(self._value, self._count)).transpose(1, 2)
-            if not relative_error(weighted, self._own) <= self._attended:
-                raise UnsupportedError("recomputed attention differs from the model's own")
-        elif not bool(((rows.sum(-1) - 1).abs() <= self._attended).all()):
-            raise UnsupportedError("recomputed attention differs from the model's own")
-
-    def _prove_heads(self) -> None:
-        """The output projection reads its heads side by side."""
-        if "heads" not in self._values or not self._count:
-            return
-        heads, count = self._values["heads"], self._count
-        if not self.target.adapter.attention_interface:
-            self._prove_values(heads, count)
-            return
-        moved = (heads[_NOISE] - heads[_NOISE, :1]).abs().amax(0)
-        by_head = moved.reshape(count, -1).amax(1) if len(moved) % count == 0 else moved
-        if not by_head.sum() <= (1 + self._tolerance) * by_head[_HEAD % count]:
-            self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
-
-    def _prove_values(self, heads: RowValues, count: int) -> None:
-        """Exactly the part of its own heads of what the output projection reads changes with the turned values."""
-        change = (heads[_TURNED["v"]] - heads[0]).abs()
-        if "attn.hook_v" not in self.problems and "v" in self._turned and change.shape[-1] % count == 0:
-            change = rearrange(change, "pos (head d_head) -> head pos d_head", head=count).amax(-1)
-            if self._is_after(change, self._reading("v", count), torch.arange(TOKENS) >= _TOKEN, change.max()):
-                return
-        for part in ("attn.hook_v", "attn.hook_z"):
-            self.problems[part] = "the output projection is not seen to read the values of the heads side by side"
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
@@ -357,16 +204,14 @@ class LayerProof:
         self._keeping("end")(output)
         if self.layer in self.target.with_neurons:
             self._prove_neurons()
-        self._prove_attention()
+        self.heads.finish()
         self._prove_residual()
-        self._prove_heads()
         self._prove_projection()
         if self.target.adapter.adds and "hook_mlp_out" in self.problems:
             reason = self.problems["hook_mlp_out"]
             raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
         self._values.clear()
-        self._own = self._value = None
-        self._chunks.clear()
+        del self.heads
 
     def _prove_neurons(self) -> None:
         """What the MLP gives is what its down projections and experts give, by the factors of the adapter."""
@@ -395,7 +240,7 @@ class LayerProof:
             return True
         if up.shape[-1] != post.shape[-1] * (1 + self.target.adapter.fused_gate_up):
             return False
-        change = post[_SCALED] - post[0]
+        change = post[SCALED] - post[0]
         is_gated = self.target.is_gated(self.layer)
         if not up[0].any() or not post.any():  # weights of zero
             return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -93,14 +92,6 @@ def _replacement(module: nn.Module, name: str, value: Any) -> Any:
     if function is getattr(type(module), name, None) or (name != "forward" and isinstance(function, type)):
         return None
     return function
-
-
-def references(functions: Iterable[Any]) -> list[weakref.ref[Any]] | None:
-    """Return weak references to replaced functions; None if one takes none."""
-    try:
-        return [weakref.ref(function) for function in functions]
-    except TypeError:
-        return None
 
 
 def is_hooked(model: nn.Module) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.errors import SinkscopeWarning
 from sinkscope.opening.load import load, open_stream
 
 READERS = (load, partial(ss.find_sinks, max_repeats=64))
@@ -99,16 +98,6 @@ def test_harmless_tensors_are_left_out(tmp_path, name):
     assert_close(streamed, planted().model.model(ids).last_hidden_state)
 
 
-def test_decoder_layers_that_the_configuration_does_not_count_are_said(tmp_path):
-    further = "layers.4", "layers.6"
-    folder = changed(tmp_path / "m", lambda name, weight: {name: weight, name.replace(*further): weight.clone()})
-    says = r"m holds 7 decoder layers and its configuration says 5 \(num_hidden_layers\), so only the first 5 run"
-    for read in (load, open_stream):
-        with pytest.warns(SinkscopeWarning, match=says):
-            read(folder)
-    load(folder, layers=2)  # whoever cuts a model knows it
-
-
 def adapter_in(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-2-7b-hf", "r": 4}
@@ -133,7 +122,7 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, typed, beside):
                 read(str(folder))
             with refused(words=["org/name", *in_repo]):
                 read("org/name")
-    assert words[0] in typed(["circuit", "--model", str(folder)], 2).err
+    assert words[0] in typed(["why-sink", "--model", str(folder)], 2).err
 
 
 def test_a_cut_that_cannot_be_made_is_not_blamed_on_the_files(tmp_path):

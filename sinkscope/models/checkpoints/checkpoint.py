@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +14,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_out_of_memory, warn
+from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_out_of_memory
 from sinkscope.files.opener import inside, open_regular
 from sinkscope.files.output import read_json
 from sinkscope.files.plain import in_one_line
 from sinkscope.files.records import checked_value
-from sinkscope.models.adapters import stack_of
 from sinkscope.models.checkpoints.config import (
     TOKENIZER_FILES,
     causal_class,
@@ -304,27 +303,6 @@ def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str, ori
             )
 
 
-def note_further_layers(tensors: Mapping[int, Collection[str]], count: int, name: str) -> None:
-    """Warn of decoder layers that a checkpoint holds and the model does not run.
-
-    A layer that predicts further tokens has tensors that no other layer has; it is no decoder layer.
-
-    Args:
-        tensors: Names of the tensors of each layer, by its number.
-        count: Number of layers that the configuration says.
-        name: Name of the model.
-    """
-    known = set[str]()
-    for layer in range(count):
-        known.update(tensors.get(layer, ()))
-    further = [layer for layer in tensors if layer >= count and known.issuperset(tensors[layer])]
-    if further:
-        warn(
-            f"{name} holds {max(further) + 1} decoder layers and its configuration says {count} (num_hidden_layers), "
-            f"so only the first {count} run: config and weights may be of different models"
-        )
-
-
 def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any]) -> Any:
     """Return a model in eval mode, with the weights of the files.
 
@@ -362,18 +340,6 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
     if files.gguf is not None and quantizer is not None and not getattr(quantizer, "packed_modules", None):
         quantizer.remove_quantization_config(model)  # the weights are numbers now: they can be trained and saved
     return model.eval()
-
-
-def check_depth(files: Files, model: Any) -> None:
-    """Warn if the files hold more decoder layers than a model that was made of them; only safetensors say so."""
-    stack = stack_of(model).removeprefix(f"{model.base_model_prefix}.")
-    pattern = re.compile(rf"(?:{model.base_model_prefix}\.)?{re.escape(stack)}\.(\d+)\.(.+)")
-    tensors: dict[int, set[str]] = {}
-    for file in files.weights():
-        if file.suffix == ".safetensors":
-            for match in filter(None, map(pattern.fullmatch, open_weights(file).keys())):
-                tensors.setdefault(int(match[1]), set()).add(match[2])
-    note_further_layers(tensors, model.config.get_text_config().num_hidden_layers, files.name)
 
 
 @contextmanager

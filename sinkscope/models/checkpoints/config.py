@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -280,6 +280,7 @@ def check_vocabulary(tokenizer: Any, hf: Any) -> None:
         )
 
 
+@torch.no_grad()
 def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
     """Check that no parameter holds NaN or infinity. Quantised parameters and those on meta are skipped.
 
@@ -291,13 +292,7 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
     Raises:
         SinkscopeError: A parameter does; the message names the first.
     """
-    check_numbers(hf.named_parameters(), source, path)
-
-
-@torch.no_grad()
-def check_numbers(tensors: Iterable[tuple[str, torch.Tensor]], source: str = "", path: str = "") -> None:
-    """Check tensors by name, as `check_finite` does."""
-    for name, each in tensors:
+    for name, each in hf.named_parameters():
         tensor = local(each)
         if tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
             continue

@@ -1,16 +1,12 @@
-"""Files of a hub repo: downloaded, or taken from the cache, with one-line errors."""
+"""Files of a hub repo: downloaded, or taken from the cache; errors are those of huggingface_hub, in one line."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from sinkscope.errors import SinkscopeError, first_line
+from sinkscope.errors import SinkscopeError
 
 ADAPTER_CONFIG = "adapter_config.json"
-
-
-class HubError(SinkscopeError):
-    """A file of the hub cannot be had here."""
 
 
 class NoFileError(SinkscopeError):
@@ -26,43 +22,25 @@ def hub_file(repo: str, name: str, revision: str | None) -> Path:
         revision: Branch, tag or commit.
 
     Raises:
-        AbsentError: The repo has no such file.
+        NoFileError: The repo has no such file.
         SinkscopeError: The repo or revision does not exist, access or connection is missing, or the transfer failed.
     """
     from huggingface_hub import errors, hf_hub_download
 
     try:
         return Path(hf_hub_download(repo, name, revision=revision))
-    except errors.LocalEntryNotFoundError as error:
-        raise _refusal(error, repo, name, revision) from None
-    except errors.EntryNotFoundError:
-        raise NoFileError(
-            f"{repo} has no {name}: give a whole model of transformers, or another revision; of an adapter, the model "
-            "that it was made for"
-        ) from None
     except Exception as error:
-        raise _refusal(error, repo, name, revision) from None
-
-
-def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:
-    """What went wrong, and what to do; it is no `HubError` if the repo or its revision does not exist."""
-    from huggingface_hub import constants, errors
-
-    hub, login = constants.ENDPOINT, "log in with `hf auth login`"
-    # The class that a broken transfer raises depends on the version of the hub's client.
-    message = f"downloading {name} of {repo} failed: {first_line(error)}; run it again, whole files are kept"
-    if isinstance(error, errors.GatedRepoError):
-        message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        return SinkscopeError(f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}")
-    elif isinstance(error, errors.RevisionNotFoundError):
-        return SinkscopeError(f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository")
-    elif isinstance(error, errors.LocalEntryNotFoundError):
-        message = (
-            f"{name} of {repo} is not in the cache and {hub} cannot be reached: check the connection and "
-            "HF_HUB_OFFLINE, or give a folder that holds the checkpoint"
-        )
-    return HubError(message)
+        if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+            raise NoFileError(
+                f"{repo} has no {name}: give a whole model of transformers, or another revision; of an adapter, the "
+                "model that it was made for"
+            ) from None
+        at = "" if revision is None else f" at {revision}"
+        reason = " ".join(str(error).split())
+        raise SinkscopeError(
+            f"{name} of {repo}{at} was not downloaded ({type(error).__name__}): {reason}; check name, revision, access "
+            "(`hf auth login`) and connection, and run it again: whole files are kept"
+        ) from None
 
 
 def hub_folder(repo: str, revision: str | None) -> Path:
