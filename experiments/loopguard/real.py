@@ -29,10 +29,10 @@ from sinkscope.generation.decode import decoding, to_end
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import under
 from sinkscope.loops import Tail
-from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.loops.guard.detect import monitors
+from sinkscope.loops.guard.steer import DRY
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.inputs import end_ids

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from sinkscope.files.records import Natural, check_fields
-from sinkscope.loops.dry import DRY
+from sinkscope.loops.guard.steer import DRY
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

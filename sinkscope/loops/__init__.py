@@ -20,8 +20,7 @@ from sinkscope.loops.text.signals import (
 from sinkscope.loops.text.watch import CheckedOutput, Watch
 
 if TYPE_CHECKING:
-    from sinkscope.loops.dry import DRY
-    from sinkscope.loops.guard.steer import Steer
+    from sinkscope.loops.guard.steer import DRY, Steer
 
 __all__ = [
     "DRY",
@@ -46,12 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DRY":
-        from sinkscope.loops.dry import DRY
+    if name in ("DRY", "Steer"):
+        from sinkscope.loops.guard import steer
 
-        return DRY
-    if name == "Steer":
-        from sinkscope.loops.guard.steer import Steer
-
-        return Steer
+        return getattr(steer, name)
     raise AttributeError(f"module 'sinkscope.loops' has no attribute {name!r}")

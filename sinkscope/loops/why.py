@@ -138,22 +138,17 @@ class WhyLoop(Result):
         if len(self.kept_by) > 1:
             causes = f"one of {causes}"
         taken = [by_name[name] for name in self.kept_by]
-        others, follows = [tried for tried in taken if tried.other_loop], ""
-        (first, *more) = taken
-        if not more and self.needs_any_sink:
-            follows = f", but goes on in {percent(first.from_start or 0.0)} if it is hidden from the start"
-            others = []
-        if others and len(taken) == 1:
-            follows = f", but another follows in {percent(others[0].other_loop)}"
-        elif others:  # each cause has a share of its own, as in the table
-            shares = [f"{percent(tried.other_loop)} ({tried.without})" for tried in others]
-            follows = f", but another follows in {word_list(shares)}"
-        effects: list[Effect] = []
-        for tried in taken:
-            effects.append(Effect(1 - tried.goes_on, 0.0, {"random changes": 1 - (tried.control or 0.0)}))
-        weakest = min(effects, key=lambda effect: effect.value)
+        shares: list[str] = []
+        for tried in taken:  # each cause has a share of its own, as in the table
+            if tried.other_loop:
+                shares.append(f"{percent(tried.other_loop)}{f' ({tried.without})' * (len(taken) > 1)}")
+        follows = f", but another follows in {word_list(shares)}" if shares else ""
+        if len(taken) == 1 and self.needs_any_sink:
+            follows = f", but goes on in {percent(taken[0].from_start or 0.0)} if it is hidden from the start"
+        weakest = max(taken, key=lambda tried: tried.goes_on)
+        effect = Effect(1 - weakest.goes_on, 0.0, {"random changes": 1 - (weakest.control or 0.0)})
         template = "Remove {causes}, and this loop stops in {value} of {count} cases{follows} ({control})."
-        return weakest.sentence(template, causes=causes, count=str(len(self.cuts)), follows=follows)
+        return effect.sentence(template, causes=causes, count=str(len(self.cuts)), follows=follows)
 
     @property
     def needs_any_sink(self) -> bool:

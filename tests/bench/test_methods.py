@@ -13,8 +13,8 @@ from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_
 from sinkscope.bench.samplers import SAMPLERS
 from sinkscope.bench.table import tabulate_records
 from sinkscope.kv import H2O, SnapKV
-from sinkscope.loops.dry import DRY
 from sinkscope.loops.guard import LoopGuard, Steer
+from sinkscope.loops.guard.steer import DRY
 from sinkscope.opening.load import load
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape

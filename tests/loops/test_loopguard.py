@@ -280,8 +280,6 @@ def test_a_row_without_an_end_cannot_be_stopped():
 def test_the_names_of_a_guard_and_of_its_monitor():
     assert edit_from_options(guard="paper") == LoopGuard.paper()
     assert edit_from_options(guard=True) == LoopGuard()
-    with refused(r"LoopGuard has no penalty= any more: give steer=Steer\(penalty=...\)"):
-        LoopGuard(penalty=1.0)
     model, tokenizer = tiny_model("llama")
     with refused("guard"):
         generate(model, "x", guard="papers", tokenizer=tokenizer)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -54,22 +54,13 @@ ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 DEFAULT_MONITOR = MonitorSettings(cooldown=8, most_copies=20)
 """A loop that goes on is met with more than a cut: no need to wait. 20 copies of anything are one, data too."""
 DEFAULT_STEER = Steer()
-NEW_NAMES = {
-    "window": "monitor=MonitorSettings(window=...)",
-    "variant": "monitor=PaperSettings(...), or LoopGuard.paper()",
-    "recent_window": "monitor=PaperSettings(...), which has it",
-    "penalty": "steer=Steer(penalty=...), or steer=None for 0",
-    "temperature": "steer=Steer(temperature=...)",
-    "seed": "steer=Steer(seed=...)",
-}
-"""What stands in place of a field of an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    The defaults are meant for everyday use. A repetition is found once it has three copies and 64 tokens beyond two.
+    The defaults are meant for everyday use. A repetition is found once it has 64 tokens beyond two copies.
     Where the caller can take tokens back (`sinkscope.loops.generate`, `Conversation`, the command line), the output is
     cut after the first copy; a plain `model.generate` only loses the copies from its cache. From then on, a token that
     would prolong a repetition is less likely, the less the longer the repetition.
@@ -122,13 +113,6 @@ class LoopGuard(Intervention):
     local: Whole = 4
     act: Literal["rewind", "cut", "stop", "report"] | None = None
     KIND: ClassVar[str] = "guard"
-
-    def __new__(cls, *_args: Any, **fields: Any) -> Self:
-        """Refuse the names that fields had in earlier versions, and say the new ones."""
-        for name in fields:
-            if name in NEW_NAMES:
-                raise SinkscopeError(f"LoopGuard has no {name}= any more: give {NEW_NAMES[name]}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self)
