@@ -12,6 +12,7 @@ from .conformance.check_cache import check_cache as check_cache
 from .engine.run import Event as Event
 from .errors import SinkscopeError as SinkscopeError
 from .generation.conversation import Conversation as Conversation
+from .generation.generate import generate as generate
 from .generation.progressive import Progressive as Progressive
 from .hooks.edit.base import Intervention as Intervention
 from .hooks.edit.edits import Ablate as Ablate
@@ -20,7 +21,6 @@ from .hooks.edit.knockout import Knockout as Knockout
 from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.trace import trace as trace
 from .loops.barcode import barcode as barcode
-from .loops.generate import generate as generate
 from .loops.guard.guard import LoopGuard as LoopGuard
 from .loops.why import why_loop as why_loop
 from .measure.measurement import Measurement as Measurement

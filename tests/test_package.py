@@ -61,7 +61,7 @@ def test_type_checkers_see_the_same_names():
     assert seen | {"__version__"} == set(dir(sinkscope)), "__init__.pyi has a line for each public name"
 
 
-NAMED = "sinkscope.loops.generate, sinkscope.hooks.trace, sinkscope.sparse.choice; import sinkscope as ss"
+NAMED = "sinkscope.generation.generate, sinkscope.hooks.trace, sinkscope.sparse.choice; import sinkscope as ss"
 CALLABLE = "print(all(map(callable, (ss.load, ss.trace, ss.generate, ss.lines))))"
 ORDERS = {
     f"import sinkscope, {NAMED}\n{CALLABLE}": "True",
@@ -73,7 +73,7 @@ ORDERS = {
 ORDERS[
     "import sys, sinkscope\nsinkscope.find_sinks\nprint([name for name in sys.modules if 'sinkscope.kv' in name])"
 ] = "[]"
-for module in ("sparse.lines", "loops.generate"):
+for module in ("sparse.lines", "generation.generate"):
     ORDERS[f"import sinkscope.{module} as other; print(other.__name__)"] = f"sinkscope.{module}"
 
 

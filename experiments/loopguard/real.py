@@ -26,10 +26,10 @@ from experiments.loopguard.variants import MONITORS
 from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.generation.decode import decoding, to_end
+from sinkscope.generation.generate import padded
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import under
 from sinkscope.loops import Tail
-from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.loops.guard.detect import monitors
 from sinkscope.loops.guard.steer import DRY

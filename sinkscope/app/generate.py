@@ -11,8 +11,8 @@ from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.loops.generate import generate
-from sinkscope.measure.edit_options import edit_from_options
+from sinkscope.generation.edit_options import edit_from_options
+from sinkscope.generation.generate import generate
 from sinkscope.opening.load import load
 from sinkscope.results.console import end_bar, note
 

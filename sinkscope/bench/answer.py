@@ -24,10 +24,10 @@ from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, to_end
+from sinkscope.generation.generate import padded
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.usage import HeldTokens, full_read
-from sinkscope.loops.generate import padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.margin import mean_known
 from sinkscope.measure.setup import model_info

@@ -21,8 +21,8 @@ from sinkscope.files.output import PathName
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole
 from sinkscope.files.store import Folder, json_lines
+from sinkscope.generation.generate import Temperature
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.loops.generate import Temperature
 from sinkscope.models.checkpoints.config import float32_by_default
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.inputs import check_length, tokenizer_of

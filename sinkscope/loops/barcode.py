@@ -20,9 +20,9 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.watch import AttentionRows, Observe
-from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
+from sinkscope.measure.attention_texts import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import count_of, head_name, word_form, word_list

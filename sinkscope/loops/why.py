@@ -35,10 +35,9 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.kv import Full
 from sinkscope.kv.keeper import check_servable
 from sinkscope.kv.watch import RemoveTokens
-from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
-from sinkscope.measure.attention_texts import prompt_ids
+from sinkscope.measure.attention_texts import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.results.effect import STANDS, Effect
 from sinkscope.results.notation import count_of, percent, word_list

@@ -14,12 +14,14 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, is_device
 from sinkscope.files.records import check_values, read_records
+from sinkscope.generation.decode import decode
 from sinkscope.measure import Setup
-from sinkscope.models.inputs import read_row
+from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.text import beginning, note_second_bos, text_rows
 
 ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
 SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
+NEW_TOKENS = 512  # written by default after a prompt in which a loop is looked for, if the context holds them
 
 
 def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None, *, any_length: bool = False) -> list[int]:
@@ -40,6 +42,26 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None, *, any_length: 
         ids = [*beginning(setup.tokenizer, setup.bos), *ids]
         note_second_bos(ids, setup.bos, "the prompt")
     return ids
+
+
+def prompt_and_continuation(
+    setup: Setup, prompt: str | Sequence[int] | None, new: int | None, spare: int = 0
+) -> tuple[list[int], int]:
+    """Return a prompt with its greedy continuation, and the length of the prompt.
+
+    Args:
+        setup: The model, with the interventions under which it writes.
+        prompt: Text or ids. None: the beginning of the typical text.
+        new: Tokens to generate. None: 512, or as many as the context holds.
+        spare: Tokens for which there should still be room.
+    """
+    start = prompt_ids(setup, prompt)
+    if new is None:
+        limit = setup.target.max_positions or len(start) + NEW_TOKENS + spare
+        new = max(1, min(NEW_TOKENS, limit - len(start) - spare))
+    check_length(setup.target, "the prompt", len(start), new)
+    (answer,), _ = decode(setup.target, [start], new, setup.edit)
+    return [*start, *answer], len(start)
 
 
 @dataclass(frozen=True)

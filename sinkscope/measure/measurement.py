@@ -15,7 +15,7 @@ from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, ref
 from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.decode import noted_decoding
-from sinkscope.measure.edit_options import edit_from_options
+from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
 from sinkscope.models.modes import evaluating

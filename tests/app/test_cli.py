@@ -25,8 +25,8 @@ from sinkscope.app.commands import COMMANDS
 from sinkscope.engine.run import Event
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
+from sinkscope.generation.generate import Generated
 from sinkscope.hooks.edit import SinkPatch
-from sinkscope.loops.generate import Generated
 from sinkscope.measure import Measurement
 from sinkscope.results.result import Result
 

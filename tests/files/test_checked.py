@@ -10,7 +10,7 @@ from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, Natural, Share, Whole, checked, checked_value
-from sinkscope.loops.generate import generate
+from sinkscope.generation.generate import generate
 
 
 @checked

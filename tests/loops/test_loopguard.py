@@ -23,13 +23,13 @@ from transformers import DynamicCache
 
 from experiments.loopguard.variants import Timed
 from sinkscope.engine.run import Event
+from sinkscope.generation.edit_options import edit_from_options
+from sinkscope.generation.generate import generate
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops import MonitorSettings
-from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard, Steer, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.repetition import EarlierCopies
-from sinkscope.measure.edit_options import edit_from_options
 
 ALWAYS = LoopGuard.paper(**SMALL, monitor=Timed(window=16, every=9, warmup=0, cooldown=0))
 TAIL = LoopGuard.paper(**SMALL, monitor=EAGER)

@@ -11,10 +11,10 @@ from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.conversation import Conversation
+from sinkscope.generation.generate import generate, padded
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit import Event
 from sinkscope.loops import MonitorSettings, tail_period
-from sinkscope.loops.generate import generate, padded
 from sinkscope.loops.guard import LoopGuard
 
 STEPS, REWOUND = 140, 90  # new tokens; where a loop is taken back, fewer show it

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
+from sinkscope.generation.generate import generate
 from sinkscope.hooks.trace import trace
 from sinkscope.kv import H2O
-from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.opening.live import target_of

@@ -79,7 +79,7 @@ EDITS = [
     click.Option(["--guard"], is_flag=True),
 ]
 """Options of a command that can run under interventions."""
-SHARED = ("measure.setup:Setup.open", "measure.edit_options:edit_from_options")
+SHARED = ("measure.setup:Setup.open", "generation.edit_options:edit_from_options")
 """Where the docstrings are that describe these options."""
 OUTPUTS = [
     click.Option(["--json"], metavar="FILE|-", help="Write the result as JSON; - is standard output."),

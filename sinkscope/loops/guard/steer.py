@@ -1,7 +1,7 @@
 """Tokens that would prolong a repetition become less likely: from an alarm on under LoopGuard, and always under DRY.
 
-Both look up where the last tokens of a row stand earlier. The longer such a copy is, the more the token that followed it
-loses of its logit.
+Both look up where the last tokens of a row stand earlier. The longer such a copy is, the more of its logit loses the
+token that followed it.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from refusals import refused
 from tokenizers.processors import TemplateProcessing
 
 from experiments.loopguard.variants import Timed
+from sinkscope.generation.generate import generate
 from sinkscope.hooks.edit import Event, SinkPatch
 from sinkscope.kv import StreamingLLM
-from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
 
 SITES = loud_model()[2]

@@ -20,15 +20,12 @@ from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
-from sinkscope.generation.decode import decode, decoding, to_end
+from sinkscope.generation.decode import decoding, to_end
+from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
-from sinkscope.loops.guard import LoopGuard
-from sinkscope.measure import Setup
-from sinkscope.measure.attention_texts import prompt_ids
-from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import check_length, end_ids, read_inputs, tokenizer_of
@@ -36,7 +33,6 @@ from sinkscope.models.target import Target
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
 
-NEW_TOKENS = 512  # written by default after a prompt in which a loop is looked for, if the context holds them
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -67,7 +63,7 @@ def generate(
     patch: SinkPatch | str | PathLike[str] | None = None,
     interventions: Any = None,
     policy: Policy | str | None = None,
-    guard: LoopGuard | bool | Literal["paper"] = False,
+    guard: Intervention | bool | Literal["paper"] = False,
     tokenizer: Any = None,
     max_new_tokens: Natural = 100,
     temperature: Temperature = 0.0,
@@ -201,7 +197,7 @@ def _with_run(generated: Generated, run: Run | None, row: int, start: int) -> Ge
     last = generated.prompt_tokens + len(generated.tokens) - 1
     events: list[Event] = []
     for event in run.events:  # a row that has ended continues as padding until the last row ends
-        if event.row == row and (event.kind == LoopGuard.KIND or event.position <= last):
+        if event.row == row and (event.kind == "guard" or event.position <= last):
             events.append(replace(event, row=start + row))
     return replace(generated, events=events, summary=run.summary())
 
@@ -226,26 +222,6 @@ def padded(
         pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
         pad_sequence(real, batch_first=True, padding_side="left"),
     )
-
-
-def prompt_and_continuation(
-    setup: Setup, prompt: str | Sequence[int] | None, new: int | None, spare: int = 0
-) -> tuple[list[int], int]:
-    """Return a prompt with its greedy continuation, and the length of the prompt.
-
-    Args:
-        setup: The model, with the interventions under which it writes.
-        prompt: Text or ids. None: the beginning of the typical text.
-        new: Tokens to generate. None: 512, or as many as the context holds.
-        spare: Tokens for which there should still be room.
-    """
-    start = prompt_ids(setup, prompt)
-    if new is None:
-        limit = setup.target.max_positions or len(start) + NEW_TOKENS + spare
-        new = max(1, min(NEW_TOKENS, limit - len(start) - spare))
-    check_length(setup.target, "the prompt", len(start), new)
-    (answer,), _ = decode(setup.target, [start], new, setup.edit)
-    return [*start, *answer], len(start)
 
 
 class _FiniteLogits(LogitsProcessor):
