@@ -60,9 +60,10 @@ DEFAULT_STEER = Steer()
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    The defaults are meant for everyday use. A repetition is found once it has 64 tokens beyond two copies.
-    Where the caller can take tokens back (`sinkscope.generate`, `Conversation`, the command line), the output is cut after the first copy; a plain `model.generate` only loses the copies from its cache. From then on, a token that
-    would prolong a repetition is less likely, the less the longer the repetition.
+    The defaults are meant for everyday use. A repetition is found once it has 64 tokens beyond two copies. Where the
+    caller can take tokens back (`sinkscope.generate`, `Conversation`, the command line), the output is cut after the
+    first copy; a plain `model.generate` only loses the copies from its cache. From then on, a token that would prolong
+    a repetition is less likely, the less the longer the repetition.
     `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched. A call with several tokens is a new turn, where monitors start again. Each row is
