@@ -71,6 +71,9 @@ def prove(target: Target, layers: Iterable[int] | None = None) -> Proof:
         hooks = list[Hook]()
         for check in checks.values():
             hooks += check.hooks()
+        for layer in range(max(numbers)):
+            if layer not in checks:  # a later one may read its keys and values
+                hooks.append((target.layers[layer], "pre", on_input(_alike)))
         with _attention(target, checks), target.hooks(*hooks):
             target.forward(token_ids(target, TOKENS).expand(ROWS, -1), last_layer=max(numbers))
         for check in checks.values():
@@ -85,6 +88,12 @@ def prove(target: Target, layers: Iterable[int] | None = None) -> Proof:
     except Exception as error:  # a model may do anything in a pass
         proof.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
     return proof
+
+
+def _alike(hidden: Tensor) -> Tensor:
+    """What enters a layer, with that of the first row in every row, so that no edit of an earlier layer is seen."""
+    rows = by_row(hidden)
+    return rows[:1].expand_as(rows).clone().reshape(hidden.shape)
 
 
 def _check_paths(target: Target) -> None:
@@ -169,14 +178,13 @@ class LayerProof:
         return keep
 
     def _enter(self, hidden: Tensor) -> Tensor:
-        """Let the same enter in every row, so that no edit of an earlier layer is seen."""
+        """Let the same enter in every row, and keep it."""
         if self.ran:
             raise UnsupportedError(f"layer {self.layer} runs several times in a pass")
         self.ran = True
-        rows = by_row(hidden)
-        shape, rows = hidden.shape, rows[:1].expand_as(rows).clone()
-        self._keeping("pre")(rows)
-        return rows.reshape(shape)
+        same = _alike(hidden)
+        self._keeping("pre")(same)
+        return same
 
     def _scale_up(self, up: Tensor) -> Tensor:
         rows = by_row(up).clone()
