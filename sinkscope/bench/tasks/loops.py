@@ -1,8 +1,8 @@
 """Loops: prompts that make greedy decoding repeat itself, and who escapes (Xu et al. 2026, LoopGuard, section 4).
 
-The prompts are those of LoopBench's two sets in a size for the bundled model ("small"), story openings ("stories"), the
-loop organism, whose prompts state whether and where it loops ("organism"), openings of ordinary text ("text"), or a
-file of prompts. Another benchmark, of circular reasoning, is also called LoopBench.
+The prompts are those of LoopBench's two sets in a size for the bundled model ("small"), story openings ("stories"),
+openings of ordinary text ("text"), or a file of prompts. Another benchmark, of circular reasoning, is also called
+LoopBench.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
 
 DATA = Path(__file__).with_name("data")
-PROMPT_SETS = ("small", "small-dc", "small-ri", "stories", "organism")
+PROMPT_SETS = ("small", "small-dc", "small-ri", "stories")
 """Prompts in the package: the files in `DATA` whose names begin so."""
 TEXT = "text"
 _TEXT_NEW, _TEXT_COUNT = 384, 16
@@ -45,7 +45,7 @@ class Loops(Task):
     """Prompts that make decoding loop.
 
     Attributes:
-        source: small, small-dc, small-ri, stories, organism, text, or a file of prompts.
+        source: small, small-dc, small-ri, stories, text, or a file of prompts.
         count: Number of prompts of each file, from the first one on, or of openings of text. None: all, or 16 openings.
         opening: Tokens of each opening.
     """
@@ -77,9 +77,7 @@ class Loops(Task):
         return prompts
 
     def new_tokens(self, target: Target) -> int:
-        """Return 2,500 as in the paper; 1,400 for the organism and 384 for openings of text."""
-        if self.source == "organism":
-            return 1400
+        """Return 2,500 as in the paper; 384 for openings of text."""
         if self.source != TEXT:
             return MAX_NEW
         new = _TEXT_NEW

@@ -23,8 +23,6 @@ RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
 TWO_HOPS = "recall-2hop"
 """The recall model with another circuit, which answers over two hops; its weights are made while it is loaded."""
-ORGANISM = "organism"
-"""Name of the model inside the package whose loops are held by copies in the cache; it repeats nothing else."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class ModelSource:
 
 
 _HERE = Path(__file__).parents[1]
-_IN_PACKAGE = {name: ModelSource("folder", _HERE / name, name) for name in (BUNDLED, RECALL, ORGANISM)}
+_IN_PACKAGE = {name: ModelSource("folder", _HERE / name, name) for name in (BUNDLED, RECALL)}
 _IN_PACKAGE[TWO_HOPS] = ModelSource("folder", _HERE / RECALL, TWO_HOPS, planted="two_hops.npz")
 
 
