@@ -39,11 +39,11 @@ def hard_options(h: Organism, folder: Path) -> dict[str, Any]:
 
 @cache
 def measured_spikes(measurement: Any, name: str, family: str) -> tuple[Organism, Setup, Any]:
-    """A planted model, what is measured on, and what `find_sinks` or `circuit` says."""
+    """A planted model, what is measured on, and what `find_sinks` or `why_sink` says."""
     h = hard(name, family)
     with TemporaryDirectory() as folder:
         setup = Setup.open(h.model, **hard_options(h, Path(folder)))
-    return h, setup, measurement.on(setup, max_repeats=4)
+    return h, setup, measurement.on(setup)
 
 
 def words_of(h: Organism, place: Any) -> str:

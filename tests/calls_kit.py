@@ -15,8 +15,8 @@ from sinkscope.kv.registry import policies
 
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
 MEASURED: dict[str, Callable[..., Any]] = {
-    "find_sinks": partial(ss.find_sinks, max_repeats=16),
-    "why_sink": partial(ss.why_sink, max_repeats=16),
+    "find_sinks": ss.find_sinks,
+    "why_sink": ss.why_sink,
     "repeat": partial(ss.repeat, max_repeats=24),
     "probability": partial(ss.repeat, max_repeats=24, quantity="probability"),
     "attack": partial(ss.attack, length=4, n_tokens=16, sequences=4),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from sample_results import FIRST, sample_find_sinks, spike
+from sample_results import FIRST, sample_find_sinks, spike, with_rows, writer
 
 import sinkscope as ss
 from sinkscope import loops
@@ -59,7 +59,7 @@ def fill(folder: Path, text: str):
     found = sample_find_sinks(
         model=ModelInfo(text.replace("/", ""), text, 6, 64, 512, text),
         settings={text: text, "list": [text]},
-        spikes=(replace(spike(FIRST, 9.0), alone=spike(FIRST, 9.0).alone * 15),),
+        spikes=(with_rows(spike(FIRST, 9.0), *(writer(f"L9.N{n}", 0.1, 0.9, "lowers") for n in range(30))),),
         provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
     )
     found.save(folder / "sinks.json")

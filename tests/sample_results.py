@@ -7,121 +7,109 @@ from dataclasses import replace
 import numpy as np
 
 from sinkscope.files.provenance import ModelInfo, Provenance
-from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.records import (
-    Alone,
-    Attended,
-    Candidate,
-    Control,
-    Controls,
-    Copies,
-    Effects,
-    Largest,
-    MarkLeft,
-    Needed,
-    OfKind,
-    OtherBos,
-    OtherLeft,
-    OtherSpike,
-    Outcome,
-    PartShare,
-    PlaceWords,
-    Readers,
-    SinkRate,
-    SpikeResult,
-)
+from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.sinks.spikes.places import PlaceWords
+from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.result import FindSinks
 
 FIRST = PlaceWords("the first token", "<s>", 1.0)
 STOP = PlaceWords("'.' wherever it stands", ".", 0.5)
-NEURONS = (Neuron(2, None, 412), Neuron(2, None, 77))
-NEEDED = Needed(
-    neurons=NEURONS,
-    parts=tuple(map(str, NEURONS)),
-    left=0.02,
-    left_margin=0.01,
+NEEDED = ("L2.N412", "L2.N77")
+
+
+def share(value: float, margin: float | None = None, by_text: tuple[float, ...] = ()) -> Mean:
+    return Mean(value, margin, by_text, "share")
+
+
+def count(value: float, margin: float | None = None) -> Mean:
+    return Mean(value, margin, (), "count")
+
+
+def outcome(table: str, name: str, left: float = 0.02, heads: int = 1, loss: float | None = 0.34, **more) -> Row:
+    """What comes of an edit."""
+    numbers = {"left": share(left, 0.01), "heads": count(heads, 1.0), "intact": count(32, 2.0)}
+    nats = None if loss is None else Mean(loss, 0.14)
+    return row_of(table, name, **numbers, loss=nats, tokens=992, **more)
+
+
+def control(name: str, sets: int = 1, reached: int = 0, loss: float | None = 0.01) -> Row:
+    """What others do."""
+    return outcome("controls", name, 0.98, 32, loss, sets=sets, reached=reached, size=count(40), norm=share(1.0))
+
+
+def writer(name: str, value: float, left: float, role: str, margin: float | None = None) -> Row:
+    """A neuron that writes the spike."""
+    return row_of("writers", name, role, share=share(value, margin), left=share(left), neutral=0.01)
+
+
+ROWS = (
+    row_of("spike", "norm", norm_before=20.0, norm_after=930.0, ratio=Mean(232.0, 1.5), ratio_beside=232.0),
+    row_of("spike", "needed", left=share(0.02, 0.01)),
+    row_of("spike", "read by", heads=count(32, 2.0)),
+    writer("L2.N412", 0.83, 0.3, "needed", 0.01),
+    writer("L2.N77", 0.14, 0.9, "needed"),
+    writer("L2.N3", 0.001, 1.0, "backup"),
+    row_of("components", "mlp 2", share=share(0.97, 0.01)),
+    row_of("components", "attention 1", share=share(0.03)),
+    row_of("erasers", "mlp 5", share=share(-0.4, 0.02)),
+    row_of("marks", "attention 0", left=share(0.01, 0.001), heads=3, intact=32, others=share(0.97), sets=5),
+    row_of("marks", "L0.H1 and L0.H2", left=share(0.02), heads=4, intact=32),
+    outcome("effects", "at place"),
+    outcome("effects", "everywhere"),
+    replace(outcome("effects", "hidden", 1.0, 0), note="from layer 3 on"),
+    control("busiest"),
+    control("random", 8, 1),
+    row_of("alone", "L2.N412", left=share(0.3), heads=20, loss=Mean(0.2, 0.1)),
+    row_of("alone", "L2.N77", left=share(0.9), heads=31, loss=0.01),
 )
-OUTCOME = Outcome(
-    left=0.02,
-    left_margin=0.01,
-    heads=(32, 1),
-    heads_margin=(2.0, 1.0),
-    loss=0.34,
-    interval=(0.2, 0.48),
-    tokens=992,
-    others=(OtherLeft(1, 0.5),),
-)
-CONTROL = Control(
-    **{**vars(OUTCOME), "left": 0.98, "heads": (32, 32), "loss": 0.01, "interval": None, "others": ()},
-    sets=1,
-    reached=0,
-    norm=1.0,
-    count=40.0,
-)
-EFFECTS = Effects(OUTCOME, OUTCOME, OUTCOME, None, 0.03)
-CONTROLS = Controls(CONTROL, replace(CONTROL, sets=8, reached=1, norm=0.9))
+
+
+def with_rows(one: SpikeResult, *rows: Row, without: tuple[str, ...] = ()) -> SpikeResult:
+    """A spike with other rows of the same names, and without some tables."""
+    new = {(row.table, row.name): row for row in rows}
+    kept = {(row.table, row.name): row for row in one.rows if row.table not in without}
+    return replace(one, rows=tuple((kept | new).values()))
 
 
 def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResult:
     """A spike that both neurons make."""
-    return SpikeResult(
+    made = SpikeResult(
         place=place,
         layers=(2, 4),
         peak=3,
-        norm=930.0,
-        before=20.0,
-        ratio=ratio,
-        ratio_layer=2,
-        ratio_margin=1.5,
-        ratio_beside=ratio,
+        highest=2,
         dims=(7,),
-        writers=(PartShare("mlp 2", 0.97, 0.01), PartShare("attention 1", 0.03, None)),
-        neurons=(
-            Candidate(2, None, 412, 0.83, 0.01, 0.01, 0.3, "needed"),
-            Candidate(2, None, 77, 0.14, None, 0.02, 0.9, "needed"),
-            Candidate(2, None, 3, 0.001, None, 0.0, 1.0, "backup"),
-        ),
-        backups=(Neuron(2, None, 3),),
-        erasers=(PartShare("mlp 5", -0.4, 0.02),),
         needed=NEEDED,
-        effect=EFFECTS,
-        controls=CONTROLS,
-        alone=(Alone(2, None, 412, 0.3, 20, 0.2, (0.1, 0.3)), Alone(2, None, 77, 0.9, 31, 0.01, None)),
-        marks=(
-            MarkLeft("attention 0", 0.01, 0.001, (32, 3), 0.97, 5),
-            MarkLeft("L0.H1 and L0.H2", 0.02, None, (32, 4), None, 0),
-        ),
-        copies=(Copies(" the", 300, 0.01, 0.9, 1024), Copies(" a", None, 0.0, 0.1, 1024)),
         like=like,
-        heads=32,
-        heads_margin=2.0,
-        texts=16,
         held_out=True,
-        conditions=None,
-        purpose=None,
+        texts=tuple(range(16)),
+        rows=ROWS,
     )
+    norm = made.named("spike", "norm")
+    return with_rows(made, replace(norm, numbers=norm.numbers | {"ratio": Mean(ratio, 1.5)}))
 
 
 def sample_find_sinks(**changes) -> FindSinks:
     """Six layers, and a sink at the first token."""
     heads = np.array([*((0.1, 0.9) * 4 for _ in range(5)), (np.nan,) * 8])
+    by_text = (30.0, 34.0, 32.0, 32.0)
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0, 0)),
-        readers=Readers(
-            FIRST.words, 32, 48, 2.0, 4, (30, 34, 32, 32), (OfKind("prose", 30, None), OfKind("code", 34, 1.0))
+        attention=(
+            row_of("attention", FIRST.words, heads=Mean(32, 2.0, by_text, "count"), total=48),
+            row_of("attention by kind of text", "prose", heads=count(30)),
+            row_of("attention by kind of text", "code", heads=count(34, 1.0)),
+            row_of("attention", "sink rate", share=share(0.4, 0.05, (0.3, 0.5, 0.4, 0.4)), length=64, eps=0.3),
+            row_of("attention", "learned sink logits", heads=2),
+            row_of("attention without a spike", "'(' wherever it stands", heads=3),
+            row_of("norm", "largest", "at '<s>' after layer 3", ratio=240.0),
         ),
-        attended=(Attended(PlaceWords("'(' wherever it stands", "(", 0.4), 3),),
-        learned_heads=2,
-        largest=Largest(240.0, "<s>", 0, 3),
         heads=heads,
-        bos=OtherBos(False, "<s>", 30, 3.0, (OtherSpike(FIRST, (2, 4), 200.0),)),
-        sink_rate=SinkRate(0.3, 64, 12, 0.4, 0.05),
         typical_norm=(2.0, 3.0, 4.0, 5.0, 5.0, 5.0),
         first_token_norm=(3.0, 20.0, 930.0, 931.0, 930.0, 400.0),
-        layers_read=6,
         first_ids=(1,),
     )
     return replace(made, **changes)

@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.shards import split_weight
 from sinkscope.sinks.spikes import survey
 
-FIND_SINKS = ["find-sinks", "--max-repeats", "16"]
+FIND_SINKS = ["find-sinks"]
 
 
 def unequal_seeds(model, tokenizer):

@@ -37,12 +37,12 @@ TIMES = ("seconds", "time")  # fields inside a result that measure time, so that
 _METHODS = "--methods full,streaming:80,h2o:80,snapkv:80,tova:80,adakv:80,loopserve:80"
 _PROMPT = "--prompt-file {inputs}/prompt.txt {model}"
 COMMANDS = {
-    "find-sinks": "find-sinks --max-repeats 256 {all}",
+    "find-sinks": "find-sinks {all}",
     "repeat": "repeat --max-repeats 256 {all}",
     "repeat-attention": "repeat --quantity attention --max-repeats 256 {all}",
     "repeat-probability": "repeat --quantity probability --max-repeats 256 {all}",
     "repeat-all": "repeat --tokens all --sample 64 --max-repeats 256 {all}",
-    "why-sink": "why-sink --max-repeats 256 {all}",
+    "why-sink": "why-sink {all}",
     "attack": "attack --length 8 --sequences 16 {all}",
     "patch": "patch --out patch.json --max-repeats 256 --pieces 2 --length 64 {all}",
     "patch-file": "patch --file patch.json --pieces 4 --length 64 {all}",

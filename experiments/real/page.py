@@ -14,6 +14,8 @@ from experiments.drawn import markdown, put_table
 from experiments.real.commands import COLUMN, COMMANDS
 from experiments.record import Row, earlier
 from experiments.script import run as run_script
+from sinkscope.results import row as results
+from sinkscope.sinks.spikes.result import FindSinks
 
 ROOT = Path(__file__).parents[2]
 PAGE, COMMANDS_PAGE = ROOT / "docs/real_models.md", ROOT / "figures/real_models.md"
@@ -27,12 +29,12 @@ HEAD = ("command", "CPU s", "peak GB", "what it says", "what plain hooks read")
 def main() -> None:
     """Write the tables into their pages."""
     table, readings = earlier(TABLE), earlier(READINGS)
-    found = {name: earlier(path) for name, path in FOUND.items()}
+    found = {name: FindSinks.load(path) for name, path in FOUND.items()}
     put_table(PAGE, "real.page", numbers(found, readings))
     put_table(COMMANDS_PAGE, "real.page", tables(table, readings))
 
 
-def numbers(found: Row, readings: Row) -> str:
+def numbers(found: dict[str, FindSinks], readings: Row) -> str:
     """The table of the numbers that pages cite: what `find-sinks` measures, beside plain hooks on other texts."""
     columns: list[list[str]] = []
     for name in TITLES:
@@ -42,30 +44,27 @@ def numbers(found: Row, readings: Row) -> str:
     return markdown(head, list(zip(NUMBERS, *columns, strict=True)))
 
 
-def measured_numbers(result: Row) -> list[str]:
+def measured_numbers(found: FindSinks) -> list[str]:
     """The column of a result of `find-sinks`; the main spike is that of the largest norm."""
-    main, other = sorted(result["spikes"], key=lambda spike: -spike["norm"])[:2]
-    readers, without, effect = result["readers"], result["bos"], main["effect"]
-    gone, busiest = effect["at_place"], main["controls"]["busiest"]
-    hidden = "-" if effect["hidden"] is None else nats(effect["hidden"])
+    main, other = sorted(found.spikes, key=lambda spike: -spike.named("spike", "norm").get("norm_after"))[:2]
+    gone, busiest, readers = main.named("effects", "at place"), main.named("controls", "busiest"), found.readers
+    hidden = main.named("effects", "hidden")
     return [
-        f"{readers['heads']} ± {readers['margin']:.0f} of {readers['total']}",
-        f"{without['heads']} ± {without['margin']:.0f}",
-        f"layers {main['layers'][0]} to {main['layers'][1]}, {main['ratio']:.0f} times",
-        names_of(main["needed"]["parts"]),
-        f"{gone['left']:.0%} of the spike",
-        f"{gone['heads'][1]} of {gone['heads'][0]}",
-        f"{nats(gone)} at the place, {nats(effect['everywhere'])} everywhere",
-        hidden,
-        f"{busiest['left']:.0%} of the spike, {nats(busiest)} ({busiest['count']:.0f} neurons)",
-        f"layers {other['layers'][0]} to {other['layers'][1]}, {other['ratio']:.0f} times",
+        f"{readers.get('heads'):.0f} ± {readers.margin('heads'):.0f} of {readers.get('total'):.0f}",
+        f"layers {main.layers[0]} to {main.layers[1]}, {main.ratio:.0f} times",
+        names_of(list(main.needed)),
+        f"{gone.get('left'):.0%} of the spike",
+        f"{gone.get('heads'):.0f} of {gone.get('intact'):.0f}",
+        f"{nats(gone)} at the place, {nats(main.named('effects', 'everywhere'))} everywhere",
+        nats(hidden) if hidden.numbers else "-",
+        f"{busiest.get('left'):.0%} of the spike, {nats(busiest)} ({busiest.get('size'):.0f} neurons)",
+        f"layers {other.layers[0]} to {other.layers[1]}, {other.ratio:.0f} times",
     ]
 
 
-def nats(outcome: Row) -> str:
-    """A rise of the loss with its interval."""
-    low, high = outcome["interval"]
-    return f"{outcome['loss']:.2f} nats ({low:.2f} to {high:.2f})"
+def nats(row: results.Row) -> str:
+    """A rise of the loss with its margin."""
+    return f"{row.get('loss'):.2f} ± {row.margin('loss'):.2f} nats"
 
 
 def plain_numbers(readings: Row) -> list[str]:
@@ -75,7 +74,6 @@ def plain_numbers(readings: Row) -> list[str]:
     left = f"{random['ratio'] / gone['intact']['ratio']:.0%} of the norm"
     return [
         f"{attention['heads_bos']} of {spike['n_layers'] * spike['n_heads']}",
-        str(attention["heads_no_bos"]),
         f"after layer {spike['layer']}, {spike['ratio']:.0f} times",
         names_of([f"L{layer}.N{neuron}" for layer, neuron in gone["neurons"]]),
         f"{needed['ratio'] / gone['intact']['ratio']:.0%} of the norm",
@@ -187,7 +185,6 @@ PLAIN = {
 
 NUMBERS = (
     "heads that give the first token more than 0.3 of their attention",
-    "the same without BOS",
     "main spike: where, and its norm over the typical one",
     "the neurons that it needs, which are zeroed below",
     "zeroed: what is left",

@@ -20,6 +20,7 @@ from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.results.parts import Component, Neuron
+from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.controls import ordered, random_neurons
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.edited import SpikeTexts
@@ -50,10 +51,10 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
     if spike is None:
         return [None]
     shares: dict[int | None, float] = {}
-    for one in components_of(spike)[0]:
-        part = part_of(one.part)
+    for name, row in of_table(components_of(spike), "components").items():
+        part = part_of(name)
         if isinstance(part, Component) and part.kind == "mlp":
-            shares[part.layer] = one.share
+            shares[part.layer] = row.get("share")
     return [max(shares, key=lambda layer: shares[layer], default=None)]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from sinkscope.results.cards import Card
 from sinkscope.results.pages import render
-from sinkscope.results.result import Number, Result
-from sinkscope.results.tables import Grid, Table, cell, strings
+from sinkscope.results.result import Result
+from sinkscope.results.row import Row, table_of
+from sinkscope.results.tables import Table
 
 CARD = "card.json"
 
@@ -20,7 +21,7 @@ class CardPart:
         name: Name of the measurement.
         command: Command that runs it alone.
         conclusion: What it found, or why there is no result.
-        numbers: Its numbers and words, each with its control.
+        rows: Its rows, each with its control or beside the rows of its controls.
         cards: Its labels with numbers.
         measured: Whether there is a result.
         topic: What it is about, on the first screen of the card; of other parts empty.
@@ -29,10 +30,15 @@ class CardPart:
     name: str
     command: str
     conclusion: str
-    numbers: tuple[Number, ...] = ()
+    rows: tuple[Row, ...] = ()
     cards: tuple[Card, ...] = ()
     measured: bool = True
     topic: str = ""
+
+    @property
+    def headline(self) -> Row | None:
+        """The first number with a control beside it."""
+        return next((row for row in self.rows if "control" in row.numbers), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,8 @@ class SinkCard(Result):
 
     kind = "sink-card"
     page = "scan"
+    tables_on_request = True
+    columns = ("about", "name", "share", "value", "control", "note")
 
     quick: bool
     parts: tuple[CardPart, ...]
@@ -74,35 +82,13 @@ class SinkCard(Result):
         """Return a tile for each topic (number, control, conclusion) and the cards of the spikes, as escaped HTML."""
         return render("results/pages/tiles.html", scan=self)
 
-    def rows(self) -> Table:
-        """Return one row per number and word."""
-        rows: Table = []
+    def findings(self) -> list[Row]:
+        """Return the rows of all parts, each about its part."""
+        rows: list[Row] = []
         for part in self.parts:
-            for number in part.numbers:
-                row = {"part": part.name, **asdict(number)}
-                rows.append({name: row[name] for name in row if name not in ("samples", "items")})
+            rows += [replace(row, about=": ".join(filter(None, [part.name, row.about]))) for row in part.rows]
         return rows
 
-    def grids(self) -> list[Grid]:
-        """Return the numbers with their controls."""
-        important = ("label", "value", "control", "margin")
-        rows = self.rows()
-        for row in rows:
-            for name in important[1:]:
-                if row["share"] and row[name] is not None:
-                    row[name] = cell(row[name], percent=True)
-        return [Grid(strings(rows), title="Numbers, each with its control", important=important)]
-
-    def by_key(self) -> dict[tuple[str, str], Number]:
-        """Return the numbers by the name of their part and their key."""
-        return {(part.name, number.key): number for part in self.parts for number in part.numbers}
-
-    def numbers_beside(self, other: SinkCard) -> tuple[list[Number], list[Number]]:
-        """Return the numbers of both cards, each by its part and key."""
-        sides: list[list[Number]] = []
-        for card in (self, other):
-            numbers: list[Number] = []
-            for (part, key), number in card.by_key().items():
-                numbers.append(replace(number, key=f"{part}.{key}", about=part))
-            sides.append(numbers)
-        return sides[0], sides[1]
+    def rows(self) -> Table:
+        """Return a row for each of these, with a column for each number and its margin."""
+        return table_of(self.findings())

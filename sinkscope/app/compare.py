@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from os import PathLike
 from pathlib import Path
@@ -25,20 +25,23 @@ from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
 from sinkscope.files.records import Whole
 from sinkscope.files.store import begun_by
-from sinkscope.measure.changes import Change, by_chance, changes_of
+from sinkscope.measure.margin import Interval, in_points
 from sinkscope.measure.measurement import TEXT_READ
+from sinkscope.measure.merge import CAME, CHANGED, SAME, SMALL, UNJUDGED, WENT, by_chance, merge
 from sinkscope.results.cards import Card
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.result import Result
+from sinkscope.results.row import Row, table_of
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
-from sinkscope.results.tables import Grid, Table, strings
+from sinkscope.results.tables import Table, cell
 
 OF_THE_MODEL = frozenset(
     {"revision", "unknown_tokens", "model", "device", "dtype", "sinkscope", "decoding", "text_said"}
 )
 """Settings that say which model was measured and where, not what was asked of it."""
 MOST_PANELS = 8
+EQUAL = 1e-3  # of a change, by which it may differ between texts and is the same in all
 RULE = (
     "A number changed if the 95 % interval of its change leaves out zero and it moved by 1 % of its value. The change "
     "is the mean of the differences text by text, and without values for each text that of both margins together."
@@ -51,23 +54,27 @@ class Compared:
 
     Attributes:
         name: Name of the other result.
-        model: The model that it is about.
-        changes: Its numbers and words beside those of the first.
+        rows: Both merged: the table of each row is its verdict.
     """
 
     name: str
-    model: str
-    changes: tuple[Change, ...]
+    rows: tuple[Row, ...]
 
     @property
-    def judged(self) -> list[Change]:
+    def judged(self) -> list[Row]:
         """The numbers that have an interval."""
-        return [change for change in self.changes if change.interval is not None]
+        return [row for row in self.rows if "lower" in row.numbers]
 
     @property
-    def moved(self) -> list[Change]:
+    def moved(self) -> list[Row]:
         """The numbers of these that changed."""
-        return [change for change in self.judged if change.changed]
+        return [row for row in self.judged if row.table == CHANGED]
+
+    @property
+    def headline(self) -> Row:
+        """The first number that changed in some texts more than in others; controls come last."""
+        every = self.moved or self.judged
+        return min(every, key=lambda row: (row.note.endswith("controls"), is_constant(row)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +88,16 @@ class Comparison(Result):
     """
 
     kind = "compare"
-    columns = ("result", "label", "before", "after", "value", "lower", "upper")
+    columns = ("result", "name", "before", "after", "change", "lower", "upper")
     tables_on_request = True
     drawing: ClassVar[Any] = "sinkscope.app.compare:draw"
     glossary: ClassVar = {
         "result": "the result that is compared with the first",
-        "value": "how far the number moved: after less before",
+        "table": "whether the number changed, came, went, or is not judged",
+        "change": "how far the number moved: after less before",
         "lower": "lower end of the 95 % interval of the change; empty if the change is not judged",
         "upper": "upper end of the interval",
-        "which": "what is new in a list, and what is gone",
+        "texts": "texts that are compared one by one; 0: the interval is that of both margins together",
     }
 
     of: str
@@ -99,35 +107,28 @@ class Comparison(Result):
     def conclusion(self) -> str:
         """Return how many numbers of the last result changed, beside what chance gives, and the first that did."""
         last = self.results[-1]
-        judged, moved = last.judged, last.moved
-        counted = f"{len(moved)} of {len(judged)} judged numbers changed ({by_chance(len(judged))} by chance)"
+        start, judged = f"{last.name} against {self.first}: ", len(last.judged)
         if not judged:
-            words = [change for change in last.changes if change.changed]
-            return (
-                f"{last.name} against {self.first}: no number has an interval; {count_of(len(words), 'word')} changed."
-            )
-        by_texts = [change for change in moved if not change.is_constant]
-        named = (by_texts or moved or judged)[0]
-        start = f"{last.name} against {self.first}: {counted}; "
-        long = (
-            f"{start}{named.label} {named.moved}, {named.texts} texts."
-            if named.texts
-            else f"{start}{named.label} {named.moved}."
-        )
-        return short_sentence([long, f"{start}{named.label} {named.moved}."])
+            words = [row for row in last.rows if row.table == CHANGED]
+            return f"{start}no number has an interval; {count_of(len(words), 'word')} changed."
+        named = last.headline
+        counted = f"{len(last.moved)} of {judged} judged numbers changed ({by_chance(judged)} by chance)"
+        short = f"{start}{counted}; {named.name} {moved_words(named)}"
+        texts = int(named.get("texts"))
+        return short_sentence([f"{short}, {texts} texts." if texts else f"{short}.", f"{short}."])
 
     def cards(self) -> list[Card]:
         """Return a card for each thing that is compared: what changed, then what did not."""
         made: list[Card] = []
         for compared in self.results:
-            for about in dict.fromkeys(change.about for change in compared.changes):
-                own = [change for change in compared.changes if change.about == about]
+            for about in dict.fromkeys(row.about for row in compared.rows):
+                own = [row for row in compared.rows if row.about == about]
                 title = f"{about or self.of}: {compared.name}, compared with {self.first}"
                 made.append(Card(title, tuple(card_rows(own))))
         return made
 
     def details(self) -> list[str]:
-        """Return the rule by which a number counts as changed, and what is new in each result."""
+        """Return the rule by which a number counts as changed, and how many changed in each result but the last."""
         lines = [RULE]
         for compared in self.results[:-1]:
             lines.append(f"{compared.name}: {len(compared.moved)} of {len(compared.judged)} judged numbers changed.")
@@ -135,37 +136,55 @@ class Comparison(Result):
 
     def rows(self) -> Table:
         """Return one row for each number or word of each result."""
-        rows: Table = []
-        for compared in self.results:
-            for change in compared.changes:
-                row = asdict(change)
-                rows.append({"result": compared.name, **row})
-        return rows
-
-    def grids(self) -> list[Grid]:
-        """Return the table of all changes."""
-        rows: Table = []
-        for compared in self.results:
-            for change in compared.changes:
-                shown = {"result": compared.name, "about": change.about, "label": change.label}
-                shown |= {"before": change.shown(change.before), "after": change.shown(change.after)}
-                shown |= {"change": change.moved, "which": change.which, "changed": change.changed}
-                rows.append(shown)
-        return [Grid(strings(rows), important=("result", "label", "before", "after", "change"))]
+        names = [compared.name for compared in self.results for _ in compared.rows]
+        rows = table_of(row for compared in self.results for row in compared.rows)
+        return [{"result": name, **row} for name, row in zip(names, rows, strict=True)]
 
 
-def card_rows(changes: Sequence[Change]) -> list[tuple[str, str]]:
-    """Return what a card says of some changes: the changed ones, and those that are judged and did not change."""
-    rows = [(change.label, change.sentence()) for change in changes if change.changed]
-    rows += [(change.label, change.sentence()) for change in changes if change.changed is None]
-    same = [change for change in changes if change.changed is False]
-    for change in same:
-        if change.value is not None:
-            rows.append((f"{change.label} ({'under 1 %' if change.is_small else 'no change'})", change.sentence()))
-    words = [change.label for change in same if change.value is None]
-    if words:
-        rows.append(("the same", word_list(words, len(words))))
-    return rows
+def card_rows(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return what a card says of some rows: what changed, what did not, and the names of all that stayed the same.
+
+    A number that is not judged is said if it moved, and no other number of its row is judged.
+    """
+    judged = {row.name.partition(":")[0] for row in rows if "lower" in row.numbers}
+    said = [(row.name, sentence(row)) for row in rows if row.table in (CHANGED, CAME, WENT)]
+    for row in rows:
+        if row.table == UNJUDGED and row.get("change") and row.name.partition(":")[0] not in judged:
+            said.append((f"{row.name} ({UNJUDGED})", sentence(row)))
+    said += [(f"{row.name} ({row.table})", sentence(row)) for row in rows if row.table in (SMALL, SAME) and row.numbers]
+    same = [row.name for row in rows if row.table == SAME and not row.numbers]
+    same += [row.name for row in rows if row.table == UNJUDGED and not row.get("change")]
+    return [*said, ("the same", word_list(same, len(same)))] if same else said
+
+
+def sentence(row: Row) -> str:
+    """Return what is before and after, and how far it moved; a word, and what came or went, is in the note."""
+    if not row.numbers:
+        return ": ".join(filter(None, [row.table if row.table in (CAME, WENT) else "", row.note]))
+    share, texts = is_share(row), int(row.get("texts"))
+    old, new = (cell(row.get(side), percent=share) for side in ("before", "after"))
+    moved = f"{moved_words(row)}; {texts} texts" if texts else moved_words(row)
+    if is_constant(row):
+        moved = f"{in_points(row.get('change'), None, share)} in each of {texts} texts"
+    return f"{old} -> {new} ({moved})"
+
+
+def moved_words(row: Row) -> str:
+    """Return how far a number moved, with its interval."""
+    interval = None
+    if "lower" in row.numbers:
+        interval = Interval(row.get("change"), row.get("lower"), row.get("upper"))
+    return in_points(row.get("change"), interval, is_share(row))
+
+
+def is_share(row: Row) -> bool:
+    """Return whether the number of a merged row is a share."""
+    return row.numbers["before"].kind == "share"
+
+
+def is_constant(row: Row) -> bool:
+    """Return whether it is the same change in every text, as at a first token that sees itself alone."""
+    return bool(row.get("texts")) and row.get("upper") - row.get("lower") <= EQUAL * abs(row.get("change"))
 
 
 # --- what is compared ---
@@ -257,12 +276,12 @@ def comparison_of(results: Mapping[str, Result], started: float | None = None) -
     compared: list[Compared] = []
     for name, result in others:
         refuse_other(first, base, name, result)
-        changes = changes_of(*base.numbers_beside(result), paired=True)
-        if not changes:
+        rows = merge(base.findings(), result.findings())
+        if not any(row.numbers for row in rows):
             raise SinkscopeError(
                 f"{first} and {name} have no number in common: results of {base.kind} are not compared"
             )
-        compared.append(Compared(name, result.model.name, tuple(changes)))
+        compared.append(Compared(name, tuple(rows)))
     model = replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}")
     made = provenance(started=time.perf_counter() if started is None else started)
     settings = {**base.settings, "results": list(results)}
@@ -359,40 +378,29 @@ def result_of(
 def draw(result: Comparison) -> Any:
     """Draw how far each number moved from the first result, with its 95 % interval, and a panel for each number.
 
-    The first number, such as the heads that attend to the first token, is always drawn; then those that changed.
+    The first number is always drawn; then those that changed.
     """
-    drawn: dict[tuple[str, str], list[tuple[str, Change]]] = {}
+    drawn: dict[tuple[str, str], list[tuple[str, Row]]] = {}
     for compared in result.results:
-        for change in compared.judged:
-            drawn.setdefault((change.about, change.label), []).append((compared.name, change))
+        for row in compared.judged:
+            drawn.setdefault((row.about, row.name), []).append((compared.name, row))
     numbers = list(drawn.items())
-    others = sorted(numbers[1:], key=lambda item: not any(change.changed for _, change in item[1]))
+    others = sorted(numbers[1:], key=lambda item: not any(row.table == CHANGED for _, row in item[1]))
     shown = [*numbers[:1], *others][:MOST_PANELS]
-    titles = [f"{html.escape(label)}<br><sup>{html.escape(about)}</sup>" for (about, label), _ in shown]
+    titles = [f"{html.escape(name)}<br><sup>{html.escape(about)}</sup>" for (about, name), _ in shown]
     columns = min(2, max(1, len(shown)))
     fig = panels(titles or ["nothing is judged"], columns=columns)
     for number, (_, points) in enumerate(shown):
+        rows = [row for _, row in points]
+        scale = 100.0 if is_share(rows[0]) else 1.0
         x = [html.escape(name) for name in (result.first, *(name for name, _ in points))]
-        changes = [change for _, change in points]
-        scale = [scale_of(change) for change in changes]
-        y = [0.0, *(size * (change.value or 0.0) for size, change in zip(scale, changes, strict=True))]
-        up, down = [0.0], [0.0]
-        for size, change in zip(scale, changes, strict=True):
-            assert change.interval is not None
-            up.append(size * (change.interval.high - change.interval.mean))
-            down.append(size * (change.interval.mean - change.interval.low))
+        y = [0.0, *(scale * row.get("change") for row in rows)]
+        up = [0.0, *(scale * (row.get("upper") - row.get("change")) for row in rows)]
+        down = [0.0, *(scale * (row.get("change") - row.get("lower")) for row in rows)]
         bars = {"type": "data", "array": up, "arrayminus": down, "symmetric": False}
         where = {"row": number // columns + 1, "col": number % columns + 1}
         fig.add_scatter(x=x, y=y, error_y=bars, mode="lines+markers", marker_color=BLUE, showlegend=False, **where)
         fig.add_hline(0, line={"color": GREY, "dash": "dot"}, **where)
-        unit = "points" if changes[0].share and not changes[0].whole else ""
-        fig.update_yaxes(title_text=f"change{f' in {unit}' if unit else ''}", **where)
-    rows = -(-max(1, len(shown)) // columns)
-    return figure_of(fig, result, width=960, height=160 + 280 * rows, bottom=70)
-
-
-def scale_of(change: Change) -> float:
-    """Return by what a change is multiplied to be drawn: a share as a count or in per cent."""
-    if change.whole:
-        return float(change.whole)
-    return 100.0 if change.share else 1.0
+        fig.update_yaxes(title_text="change in points" if is_share(rows[0]) else "change", **where)
+    height = 160 + 280 * -(-max(1, len(shown)) // columns)
+    return figure_of(fig, result, width=960, height=height, bottom=70)

@@ -101,7 +101,7 @@ GUARDED = ("full", "loopguard")
 POLICIES = ("full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25")
 PARTS = (
     ScanPart("find_sinks", "Sink", streams=True),
-    ScanPart("why_sink", "Circuit", quick={"max_repeats": 300}),
+    ScanPart("why_sink", "Circuit"),
     ScanPart("repeat", "Repetition", quick={"max_repeats": 300}, streams=True),
     ScanPart("attack", quick={"sequences": 8, "n_tokens": 96}),
     ScanPart("patch", quick=None),
@@ -319,8 +319,8 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     """Return a part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         return CardPart(part.name, part.alone, not_measured(outcome), measured=False, topic=part.topic)
-    numbers = tuple(number for number in outcome.numbers() if number.value is not None)
-    return CardPart(part.name, part.alone, outcome.conclusion(), numbers, tuple(outcome.cards()), topic=part.topic)
+    rows, cards = tuple(outcome.findings()), tuple(outcome.cards())
+    return CardPart(part.name, part.alone, outcome.conclusion(), rows, cards, topic=part.topic)
 
 
 def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:

@@ -23,7 +23,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
 from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
 from sinkscope.measure.margin import Interval, in_points, known_numbers, mean_known
-from sinkscope.results.result import Number, Result
+from sinkscope.results.result import Result
+from sinkscope.results.row import Kind, Mean, Row, row_beside
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, constant_last, strings
 
 HEADS = {"read": "tokens_read", "cells": "attention_computed"}
@@ -185,25 +186,22 @@ class BenchTable(Result):
                 lines.append(f"{group.title}: {group.method} - {reference.method}: {moved}")
         return lines
 
-    def numbers(self) -> list[Number]:
+    def findings(self) -> list[Row]:
         """Return the score of each method beside that of the control, the best one of each set first."""
-        numbers: list[Number] = []
+        rows: list[Row] = []
         for groups in self.places():
             control, best = control_of(groups), ranked(groups)[:1]
             for group in sorted(groups, key=lambda group: group not in best):
                 task = task_class(group.task)
-                number = Number(
-                    f"{group.set}.{group.method}.{task.main}",
-                    f"{group.title}, {group.method}: {task.unit}",
-                    group.score,
-                    control=None if control is None else control.score,
-                    margin=group.margin,
-                    share=task.main in PERCENT,
-                    contrast=task.control if control is None else str(control.method),
-                    samples=group.scores,
-                )
-                numbers.append(number)
-        return numbers
+                if group.score is None:
+                    continue
+                kind: Kind = "share" if task.main in PERCENT else "number"
+                score = Mean(group.score, group.margin, tuple(group.scores.values()), kind)
+                contrast = task.control if control is None else str(control.method)
+                label = f"{group.title}, {group.method}: {task.unit}"
+                beside = None if control is None else control.score
+                rows.append(row_beside(label, score, beside, contrast, texts=tuple(group.scores)))
+        return rows
 
 
 def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> BenchTable:

@@ -15,7 +15,9 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
 from sinkscope.files.records import build
 
-SCHEMA = 5
+SCHEMA = 6
+READS = {5: "0.2.0"}
+"""The last version that reads files of an earlier schema."""
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 ANY_KIND = "result"
 """Kind of a class that states none."""
@@ -113,9 +115,10 @@ class Envelope:
                 f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
             )
         if data["schema"] != SCHEMA:
-            raise SinkscopeError(
-                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: run the command again"
-            )
+            remedy = "run the command again"
+            if data["schema"] in READS:
+                remedy = f"read it with sinkscope {READS[data['schema']]}, or {remedy}"
+            raise SinkscopeError(f"{name} has schema {data['schema']!r}, and this version reads {SCHEMA}: {remedy}")
         kind_class = result_class(str(data["kind"]), name)
         if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")

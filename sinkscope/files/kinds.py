@@ -21,9 +21,7 @@ OWN = {
     "why-loop": "loops.why:why_loop",
     "why-sink": "sinks.why_sink:why_sink",
 }
-"""Sinkscope's own measurements: the function of each command, by its place within sinkscope."""
-KIND_OF = {"patch": "patch-make", "why-loop": "why", "why-sink": "circuit"}
-"""The kind of a result, where it is not the word of its command."""
+"""Sinkscope's own measurements, by the word of the command, which is their kind: the function, within sinkscope."""
 KINDS = {
     "bench": "sinkscope.bench.table",
     "check-cache": "sinkscope.conformance.check_cache",
@@ -53,4 +51,4 @@ def measurements() -> dict[str, EntryPoint]:
 @cache
 def kind_modules() -> dict[str, str]:
     """Return each kind of result that can be read, with the module that registers it."""
-    return {KIND_OF.get(words, words): point.module for words, point in measurements().items()} | KINDS
+    return {words: point.module for words, point in measurements().items()} | KINDS

@@ -21,11 +21,12 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.watch import AttentionRows, Observe
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.measure import Natural, Number, Result, Setup, measurement
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
+from sinkscope.results.row import row_beside
 from sinkscope.results.style import figure_of, long_table
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
@@ -151,15 +152,16 @@ class Barcode(Result):
             lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {locked}.")
         return lines
 
-    def numbers(self) -> list[Number]:
+    def findings(self) -> list[Row]:
         """Return the share of locked heads, and the score of the strongest head beside ordinary text."""
         if self.onset is None:
             return []
         best = self.rows()[0]
-        label = "attention of the strongest head"
+        locked = Mean(len(self.locked) / self.score.size, kind="share")
+        score = Mean(best["score"], kind="share")
         return [
-            Number("locked", "heads that lock onto the loop", len(self.locked) / self.score.size, share=True),
-            Number("score", label, best["score"], best["control_score"], share=True, contrast="ordinary text"),
+            row_beside("attention of the strongest head", score, best["control_score"], "ordinary text"),
+            row_beside("heads that lock onto the loop", locked, None),
         ]
 
 

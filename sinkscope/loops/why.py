@@ -36,11 +36,12 @@ from sinkscope.kv import Full
 from sinkscope.kv.keeper import check_servable
 from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.measure import Natural, Number, Result, Setup, measurement
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.results.effect import STANDS, Effect
 from sinkscope.results.notation import count_of, percent, word_list
+from sinkscope.results.row import row_beside
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 
 CONTINUED = 48  # tokens after a cut, or three periods
@@ -95,7 +96,7 @@ class WhyLoop(Result):
         ids: The tokens, the prompt first.
     """
 
-    kind = "why"
+    kind = "why-loop"
     page = "measure/why-loop"
     percent = ("goes_on", "other_loop", "control", "from_start")
     table_of = "tried"
@@ -173,14 +174,13 @@ class WhyLoop(Result):
     def _of(self, share: float) -> str:
         return f"{round(share * len(self.cuts))} of {len(self.cuts)}"
 
-    def numbers(self) -> list[Number]:
+    def findings(self) -> list[Row]:
         """Return how often the loop goes on without each thing."""
-        numbers: list[Number] = []
+        rows: list[Row] = []
         for tried in self.tried:
-            label = f"goes on without {tried.without}"
-            number = Number(tried.without, label, tried.goes_on, tried.control, share=True, contrast="random changes")
-            numbers.append(number)
-        return numbers
+            share = Mean(tried.goes_on, kind="share")
+            rows.append(row_beside(f"goes on without {tried.without}", share, tried.control, "random changes"))
+        return rows
 
 
 def draw(result: WhyLoop) -> Any:

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isnan, sqrt
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.special import stdtrit
+
+from sinkscope.results.row import Kind, Mean
 
 RESAMPLED = 1000  # bootstrap samples of a margin
 FEWEST_VALUES = 3  # fewer values give no margin
@@ -74,6 +77,19 @@ def margin_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] 
     if interval is None:
         return None
     return interval.margin
+
+
+def mean_of(values: Float[Any, " sample"], kind: Kind = "number") -> Mean | None:
+    """Return the mean over texts with its margin and the value of each text; None if nothing was read.
+
+    Args:
+        values: One value per text; NaN was not read.
+        kind: What it is.
+    """
+    samples = np.asarray(values, dtype=float)
+    if not np.isfinite(samples).any():
+        return None
+    return Mean(float(np.nanmean(samples)), margin_of(samples), tuple(samples.tolist()), kind)
 
 
 def resampled_margin(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pkgutil import resolve_name
-from textwrap import fill
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
@@ -14,57 +13,15 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.cards import Card
 from sinkscope.results.console import WIDTH
-from sinkscope.results.effect import Effect
 from sinkscope.results.pages import Section, document, plot, render
-from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, glossary, strings
+from sinkscope.results.row import Row, share_columns, table_of
+from sinkscope.results.tables import MOST_ROWS, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
 TOP = 40  # pixels above the panels of a figure, for their titles
-FEW_ROWS, FEW_DETAILS, FEW_CARDS = 6, 8, 4
-"""Rows of most tables, lines below one, and cards that a command prints unless it is asked to explain."""
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number or a word of a result by which two models are compared, as on a sink card.
-
-    Attributes:
-        key: What it is, for comparisons: the same on every card, and unique among the numbers of a part.
-        label: What it is, in a few words.
-        value: The number or word. None: it was not measured.
-        control: The same number for the control, if there is one.
-        margin: Two standard errors over texts. None: differences of this number are not judged.
-        share: Whether it is a share, which a tile shows in per cent.
-        contrast: What the control is, in a few words.
-        samples: The number of each text or prompt, by what tells them apart, so that two models are compared text by
-            text.
-        items: Names of what it counts or lists, so that a comparison says which are new.
-        about: Its subject, such as one spike of several; empty: the whole result.
-        whole: The total if it is the share of a count, so that a comparison shows the count; else 0.
-        site: Layer, expert (None without experts) and neuron, if it is about one neuron.
-        comes: Whether it is a finding that may be absent from another result; a comparison then says so.
-    """
-
-    key: str
-    label: str
-    value: float | str | None
-    control: float | None = None
-    margin: float | None = None
-    share: bool = False
-    contrast: str = "control"
-    samples: dict[str, float] = field(default_factory=dict)
-    items: tuple[str, ...] = ()
-    about: str = ""
-    whole: int = 0
-    site: tuple[int | None, ...] = ()
-    comes: bool = False
-
-    @classmethod
-    def of(cls, key: str, label: str, effect: Effect, samples: dict[str, float] | None = None) -> Number:
-        """Return the number of an effect, beside its nearest control."""
-        name, control = effect.control
-        return cls(key, label, effect.value, control, effect.margin, share=True, contrast=name, samples=samples or {})
+FEW_ROWS = 6
+"""Rows of most tables that a command prints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +40,8 @@ class Result(Envelope):
 
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
-    brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints, unless it is asked to explain
-    tables_on_request: ClassVar[bool] = False  # a command prints them only if it is asked to explain
+    brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints
+    tables_on_request: ClassVar[bool] = False  # they stand on a page and in a file, and cards in a terminal
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
@@ -111,7 +68,9 @@ class Result(Envelope):
         return 0
 
     def conclusion(self) -> str:
-        """Return the conclusion in one sentence that includes the control; a subclass overrides it."""
+        """Return the conclusion in one sentence that includes the control; by default the first finding."""
+        for row in self.findings():
+            return f"{row.name}: {row.words()}."
         return f"{self.kind} on {self.model.name}."
 
     def cards(self) -> list[Card]:
@@ -122,19 +81,13 @@ class Result(Envelope):
         """Return the sentences that stand with the conclusion; a subclass overrides it."""
         return []
 
-    def numbers(self) -> list[Number]:
-        """Return the numbers and words by which two models are compared; a subclass overrides it."""
-        return []
-
-    def numbers_beside(self, other: Any) -> tuple[list[Number], list[Number]]:
-        """Return the numbers of this result and of another one that `compare` sets side by side, matched by their keys.
-
-        A subclass overrides it to give findings that both results share the same key.
-
-        Args:
-            other: A result of the same kind.
-        """
-        return self.numbers(), other.numbers()
+    def findings(self) -> list[Row]:
+        """Return what was measured, by which results are compared: by default the rows among its fields."""
+        rows: list[Row] = []
+        for value in self.own_fields().values():
+            members = value if isinstance(value, tuple | list) else (value,)
+            rows += [member for member in members if isinstance(member, Row)]
+        return rows
 
     def summary(self) -> str:
         """Return the conclusion, the model, the details and warnings, as lines of plain text."""
@@ -180,7 +133,10 @@ class Result(Envelope):
         By default, the records of its first field with such are the rows; a result without them has one row of its
         plain fields.
         """
-        rows = plain(self._records())
+        records = self._records()
+        if any(isinstance(record, Row) for record in records):
+            return table_of(self.findings())
+        rows = plain(records)
         if rows or self.table_of:
             return rows
         own = self.own_fields()
@@ -194,7 +150,7 @@ class Result(Envelope):
 
     def grids(self) -> list[Grid]:
         """Return the tables that are shown, by default that of `rows`; a subclass with several overrides it."""
-        columns = strings(self.rows(), self.percent)
+        columns = strings(self.rows(), [*self.percent, *share_columns(self.findings())])
         if not columns:
             return []
         return [Grid(columns, important=self.columns)]
@@ -242,29 +198,12 @@ class Result(Envelope):
 
         Args:
             width: Characters per line of the tables. None: every column is shown.
-            brief: Whether only the first rows and details are shown, and a line says so; else there is also the meaning
-                of the columns.
+            brief: Whether only the first rows of tables are shown.
         """
-        details, rows, cards, grids = self.lines(), MOST_ROWS, self.cards(), self.grids()
-        if brief:
-            rows, grids = self.brief_rows, [] if self.tables_on_request else grids
-            if len(cards) > FEW_CARDS:
-                details.append(f"{len(cards) - FEW_CARDS} more cards are not shown.")
-            cards = cards[:FEW_CARDS]
-            details = [*details[:FEW_DETAILS], "--explain shows more rows, all details and the meaning of the columns."]
-        parts = [card.text(width) for card in cards] + [grid.text(width, rows) for grid in grids]
-        if not brief:
-            parts += self.below(width)
-        return "\n\n".join([*parts, "\n".join([*details, *self.closing()])])
-
-    def below(self, width: int | None) -> list[str]:
-        """Return the meaning of the columns, one line each, and the page of the documentation."""
-        lines: list[str] = []
-        for name, sentence in self._meaning().items():
-            lines.append(fill(f"{name}: {sentence}", width or WIDEST, subsequent_indent="  "))
-        if self.page or type(self).__module__.startswith("sinkscope."):  # a result of another package has no page here
-            lines.append(f"More: {self.link()}")
-        return ["\n".join(lines)]
+        grids = [] if self.tables_on_request else self.grids()
+        parts = [card.text(width) for card in self.cards()]
+        parts += [grid.text(width, self.brief_rows if brief else MOST_ROWS) for grid in grids]
+        return "\n\n".join([*parts, "\n".join([*self.lines(), *self.closing()])])
 
     def _meaning(self) -> dict[str, str]:
         names = [name for grid in self.grids() for name in grid.columns]

@@ -25,7 +25,7 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
 from sinkscope.results.notation import count_of, percent, percent_with_margin
 from sinkscope.results.parts import Head
-from sinkscope.results.result import Number
+from sinkscope.results.row import Mean, Row, row_beside
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
@@ -211,24 +211,21 @@ class ClusterAttack(Result):
             f"{percent_with_margin(cluster.positions, cluster.margin)} of their positions without BOS ({chance})."
         ]
 
-    def numbers(self) -> list[Number]:
+    def findings(self) -> list[Row]:
         """Return for how many tokens one head is enough, and how often sequences of one cluster have the spike."""
-        numbers = list[Number]()
-        if self.clusters is not None and self.clusters.heads:
-            served = self.clusters.served
-            margin = margin_of(served.astype(float), SCORES)
-            label = "of the tokens have the spike by one head of layer 0"
-            numbers.append(
-                Number("served", label, float(served.mean()), self.clusters.another, margin, True, "another head")
-            )
+        rows: list[Row] = []
         random = {attempt.patch: attempt.positions for attempt in self.attempts if attempt.source == "random"}
         for attempt in self.attempts:
             if attempt.source == "cluster":
-                key, patched = ("patched", ", patched") if attempt.patch else ("positions", "")
-                label = f"of the positions of sequences of one cluster have the spike{patched}"
-                control = random.get(attempt.patch)
-                numbers.append(Number(key, label, attempt.positions, control, attempt.margin, True, "random tokens"))
-        return numbers
+                label = "positions of sequences of one cluster that have the spike" + ", patched" * attempt.patch
+                positions = Mean(attempt.positions, attempt.margin, kind="share")
+                rows.append(row_beside(label, positions, random.get(attempt.patch), "random tokens"))
+        if self.clusters is not None and self.clusters.heads:
+            served = self.clusters.served
+            share = Mean(float(served.mean()), margin_of(served.astype(float), SCORES), kind="share")
+            label = "tokens that have the spike by one head of layer 0"
+            rows.append(row_beside(label, share, self.clusters.another, "another head"))
+        return rows
 
     def rows(self) -> Table:
         """Return a row per source and patch; without sequences, one per head that serves tokens."""

@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Head
-from sinkscope.sinks.spikes.edited import Batch, Edit, Written, read_batch
+from sinkscope.sinks.spikes.edited import Batch, Edit, Written, read
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
@@ -42,7 +42,7 @@ def along_first(
     edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
     ids = tokens.repeat(len(every))[:, None]
     batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), tuple(every), edit_of, means)
-    return read_batch(batch).along[0].reshape(len(every), -1)
+    return read(batch).along[:, 0].reshape(len(every), -1)
 
 
 def spike_of(setup: Setup, number: int | None = None) -> SpikeCircuit | None:

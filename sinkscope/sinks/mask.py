@@ -17,7 +17,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length, read_inputs
 from sinkscope.opening.load import open_target
 from sinkscope.results.notation import word_list
-from sinkscope.sinks.spikes.cards import span
+from sinkscope.sinks.spikes.records import span
 from sinkscope.sinks.spikes.spike import attended, find_spikes
 from sinkscope.sinks.spikes.survey import ratios_of, read_survey, survey_of
 from sinkscope.sinks.thresholds import LEAST_TYPICAL, STANDS_OUT

@@ -16,11 +16,11 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
 from sinkscope.files.progress import is_first
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Number, Result, Setup, Whole, measurement
+from sinkscope.measure import Mean, Result, Row, Setup, Whole, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.effect import Effect
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import Neuron
+from sinkscope.results.row import row_beside
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.first_tokens import spike_of
@@ -65,7 +65,7 @@ class PatchResult(Result):
             is no patch.
     """
 
-    kind = "patch-make"
+    kind = "patch"
     page = "measure/patch"
     percent = CASES[: RANDOM + 1]
     glossary: ClassVar = {
@@ -99,9 +99,9 @@ class PatchResult(Result):
         calibrated = dict(zip(self.sites, self.calibrated, strict=True))
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
-    def numbers(self) -> list[Number]:
+    def findings(self) -> list[Row]:
         """Return what the patch takes from copies, and what it costs."""
-        return [] if self.proof is None else numbers_of(self.proof, self.sites)
+        return [] if self.proof is None else findings_of(self.proof)
 
     def conclusion(self) -> str:
         """Say what the patch does in its own spike, or why there is none; of a given patch, what it repairs."""
@@ -168,29 +168,24 @@ def repairs_sentence(proof: PatchProof, neurons: Sequence[Neuron]) -> str:
     )
 
 
-def numbers_of(proof: PatchProof, neurons: Sequence[Neuron]) -> list[Number]:
-    """Return how much of the spike copies lose under the patch, how much they have without it, and what text costs.
-
-    Args:
-        proof: What the patch does.
-        neurons: The neurons of the patch.
-    """
+def findings_of(proof: PatchProof) -> list[Row]:
+    """Return how much of the spike copies lose under the patch, how much they have without it, and what text costs."""
     _, patched, random = proof.ordinary.perplexity
-    cost = Number(
-        "perplexity", "change of the perplexity", patched.change, random.change, patched.margin, True, "random neurons"
-    )
+    change = Mean(patched.change, patched.margin, kind="share")
+    cost = row_beside("change of the perplexity", change, random.change, "random neurons")
     if not proof.spikes or not proof.failing[0].any():
         return [cost]
     failing = proof.failing[0]
     along = torch.from_numpy(proof.along[:, 0])
     lost = 1 - along[[PATCHED, RANDOM]][:, failing] / along[INTACT, failing]
     words = [word for word, fails in zip(proof.words, failing, strict=True) if fails]
-    repaired = Effect(float(lost[0].mean()), margin_of(lost[0].numpy()), {"random neurons": float(lost[1].mean())})
-    label = f"norm lost with {word_list(neurons, 2)} patched"
+    repaired = Mean(float(lost[0].mean()), margin_of(lost[0].numpy()), tuple(lost[0].tolist()), "share")
     copies = effect_of_copies(along[[INTACT, ONCE, OTHERS]])
+    control, share = copies.control
+    label = "norm that copies lose under the patch"
     return [
-        Number.of("norm.neurons", label, repaired, dict(zip(words, lost[0].tolist(), strict=True))),
-        Number.of("norm.tokens", f"norm with {proof.repeats} copies of a token", copies),
+        row_beside(label, repaired, float(lost[1].mean()), "random neurons", texts=words),
+        row_beside("norm with copies of a token", Mean(copies.value, copies.margin, kind="share"), share, control),
         cost,
     ]
 

@@ -32,11 +32,9 @@ from sinkscope.models.text import beginning, text_rows
 from sinkscope.opening.load import open_target
 from sinkscope.results.effect import Effect
 from sinkscope.sinks.repeat_result import Quantity, Repeat
-from sinkscope.sinks.repeat_sight import BETWEEN, HIDDEN, OTHERS, SEEN, copies_by_sight
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import (
     TokenRows,
@@ -47,7 +45,6 @@ from sinkscope.sinks.tokens import (
     repetition_limit,
     sample_tokens,
     token_texts,
-    tokens_of_text,
     vocabulary,
 )
 
@@ -213,41 +210,6 @@ def _read(
         at=sweep.counts,
         values=values[:, :, sweep.counts - 1].numpy(),
         repeats=np.array([[turn(row) for row in rows] for rows in values], dtype=float),
-    )
-
-
-def read_sight(sweep: Sweep, sink: SpikeCircuit) -> Repeat:
-    """Read copies that see what stands before them, and copies that do not, with and without a patch.
-
-    Args:
-        sweep: What is repeated; the context has room for other tokens.
-        sink: The most read spike of the first token, with the patch of its writers.
-    """
-    setup, ordinary = sweep.setup, torch.tensor(tokens_of_text(sweep.setup))
-    ordinary = ordinary[~torch.isin(ordinary, sweep.rows[:, -1])]
-    generator = draws(setup.seed, "tokens between what stands before and copies")
-    others = ordinary[torch.randint(len(ordinary), (len(sweep.rows), OTHERS), generator=generator)]
-    read = copies_by_sight(setup.target, sink.spike, sweep.rows, sweep.before, others, sink.patch)
-    values = torch.stack(list(read.values()))
-    effects: list[Effect] = []
-    for name in (HIDDEN, SEEN):
-        margin = None if sweep.named else margin_of(read[name][:, -1].numpy())
-        other = SEEN if name == HIDDEN else BETWEEN
-        controls = {other: float(read[other][:, -1].mean())}
-        effects.append(Effect(float(read[name][:, -1].mean()), margin, controls))
-    shares = values[: len(values) - 1]
-    return Repeat(
-        quantity="sight",
-        copies=sweep.count,
-        effects=tuple(effects),
-        ids=tuple(sweep.words),
-        conditions=tuple(read),
-        tokens=token_texts(setup.target, sweep.words),
-        at=sweep.counts,
-        values=values[:, :, sweep.counts - 1].numpy(),
-        repeats=np.array(
-            [[half_reached(row) for row in rows] for rows in shares] + [[None] * len(values[0])], dtype=float
-        ),
     )
 
 
@@ -422,8 +384,7 @@ def repeat(
 
     Args:
         quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"
-            that copies and the sink receive; "probability" that the token comes once more; "sight": the projection of
-            copies that see what stands before them and of copies that do not, with and without a patch.
+            that copies and the sink receive; "probability" that the token comes once more.
         tokens: Words to repeat, each one token; all is the whole vocabulary. By default five words of the text.
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
@@ -431,7 +392,7 @@ def repeat(
         resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
     """
     every = list(tokens or ()) == EVERY_TOKEN
-    room = {"attention": TAIL, "sight": OTHERS}.get(quantity, 0)
+    room = TAIL if quantity == "attention" else 0
     sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats, room)
     if quantity == "probability":
         return read_probabilities(sweep)
@@ -441,8 +402,6 @@ def repeat(
     spikes = [circuit.spike for circuit in sinks.at_first]
     if not spikes:
         return Repeat(quantity=quantity, instead=NO_SPIKE, effects=())
-    if quantity == "sight":
-        return read_sight(sweep, sinks.at_first[0])
     if every:
         return read_vocabulary(setup, spikes, sweep.count, sample, resume)
     return read_norms(sweep, spikes)

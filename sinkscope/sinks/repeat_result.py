@@ -10,10 +10,11 @@ import plotly.express as px
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
-from sinkscope.measure import Number, Result
+from sinkscope.measure import Mean, Result, Row
 from sinkscope.measure.margin import share_interval
 from sinkscope.results.effect import Effect
 from sinkscope.results.notation import percent, word_form, word_list
+from sinkscope.results.row import row_beside
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.thresholds import HALF
@@ -21,18 +22,12 @@ from sinkscope.sinks.thresholds import HALF
 SENTENCES = {
     "attention": "{copies} get {value} of the attention in layer {layer} ({control}).",
     "probability": "After {copies}, the token comes next with a probability of {value} ({control}).",
-    "sight": "Copies that do not see what stands before them have {value} of the first token's spike ({control}).",
 }
 """What the first effect says."""
 HALF_REACHED = "reach half of the first token's projection"
-TURNS = {"norm": HALF_REACHED, "probability": "stop being repeated", "sight": HALF_REACHED}
-QUANTITIES = {
-    "norm": "norm",
-    "attention": "attention",
-    "probability": "probability of the token",
-    "sight": "share of the spike",
-}
-Quantity = Literal["norm", "attention", "probability", "sight"]
+TURNS = {"norm": HALF_REACHED, "probability": "stop being repeated"}
+QUANTITIES = {"norm": "norm", "attention": "attention", "probability": "probability of the token"}
+Quantity = Literal["norm", "attention", "probability"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +36,8 @@ class Repeat(Result):
 
     Attributes:
         quantity: What was read. "norm": projection on the direction of each spike, as a share of the first token's;
-            "sight": the same along the most read spike, of copies that see what stands before them or do not; and,
-            last, the attention that a copy gives to that; "attention": attention that the last 64 tokens, which are
-            natural text, give to places, over what each place would get if all tokens got the same; "probability":
-            probability that the token comes once more.
+            "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
+            would get if all tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         copies: Number of copies of each token.
         effects: What the last copy has in each condition, or which share of the attention the copies get, mean over
@@ -113,19 +106,21 @@ class Repeat(Result):
                 lines.append(f"{line}).")
         return lines
 
-    def numbers(self) -> list[Number]:
+    def findings(self) -> list[Row]:
         """Return what the last copy has, or how much attention the copies get, beside one copy or other tokens."""
-        what = QUANTITIES[self.quantity]
-        label = f"{what} with {self.copies} copies of a token"
-        samples = dict[str, float]()
+        by_token, rows = tuple[float, ...](), list[Row]()
         if self.quantity != "attention" and self.values is not None:
-            samples = dict(zip(self.tokens, self.values[0, :, -1].tolist(), strict=True))
-        return [Number.of(f"{what}.tokens", label, effect, samples) for effect in self.effects[:1]]
+            by_token = tuple(self.values[0, :, -1].tolist())
+        for effect in self.effects[:1]:
+            value = Mean(effect.value, effect.margin, by_token, "share")
+            label, (control, share) = f"{QUANTITIES[self.quantity]} with copies of a token", effect.control
+            rows.append(row_beside(label, value, share, control, texts=self.tokens if by_token else ()))
+        return rows
 
     @property
     def column(self) -> str:
         """Return the name of what was read in tables and drawings; norms are shares of the first token's."""
-        return "projection" if self.quantity in ("norm", "sight") else self.quantity
+        return "projection" if self.quantity == "norm" else self.quantity
 
     def rows(self) -> Table:
         """Return a row per condition and token."""
@@ -143,15 +138,9 @@ def _after(least: int, most: int) -> str:
 
 
 def draw(result: Repeat) -> go.Figure:
-    """Draw a line per token and a panel per condition; of what copies see the means; of a vocabulary a histogram."""
+    """Draw a line per token and a panel per condition; of a vocabulary a histogram."""
     fig: Any = go.Figure()
-    if result.quantity == "sight" and result.at is not None and result.values is not None:
-        for condition, values in zip(result.conditions, result.values.mean(1), strict=True):
-            dash = "dot" if condition.endswith("patched") else "solid"
-            fig.add_scatter(x=result.at, y=values, name=condition, line={"dash": dash})
-        fig.update_xaxes(title_text="copies", type="log")
-        fig.update_yaxes(title_text="mean share over tokens", tickformat=".0%")
-    elif result.at is not None and result.values is not None:
+    if result.at is not None and result.values is not None:
         x = "layer" if result.quantity == "attention" else "repetitions"
         axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
         rows = long_table({result.column: result.values}, **axes)

@@ -27,12 +27,13 @@ from sinkscope.engine.tap import check_attention_visible, listening
 from sinkscope.engine.visible import Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import PositiveShare, checked_value
-from sinkscope.measure import Natural, Number, Result, Setup, measurement
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import check_data, texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
+from sinkscope.results.row import row_beside
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 from sinkscope.sparse.attention import Scores, in_blocks, line_sums
 from sinkscope.sparse.head_lines import HeadLines, top_lines
@@ -149,18 +150,19 @@ class LineWeights(Result):
         lines.append(f"Of a text's second half, {same:.1%} of the lines are those of its first (random {chance:.1%}).")
         return lines
 
-    def numbers(self) -> list[Number]:
+    def findings(self) -> list[Row]:
         """Return the mass on the heaviest lines beside the strongest control, and how many of them two texts share."""
         eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
-        label = f"of the attention on the heaviest {eta:.0%} of lines"
+        label = f"attention on the heaviest {eta:.0%} of lines"
         (control, most), *_ = self.controls.items()
-        samples = {f"text {text}": float(mass) for text, mass in enumerate(self.text_mass[self.shown_eta])}
-        numbers = [Number(f"mass.{eta:g}", label, self.shown("mass"), most, margin, True, control, samples)]
+        by_text = tuple(map(float, self.text_mass[self.shown_eta]))
+        mass = Mean(self.shown("mass"), margin, by_text, "share")
+        rows = [row_beside(label, mass, most, control, texts=[f"text {text}" for text in range(len(by_text))])]
         if self.inputs is not None:
-            label, shared = "of the heaviest lines shared by two texts", self.shown("inputs")
-            random = self.shown("inputs_random")
-            numbers.append(Number(f"inputs.{eta:g}", label, shared, random, share=True, contrast="random lines"))
-        return numbers
+            label = f"heaviest {eta:.0%} of lines that two texts share"
+            shared, random = Mean(self.shown("inputs"), kind="share"), self.shown("inputs_random")
+            rows.append(row_beside(label, shared, random, "random lines"))
+        return rows
 
 
 def draw(result: LineWeights) -> go.Figure:

@@ -140,7 +140,7 @@ def test_bad_input_is_refused_in_one_line(line, says, prepared, monkeypatch, ref
     assert says in said and len(said) <= 690 and "unexpected error" not in said and visible(said) == said
 
 
-@pytest.mark.parametrize("words", ["find-sinks own --max-repeats 3", "generate poem --model own --max-new-tokens 2"])
+@pytest.mark.parametrize("words", ["find-sinks own", "generate poem --model own --max-new-tokens 2"])
 def test_code_in_a_checkpoint_is_not_run(words, prepared, monkeypatch):
     """Where transformers has the architecture, its class is used."""
     monkeypatch.chdir(prepared)

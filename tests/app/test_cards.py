@@ -20,8 +20,10 @@ from sinkscope.app.card import CardPart, SinkCard
 from sinkscope.app.compare import Comparison, compare
 from sinkscope.app.scan import scan
 from sinkscope.measure import Setup
+from sinkscope.measure.merge import CHANGED, SAME
 from sinkscope.results.notation import neuron_name
-from sinkscope.results.result import Number, Result
+from sinkscope.results.result import Result
+from sinkscope.results.row import Mean, Row, row_beside
 
 pytestmark = pytest.mark.few_texts
 
@@ -52,11 +54,12 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     assert [part.name for part in card.parts] == list(PARTS)
     sinks = Result.load(folder / "find-sinks.json")
     assert card.conclusion() == sinks.conclusion()
-    numbers = {number.label: number for part in card.parts for number in part.numbers}
-    left = numbers[f"share of the spike that remains without {neuron} at the place"]
+    rows = {(row.about, row.table, row.name): row for row in card.findings()}
+    about = f"find-sinks: {sinks.findings()[-1].about}".replace("find-sinks", "find_sinks")
     spike = sinks.spikes[0]
-    assert (left.value, left.control) == (spike.effect.at_place.left, spike.controls.strongest[1].left)
-    assert len(numbers) >= 7 and numbers["neurons that the spike needs"].value == neuron
+    for table, name in (("effects", "at place"), ("controls", "busiest")):
+        assert rows[about, table, name].numbers == spike.named(table, name).numbers
+    assert rows[about, "spike", "needed parts"].note == neuron
     page = (folder / "card.html").read_text()
     for part in card.parts:
         assert escape(part.conclusion) in page
@@ -66,9 +69,10 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     assert re.findall(r"</h2><(details|div)", page) == ["details", "div", "details"]  # the sink alone is open
     tiles = page.partition('<div class="tiles">')[2].partition("</div>")[0].split("<article>")[1:]
     assert [tile.partition("</h3>")[0] for tile in tiles] == ["<h3>Sink", "<h3>Repetition"]
-    loss = numbers[f"rise of the loss without {neuron} at the place, in nats a token"]
-    value, control = (f"{nats:.4g}" for nats in (loss.value, loss.control))
-    assert f"<b>{value}</b> {loss.label} <small>({loss.contrast}: {control})</small>" in tiles[0]
+    row = next(part for part in card.parts if part.topic == "Repetition").headline
+    numbers = row.numbers
+    assert f"<b>{numbers['share']}</b> {row.name} <small>({row.note}: {numbers['control']})</small>" in tiles[1]
+    assert str(escape(card.conclusion())) in tiles[0]
 
 
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
@@ -135,60 +139,29 @@ def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
     assert f"<b>{folder.name}" not in page.read_text()
 
 
-Numbers = dict[str, tuple[Number, ...]]
+Rows = dict[str, tuple[Row, ...]]
 
 
 @pytest.fixture
 def compared(folder):
-    """Compare a card with these numbers, by part, with an earlier one; some settings of the later one differ."""
+    """Compare a card with these rows, by part, with an earlier one; some settings of the later one differ."""
 
-    def run(before: Numbers, after: Numbers, **settings: Any) -> Comparison:
+    def run(before: Rows, after: Rows, **settings: Any) -> Comparison:
         card, cards = SinkCard.load(folder / "card.json"), []
-        for numbers in (before, after):
-            parts = [CardPart(name, name, "It is so.", own) for name, own in numbers.items()]
+        for rows in (before, after):
+            parts = [CardPart(name, name, "It is so.", own) for name, own in rows.items()]
             cards.append(replace(card, parts=tuple(parts)))
         return compare(cards[0], replace(cards[1], settings={**card.settings, **settings}))
 
     return run
 
 
-@pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])
-def test_a_change_counts_beyond_both_margins(compared, by, moved):
-    """And a number without a margin is not judged."""
-    x, y = Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)
-    (one,) = compared({"a": (x, y)}, {"a": (replace(x, value=10.0 + by), replace(y, value=2.0))}).results
-    changes = {change.key: change for change in one.changes}
-    assert changes["a.x"].changed is moved and changes["a.x"].interval.margin == pytest.approx(2**0.5)
-    assert changes["a.y"].changed is None
-
-
-def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(compared):
-    """Two parts may use one key, and a label may be worded anew between two cards."""
-    before: Numbers = {}
-    for name, value in (("a", 0.1), ("b", 0.7)):
-        before[name] = (Number("lost", "share lost", value, 0.0, 0.01, share=True), Number("word", "the word", name))
-    lost, word = before["a"]
-    first = (replace(lost, label="of it lost", value=0.3), replace(word, value="b"))
-    (one,) = compared(before, {"a": first, "b": before["b"]}).results
-    assert {change.key: (change.before, change.after, change.changed) for change in one.changes} == {
-        "a.lost": (0.1, 0.3, True),
-        "a.word": ("a", "b", True),
-        "b.lost": (0.7, 0.7, False),
-        "b.word": ("b", "b", False),
-    }
-    assert [change.about for change in one.changes] == ["a", "a", "b", "b"]
-
-
-def test_cards_of_the_same_texts_are_compared_text_by_text(compared):
-    """Texts differ more than models do, and a list says what is new."""
-    texts = {f"text {number}": 0.1 * number for number in range(8)}
-    number = Number("heads", "share", 0.35, None, 0.2, True, samples=texts, items=("L0.H1", "L1.H2"))
-    later = {name: value + 0.05 + 0.001 * (value > 0.3) for name, value in texts.items()}
-    moved = replace(number, value=0.4, samples=later, items=("L1.H2", "L2.H0"))
-    both = {"a": (number,)}, {"a": (moved,)}
-    ((change,),) = (one.changes for one in compared(*both).results)
-    assert change.texts == 8 and change.changed and change.moved.startswith("+5.1 points, 95 % +5.0 to +5.1")
-    assert change.which == "new: L2.H0; gone: L0.H1"
+def test_cards_are_compared_by_their_parts_if_they_were_made_alike(compared):
+    """Two parts may use one name."""
+    before, later = (row_beside("lost", Mean(value, 0.01, kind="share"), 0.0) for value in (0.1, 0.3))
+    both = [{"a": (one,), "b": (before,)} for one in (before, later)]
+    (one,) = compared(*both).results
+    assert {row.about: row.table for row in one.judged} == {"a": CHANGED, "b": SAME}
     with refused(r"measured with other settings or texts \(text is "):
         compared(*both, text="another")
     with refused(r"measured with other settings or texts \(quick is "):

@@ -96,11 +96,11 @@ def test_options_reach_the_function_as_they_are_typed(calls, typed):
     typed("find-sinks")
     assert set(calls.pop()) == {"progress", "seed"}  # what has no default is left to the function
     for model in ("m", "--model m"):
-        typed(f"find-sinks {model} --dtype float16 --no-bos --max-repeats 3 --text t --tokens cat,dog")
+        typed(f"repeat {model} --dtype float16 --no-bos --max-repeats 3 --text t --tokens cat,dog")
         arguments = calls.pop()
         del arguments["progress"]
         given = {"model": "m", "dtype": "float16", "bos": False, "max_repeats": 3, "text": "t"}
-        assert arguments == {**given, "tokens": ["cat", "dog"], "seed": 0}
+        assert arguments == {**given, "tokens": ["cat", "dog"], "seed": 0, "quantity": "norm"}
 
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, typed):

@@ -22,7 +22,7 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 
 TYPED = tomllib.loads(Path(__file__).with_name("options.toml").read_text())
 BASES: dict[str, dict[str, str]] = TYPED["commands"]
-SHARED = ("model_word", "json", "html", "csv", "explain")
+SHARED = ("model_word", "json", "html", "csv")
 """Options of every result, which have tests of their own."""
 ELSEWHERE = {"compare", "scan", "view", "check-cache", "report"}
 """Commands whose options have tests of their own, each in tests/app or the folder of its room."""

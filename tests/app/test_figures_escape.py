@@ -16,6 +16,7 @@ from sinkscope.bench.methods import Method
 from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.kinds import kind_modules as kinds
 from sinkscope.results.result import Result
+from sinkscope.results.row import Mean, row_of
 
 CHOICES = {  # one of a few words, or packed numbers
     "contexts",
@@ -25,15 +26,8 @@ CHOICES = {  # one of a few words, or packed numbers
     "rounded.scheme",
     "kept.scheme",
     "rounded.kept",
-    "spikes.writers.part",
-    "spikes.neurons.role",
-    "spikes.conditions.taken.cause",
-    "spikes.conditions.sufficient",
-    "spikes.conditions.necessary",
-    "spikes.constancy.numbers.name",
-    "spikes.purpose.changes.name",
-    "spikes.erasers.part",
-    "spikes.marks.part",
+    "spikes.needed",
+    "spikes.rows.name",
     "attempts.patch",
     "attempts.context",
     "attempts.source",
@@ -50,8 +44,9 @@ def _by_hand() -> Iterator[Result]:
         BenchGroup("recall", sample.model.name, "recall", 0.0, Method(name), 4, 0.5, 0.2, 0.8, metrics={"read": 9.0})
         for name in ("full", "a:b")
     )
-    of_texts = (replace(sample.readers, by_text=heads, texts=4) for heads in ((30, 34, 32, 31), (20, 23, 24, 22)))
-    yield compare(*(replace(sample, readers=readers) for readers in of_texts))
+    of_texts = (Mean(30.0, None, heads, "count") for heads in ((30.0, 34.0, 32.0, 31.0), (20.0, 23.0, 24.0, 22.0)))
+    readers = (row_of("attention", "the first token", heads=heads, total=48) for heads in of_texts)
+    yield compare(*(replace(sample, attention=(row, *sample.attention[1:])) for row in readers))
     yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
 
 
@@ -68,7 +63,7 @@ def _results() -> dict[str, Result]:
 def _spoil(value, spare: set[str], path: str = ""):
     """`value` with markup after every text but those at some places."""
     if isinstance(value, str):
-        return value if path in spare else value + BAD
+        return value if path in spare or path.endswith((".table", ".kind")) else value + BAD
     if isinstance(value, dict):
         return {key: _spoil(inside, spare, f"{path}.{key}") for key, inside in value.items()}
     return [_spoil(inside, spare, path) for inside in value] if isinstance(value, list) else value

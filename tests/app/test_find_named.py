@@ -19,19 +19,20 @@ def test_find_sinks_streams_a_folder_that_does_not_fit(tmp_path, monkeypatch):
     deep = organism("llama", 1, n_layers=LAYERS)
     deep.save(tmp_path / "m")
     text = text_file(deep, tmp_path, 20)
-    memory = find_sinks(deep.model, tokenizer=deep.tokenizer, max_repeats=16, text=text)
+    memory = find_sinks(deep.model, tokenizer=deep.tokenizer, text=text)
     assert {neuron.site for neuron in memory.needed} == set(deep.truth.neurons)
     assert opening.fits_in_memory(tmp_path / "m") and not opening.fits_in_memory("llama-2-7b")
     monkeypatch.setattr(setups, "fits_in_memory", lambda *_: False)
     target = opening.open_target(tmp_path / "m")
     reads, layer_of = Counter[int](), target.store._layer
     monkeypatch.setattr(target.store, "_layer", lambda index: (reads.update([index]), layer_of(index))[1])
-    streamed = find_sinks(target, max_repeats=16, text=text)
+    streamed = find_sinks(target, text=text)
     assert max(reads.values()) <= 20
     assert streamed.needed == memory.needed
     first, _, rest = streamed.conclusion().partition(": zeroed there, ")
     assert memory.conclusion().startswith(first) and " nats " in memory.conclusion() and "nats" not in rest
     spike, own = streamed.spikes[0], memory.spikes[0]
-    assert (spike.layers, spike.effect.at_place.heads) == (own.layers, own.effect.at_place.heads)
+    at_place, other = (one.named("effects", "at place") for one in (spike, own))
+    assert (spike.layers, at_place.get("heads")) == (own.layers, other.get("heads"))
     assert streamed.first_token_norm == pytest.approx(memory.first_token_norm, rel=1e-4)
-    assert spike.effect.at_place.loss is None and own.effect.at_place.loss is not None
+    assert "loss" not in at_place.numbers and "loss" in other.numbers

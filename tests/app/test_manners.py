@@ -83,7 +83,7 @@ def entered(edit: Intervention, model) -> None:
 def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     o = organism("llama", 3)
     folder, text = o.save(tmp_path / "m"), text_file(o, tmp_path)
-    found = ss.find_sinks(folder, max_repeats=4)
+    found = ss.find_sinks(folder)
     patch, here = ss.SinkPatch.from_result(found), tmp_path / "p.json"
     patch.save(here)
     with warnings.catch_warnings():  # its own model, read or loaded in any way

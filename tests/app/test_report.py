@@ -71,7 +71,7 @@ def test_nothing_is_fetched(seen):
 REASONS = {
     "cut.json": "is not a JSON file",
     "foreign.json": "is not a result of sinkscope: expected an object with schema, kind and result",
-    "older.json": "has schema 1, this version reads 5",
+    "older.json": "has schema 1, and this version reads 6",
     "unknown.json": f"holds the unknown kind {BAD!r}",
     "uneven.json": "",
 }

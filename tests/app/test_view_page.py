@@ -15,7 +15,7 @@ import torch
 from raw_kit import attention, blocks, down, inputs_edited
 from report_kit import BAD, WORSE, fill, made_report, spoil
 from repository import FIGURES
-from sample_results import sample_find_sinks
+from sample_results import sample_find_sinks, with_rows
 
 from sinkscope.app.view.explorer import ids_of
 from sinkscope.app.view.page import serve, view_page
@@ -26,6 +26,8 @@ from sinkscope.results.notation import percent
 from sinkscope.results.pages import document
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
+from sinkscope.results.row import row_of
+from sinkscope.sinks.spikes.records import neuron_of
 
 TEXT = "A class is a block. A block is a piece of text."
 LOADED = "document.querySelector('.token')"
@@ -63,7 +65,8 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
     first = view.circuit[0]
     rows = ((0.9, 0.31, 0.3, 0, 0, 0, 0, 0),)
     dot, word = (replace(first.found.place, words=words) for words in ("'.'", "' the'"))
-    second = replace(first, found=replace(first.found, place=dot, layers=(1, 1), heads=2), attention=rows)
+    fewer = with_rows(replace(first.found, place=dot, layers=(1, 1)), row_of("spike", "read by", heads=2))
+    second = replace(first, found=fewer, attention=rows)
     third = replace(first, found=replace(first.found, place=word))
     chrome = opened(shown=replace(view, circuit=(second, first, third)))
     assert chrome.texts(".spike h3") == ["'.', layer 1", "The first token, layers 1-5", "' the', layers 1-5"]
@@ -94,11 +97,13 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     chrome = opened()
     said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
     assert chrome.text("#spike-0 summary").endswith(said)
-    (neuron,), (alone,) = found.neurons, found.alone
-    writers = [f"the MLP of layer 1{found.writers[0].share:.0%}"]
-    writers.append(f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} remains; needed")
-    marks = [f"the attention of layer 0{found.marks[0].left:.0%} remains; others: {found.marks[0].others:.0%}"]
-    marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} remains; others: {found.marks[1].others:.0%}")
+    (neuron,), (alone,) = found.table("writers").values(), found.table("alone").values()
+    writers = [f"the MLP of layer 1{found.named('components', 'mlp 1').get('share'):.0%}"]
+    writers.append(f"{neuron.name}{neuron.get('share'):.0%}; {alone.get('left'):.0%} remains; needed")
+    marks: list[str] = []
+    for name, row in found.table("marks").items():
+        words = name.replace("attention 0", "the attention of layer 0")
+        marks.append(f"{words}{row.get('left'):.0%} remains; others: {row.get('others'):.0%}")
     assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
     for label, said in view.circuit[0].card.rows:
         assert chrome.text(f"#spike-0 .card-{label.split()[0]}").split() == f"{label} {said}".split()
@@ -132,9 +137,8 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     chrome.run("document.querySelector('.circuit .part').focus()")
     chrome.press("Enter")
     assert chrome.text(".neuron h2") == "Neuron L1.N338"
-    assert f"it writes {bundled.circuit.spike.neurons[0].share:.0%} of the spike at the first token" in chrome.text(
-        ".neuron > p"
-    )
+    written = bundled.circuit.spike.named("writers", "L1.N338").get("share")
+    assert f"it writes {written:.0%} of the spike at the first token" in chrome.text(".neuron > p")
 
     ids = torch.tensor([ids_of(setup, TEXT)])
     values = fired(setup, ids, Neuron(1, None, 338))[0]
@@ -155,7 +159,7 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     cells = each(chrome, ".outcomes tbody td", "textContent")
     cells = cells[cells.index("it alone") :]
     (control,) = view.circuit[0].random
-    random = Neuron(control.layer, control.expert, control.neuron)
+    random = neuron_of(control.name)
     assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
     assert cells[4:8] == [f"random: {random}", *outcome(bundled, random, 4)]
     assert cells[8] == "the busiest others" and len(cells) == 12

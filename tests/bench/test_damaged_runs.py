@@ -106,7 +106,7 @@ def test_every_changed_field_is_read_or_named(folder):
         written(folder, settings, rows)
         try:
             table = bench_table([folder])
-            assert table.conclusion() and table.rows() and table.to_json() and table.numbers() and table.grids()
+            assert table.conclusion() and table.rows() and table.to_json() and table.findings() and table.grids()
         except SinkscopeError as error:
             refused += 1
             said = str(error)

@@ -135,12 +135,12 @@ def test_any_two_methods_are_compared_on_the_same_prompts():
 
 
 def test_the_best_method_stands_first_beside_the_control():
-    number, *_ = table(*scored("text", "random:8 9"), *scored("text", "h2o:8 1"), *scored("text", "tova:8 2")).numbers()
-    assert (number.label, number.value) == ("text s, h2o:8: KL to full", 1.0)
-    assert (number.contrast, number.control, number.share) == ("random:8", 9.0, False)
-    number, *_ = table(*scored("loops", "full 1*3 0"), *scored("loops", "loopguard:64 0*4")).numbers()
-    assert (number.value, number.contrast, number.control, number.share) == (0.0, "full", 0.75, True)
-    assert number.margin is not None
+    row, *_ = table(*scored("text", "random:8 9"), *scored("text", "h2o:8 1"), *scored("text", "tova:8 2")).findings()
+    assert (row.name, row.get("value")) == ("text s, h2o:8: KL to full", 1.0)
+    assert (row.note, row.get("control")) == ("random:8", 9.0)
+    row, *_ = table(*scored("loops", "full 1*3 0"), *scored("loops", "loopguard:64 0*4")).findings()
+    assert (row.get("share"), row.note, row.get("control")) == (0.0, "full", 0.75)
+    assert row.numbers["share"].margin is not None
 
 
 def run_of(*records: BenchRecord, **changes) -> BenchRun:

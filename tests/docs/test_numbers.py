@@ -2,14 +2,14 @@
 
 A comment beside the numbers names the file and, for each number as the page writes it, where it stands:
 
-    <!-- figures/find_sinks.json: 217 = {r.spikes[0].ratio:.0f}; 99.6 % = {r.neurons[0].ablation_drop:.1%} -->
+    <!-- figures/find_sinks.json: 6 = {r.spikes[0].layers[1]}; 217 = {number('spike', 'norm', 'ratio'):.0f} -->
 """
 
 from __future__ import annotations
 
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +26,12 @@ def data(name: str) -> SimpleNamespace:
     return json.loads(text, object_hook=lambda fields: SimpleNamespace(**fields)).result
 
 
+def number_of(result: SimpleNamespace, table: str, name: str, number: str) -> float:
+    """A number of the first spike, or of who attends where, by its row."""
+    rows = [row for row in (*result.attention, *result.spikes[0].rows) if (row.table, row.name) == (table, name)]
+    return getattr(rows[0].numbers, number).value
+
+
 def marked() -> list[tuple[str, str, str, str]]:
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "figures").glob("*.md"))]:
@@ -38,7 +44,8 @@ def marked() -> list[tuple[str, str, str, str]]:
 
 @pytest.mark.parametrize(("page", "name", "written", "stands"), marked())
 def test_a_number_of_a_page_is_that_of_its_data(page, name, written, stands):
-    measured = eval(f"f{stands!r}", {"r": data(name), "np": np, "mean": np.mean})
+    names = {"r": data(name), "np": np, "mean": np.mean, "number": partial(number_of, data(name))}
+    measured = eval(f"f{stands!r}", names)
     assert measured.replace("%", " %") == written.replace("%", " %").replace("  %", " %"), stands
     shown = _MARK.sub("", (ROOT / page).read_text())
     assert re.search(rf"(?<![\d.,]){re.escape(written)}(?![\d%])", " ".join(shown.split())), written

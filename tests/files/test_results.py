@@ -83,7 +83,7 @@ def test_a_saved_result_is_loaded_as_its_own_class(tmp_path):
 def test_envelope_is_the_contract():
     data = json.loads(example().to_json())
     assert list(data) == ["schema", "kind", "model", "result", "settings", "provenance"]
-    assert (data["schema"], data["kind"]) == (5, "test-sample")
+    assert (data["schema"], data["kind"]) == (6, "test-sample")
     assert list(data["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
     own = "argv versions device dtype attention bos seed seconds commit first_ids bos_added"
     assert list(data["provenance"]) == own.split()
@@ -137,7 +137,7 @@ WHOLE = json.loads(example().to_json())
         ("[" * 100_000, "f.json is not a JSON file"),
         (b"\xff\xfe", "f.json is not UTF-8 text"),
         ("{}", "f.json is not a result of sinkscope"),
-        (json.dumps(WHOLE | {"schema": 1}), "f.json has schema 1, this version reads 5: run the command again"),
+        (json.dumps(WHOLE | {"schema": 1}), "f.json has schema 1, and this version reads 6: run the command again"),
         (json.dumps(WHOLE | {"kind": "magic"}), "f.json holds the unknown kind 'magic'"),
         (json.dumps(WHOLE | {"result": WHOLE["result"] | {"where": "1"}}), "where is '1': expected a valid integer"),
         (json.dumps(WHOLE | {"result": WHOLE["result"] | {"pair": [1]}}), r"pair\[1\] is missing"),

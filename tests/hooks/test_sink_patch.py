@@ -12,7 +12,7 @@ from covering import each_other
 from intervention_kit import greedy, listing_1, logits, loud_model
 from organisms import Organism, organism, tiny_model
 from raw_kit import inputs_edited, norms
-from sample_results import sample_find_sinks
+from sample_results import sample_find_sinks, with_rows
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -20,7 +20,8 @@ from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.records import Candidate
+from sinkscope.results.row import row_of
+from sinkscope.sinks.spikes.records import NeuronShare
 
 
 def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
@@ -139,7 +140,7 @@ def test_patch_on_a_prompt_of_one_token():
 
 
 def test_a_candidate_of_a_result_is_the_neuron_that_it_is_about(tmp_path):
-    candidate = sample_find_sinks().spikes[0].neurons[0]
+    candidate = NeuronShare(2, None, 412, 0.83, 0.01, 0.01)
     patch = SinkPatch(sites=[candidate], calibrated={candidate: 0.7})
     assert patch.checked_sites == (candidate.address,) and patch.calibrated == {candidate.address: 0.7}
     patch.save(tmp_path / "patch.json")
@@ -187,20 +188,23 @@ def test_patch_from_result(tmp_path):
     """All neurons that write a spike of the first token, with their values on ordinary text."""
     found = sample_find_sinks()
     first, elsewhere = found.spikes
-    neurons = (
-        Candidate(2, None, 412, 0.9, None, 0.01, 0.1, "needed"),
-        Candidate(3, 2, 77, 0.1, None, 0.02, 0.9, "lowers"),
-        Candidate(3, 2, 78, 0.1, None, 0.02, 1.9, "raises"),
-    )
-    found = replace(found, spikes=(replace(first, neurons=neurons), elsewhere))
+    neurons = [
+        row_of("writers", name, role, share=share, left=0.5, neutral=neutral)
+        for name, role, share, neutral in (
+            ("L2.N412", "needed", 0.9, 0.01),
+            ("L3.E2.N77", "lowers", 0.1, 0.02),
+            ("L3.E2.N78", "raises", 0.1, 0.02),
+        )
+    ]
+    first = with_rows(first, *neurons, without=("writers",))
+    found = replace(found, spikes=(first, elsewhere))
     patch = SinkPatch.from_result(found)
     assert patch.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))
     assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
     patch.save(tmp_path / "patch.json")
     assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
     assert SinkPatch.from_result(found, spike=0) == patch
-    parts = replace(first, needed=replace(first.needed, neurons=()))
-    for spikes in ((), (replace(first, needed=None),), (parts,)):
+    for spikes in ((), (replace(first, needed=()),), (replace(first, needed=("mlp 2",)),)):
         with pytest.raises(SinkscopeError, match="nothing to patch"):
             SinkPatch.from_result(replace(found, spikes=spikes))
     with pytest.raises(SinkscopeError, match="not at the first token"):

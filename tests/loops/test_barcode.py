@@ -102,9 +102,10 @@ def test_planted_heads_rank_first_and_are_shown():
         assert weakest["gain"] >= LOCK_GAIN and weakest["gain"] > after["gain"] + 0.02
         assert weakest["score"] > 0.5 and weakest["control_score"] < 0.1
         assert (result.period, result.onset) == (period, end_loop(result.ids).start)
-        share, strongest = result.numbers()
-        assert share.value == len(result.locked) / result.score.size
-        assert (strongest.value, strongest.control) == (rows[0]["score"], rows[0]["control_score"])
+        strongest, share = result.findings()
+        assert share.get("share") == len(result.locked) / result.score.size
+        beside = strongest.get("share"), strongest.get("control")
+        assert beside == (rows[0]["score"], rows[0]["control_score"])
         assert set(result.shown) & {f"L{layer}.H{head}" for layer, head in planted}
         assert len({name.partition(".")[0] for name in result.shown}) == len(result.shown)
 
@@ -115,7 +116,7 @@ def test_without_planted_heads_nothing_locks():
     walk = measured(organism, prompt.ids, 60)
     assert walk.period is None and walk.locked == []
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
-    assert walk.numbers() == []
+    assert walk.findings() == []
 
 
 def test_a_policy_is_seen_token_by_token():

@@ -30,9 +30,9 @@ def test_a_measurement_leaves_no_object_of_its_model(tmp_path):
         return Counter(kind.__name__ for kind in kept)
 
     def measure():
-        ss.find_sinks(folder, max_repeats=8)
+        ss.find_sinks(folder)
         made = organism("llama", 2, n_layers=4)
-        ss.find_sinks(made.model, tokenizer=made.tokenizer, max_repeats=8)
+        ss.find_sinks(made.model, tokenizer=made.tokenizer)
 
     measure()
     before = counted()

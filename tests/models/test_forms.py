@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.opening.load import load, open_stream
 
-READERS = (load, partial(ss.find_sinks, max_repeats=64))
+READERS = (load, ss.find_sinks)
 
 
 @cache

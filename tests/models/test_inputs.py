@@ -79,7 +79,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
     assert torch.equal(trace(live, "the dog", [SITE])[SITE], want)
     assert generate(live, "the dog", max_new_tokens=2)[0].prompt_tokens == 3
     assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt == (1, *rows_of(tokenizer)[1][1:])
-    assert ss.find_sinks(live, max_repeats=8).model.name == tmp_path.name
+    assert ss.find_sinks(live).model.name == tmp_path.name
     vars(model)["tokenizer"] = tokenizer
     assert tokenizer_of(target_of(model)) is tokenizer
 

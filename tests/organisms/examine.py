@@ -22,6 +22,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.weights import is_transposed
 from sinkscope.opening.live import target_of
 from sinkscope.opening.places import begins_at
+from sinkscope.sinks.spikes.records import neuron_of
 
 from .decoders import byte_tokenizer, decoder
 from .products import products_of
@@ -105,7 +106,7 @@ def examine(model_type: str) -> TypeReport:
     if model_type in NOT_PLANTED:
         return report
     planted = _plant(target)
-    found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer, max_repeats=4))
+    found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer))
     if found is not None:
         _check_neurons(report, target, planted, found)
     _check_folder(report, model, tokenizer, planted)
@@ -116,9 +117,11 @@ def _check_folder(report: TypeReport, model, tokenizer, planted: Planted):
     with tempfile.TemporaryDirectory() as where:
         model.save_pretrained(where)
         tokenizer.save_pretrained(where)
-        found = report.attempt("folder", lambda: ss.find_sinks(where, max_repeats=4))
+        found = report.attempt("folder", lambda: ss.find_sinks(where))
     if found is not None:
-        first = next((one.neurons[0].site for one in found.spikes if one.neurons), None)
+        first = next(
+            (neuron_of(next(iter(one.table("writers")))).site for one in found.spikes if one.table("writers")), None
+        )
         report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")
 
 
@@ -264,14 +267,14 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
 
 def _check_neurons(report: TypeReport, target: Target, planted: Planted, found):
     """What is found is what was planted, writes the spike, and is needed."""
-    spike = next((one for one in found.spikes if one.neurons), None)
-    first = None if spike is None else spike.neurons[0]
+    spike = next((one for one in found.spikes if one.table("writers")), None)
+    row = None if spike is None else next(iter(spike.table("writers").values()))
+    first = None if row is None else neuron_of(row.name)
     report.must(first is not None and first.site == planted.site, f"the first neuron is {first}, planted is {planted}")
-    if spike is None or first is None or first.site != planted.site:
+    if spike is None or row is None or first is None or first.site != planted.site:
         return
-    report.must(first.share > 0.5, f"it writes {first.share:.2f} of the spike")
-    needed = spike.needed
-    report.must(needed is not None and first.address in needed.neurons, "it is not called needed")
+    report.must(row.get("share") > 0.5, f"it writes {row.get('share'):.2f} of the spike")
+    report.must(first in spike.needed_neurons, "it is not called needed")
 
 
 # -- attention and the cache ---------------------------------------------------------------------------------------

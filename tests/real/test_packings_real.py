@@ -24,7 +24,7 @@ def measured(model: Any, tokenizer: Any) -> list[SpikeResult]:
     """The spikes of the first token in a few texts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sinkscope.sinks.spikes.survey.SURVEYED", TEXTS)
-        found = find_sinks.on(Setup.open(model, tokenizer=tokenizer), max_repeats=2)
+        found = find_sinks.on(Setup.open(model, tokenizer=tokenizer))
     return list(found.first_spikes)
 
 
@@ -49,15 +49,18 @@ def compare(intact: SpikeResult, new: SpikeResult, names: Names, renamed: frozen
 
     last = moved(intact.layers[1])
     assert (moved(intact.layers[0]), moved(intact.peak)) == (new.layers[0], new.peak) and new.layers[1] >= last
-    factor = new.norm / intact.norm if "norms" in renamed else 1.0
-    assert [intact.ratio, factor * intact.norm] == pytest.approx([new.ratio, new.norm], **CLOSE)
+    before, after = (spike.named("spike", "norm").get("norm_after") for spike in (intact, new))
+    factor = after / before if "norms" in renamed else 1.0
+    assert [intact.ratio, factor * before] == pytest.approx([new.ratio, after], **CLOSE)
     if not renamed & {"needed", "experts"}:
-        needed = {names.neuron(one.layer, one.neuron) for one in intact.needed.neurons}
-        assert needed == {(one.layer, one.neuron) for one in new.needed.neurons}
-    shares = sum(one.share for one in intact.neurons), sum(one.share for one in new.neurons)
+        needed = {names.neuron(one.layer, one.neuron) for one in intact.needed_neurons}
+        assert needed == {(one.layer, one.neuron) for one in new.needed_neurons}
+    shares = [sum(row.get("share") for row in spike.table("writers").values()) for spike in (intact, new)]
     assert shares[0] == pytest.approx(shares[1], **CLOSE)
-    assert (intact.effect is None) == (new.effect is None)
-    if intact.effect is not None:
-        for one, other in ((intact.effect.at_place, new.effect.at_place), (intact.effect.hidden, new.effect.hidden)):
-            assert one.left == pytest.approx(other.left, **CLOSE) and one.loss == pytest.approx(other.loss, abs=2e-2)
-            assert one.heads == pytest.approx(other.heads, abs=1)
+    assert set(intact.table("effects")) == set(new.table("effects"))
+    for name in ("at place", "hidden"):
+        one, other = intact.named("effects", name), new.named("effects", name)
+        assert one.get("left") == pytest.approx(other.get("left"), **CLOSE)
+        assert one.get("loss") == pytest.approx(other.get("loss"), abs=2e-2)
+        for heads in ("intact", "heads"):
+            assert one.get(heads) == pytest.approx(other.get(heads), abs=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -14,9 +14,11 @@ import torch
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.sinks.spikes.conditions import LAST, ordinary_positions
+from sinkscope.results.row import of_table
+from sinkscope.sinks.spikes.asked import LAST, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
+from sinkscope.sinks.spikes.records import neuron_of
 from sinkscope.sinks.why_sink import why_sink
 
 LENGTH, TEXTS, BESIDE = 64, 16, 8
@@ -74,58 +76,59 @@ def compare(real, found, step: int):
     assert {one.layers for one in found.first_spikes} == expected
     given = plain.received(seen.attention)
     torch.testing.assert_close(torch.tensor(found.heads), given.mean(-1), atol=1e-3, rtol=0)
-    by_kind = {one.kind: one.heads for one in found.readers.kinds}
+    by_kind = {name: row.get("heads") for name, row in of_table(found.attention, "attention by kind of text").items()}
     assert by_kind == {
         kind: int((given[..., number::4].mean(-1) > 0.3).sum())
         for number, kind in enumerate(("prose", "dialogue", "code", "tables"))
     }
     for spike in found.first_spikes:
         own = spike_from(real, spike.layers[0])
-        assert spike.norm == pytest.approx(own.norm, rel=1e-3) and spike.peak == own.peak
+        norm = spike.named("spike", "norm").get("norm_after")
+        assert norm == pytest.approx(own.norm, rel=1e-3) and spike.peak == own.peak
         shares = plain.mlp_shares(seen, own)
-        for writer in spike.writers:
-            if writer.part.startswith("mlp "):
-                assert writer.share == pytest.approx(shares[int(writer.part[4:])], abs=1e-3)
-        neurons = [(one.layer, one.neuron) for one in spike.needed.neurons]
-        for outcome, at, texts in ((spike.effect.at_place, 0, TEXTS), (spike.effect.everywhere, None, BESIDE)):
+        for name, row in spike.table("components").items():
+            if name.startswith("mlp "):
+                assert row.get("share") == pytest.approx(shares[int(name[4:])], abs=1e-3)
+        neurons = [(one.layer, one.neuron) for one in spike.needed_neurons]
+        for name, at, texts in (("at place", 0, TEXTS), ("everywhere", None, BESIDE)):
             left = plain.without(real.model, ids[:texts], own, neurons, at, step, seen=plain.some(seen, texts))
-            assert outcome.left == pytest.approx(left.left, abs=1e-3) and outcome.tokens == left.tokens
-            assert outcome.heads == (plain.readers(given[..., :texts], own), left.heads)
-            assert outcome.loss == pytest.approx(left.loss, abs=1e-3)
+            row = spike.named("effects", name)
+            assert row.get("left") == pytest.approx(left.left, abs=1e-3) and row.get("tokens") == left.tokens
+            assert row.get("intact") == plain.readers(given[..., :texts], own) and row.get("heads") == left.heads
+            assert row.get("loss") == pytest.approx(left.loss, abs=1e-3)
 
 
 @pytest.mark.slow
 def test_the_mlp_of_layer_8_marks_the_late_spike_of_smollm2_and_most_heads_stay_without_it(smollm2, setup_of_smollm2):
-    found = why_sink.on(setup_of_smollm2, max_repeats=64)
+    found = why_sink.on(setup_of_smollm2)
     ids, seen = pieces(smollm2.tokenizer, "report"), intact(smollm2, "report")
-    late, mark = found.first_spikes[0], found.first_spikes[0].marks[0]
+    late = found.first_spikes[0]
+    name, mark = next(iter(late.table("marks").items()))
     own = spike_from(smollm2, late.layers[0])
     left, heads = plain.without_part(smollm2.model, ids, seen, own, "mlp 8")
-    assert mark.part == "mlp 8" and mark.left == pytest.approx(left, abs=1e-3) and mark.heads == heads
+    assert name == "mlp 8" and mark.get("left") == pytest.approx(left, abs=1e-3)
+    assert (mark.get("intact"), mark.get("heads")) == heads and "others" in mark.numbers
     assert left < 0.25 and heads[1] > 0.6 * heads[0]
-    record = json.loads(found.to_json())["result"]["spikes"][0]["marks"][0]
-    assert {"part", "left", "heads", "others"} <= set(record)
 
 
 def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smollm2):
     late, early = of_smollm2.first_spikes
     assert late.layers == (11, 29) and early.layers == (1, 8)
-    assert {str(one) for one in late.needed.neurons} == {"L11.N1229", "L11.N1487"} and late.dims == (507,)
-    assert {str(one) for one in early.needed.neurons} == {"L1.N83", "L2.N90", "L2.N430"}
-    at_place = late.effect.at_place
-    assert abs(at_place.heads[0] - 151) <= 3 and at_place.heads[1] <= 30 and at_place.loss > 1
-    assert late.before == pytest.approx(180.8, rel=1e-2)
-    assert of_smollm2.readers.heads == sum(given > 0.3 for layer in of_smollm2.heads for given in layer)  # one count
-    assert {one.part for one in late.erasers[:2]} == {"mlp 28", "mlp 29"}
-    assert of_smollm2.bos.heads >= 0.9 * of_smollm2.readers.heads  # the sink does not need the token
+    assert {*late.needed} == {"L11.N1229", "L11.N1487"} and late.dims == (507,)
+    assert {*early.needed} == {"L1.N83", "L2.N90", "L2.N430"}
+    at_place = late.named("effects", "at place")
+    assert abs(at_place.get("intact") - 151) <= 3 and at_place.get("heads") <= 30 and at_place.get("loss") > 1
+    assert late.named("spike", "norm").get("norm_before") == pytest.approx(180.8, rel=1e-2)
+    assert of_smollm2.readers.get("heads") == (of_smollm2.heads > 0.3).sum()  # one count
+    assert [*late.table("erasers")][:2] == ["mlp 28", "mlp 29"]
 
 
 def test_the_effect_of_the_late_writers_is_at_the_place_and_that_of_the_early_ones_mostly_elsewhere(of_smollm2):
     late, early = of_smollm2.first_spikes
-    assert abs(late.effect.elsewhere) < 0.05 and early.effect.elsewhere > 0.5
-    assert early.effect.at_place.loss < 0.2 < early.effect.everywhere.loss
-    others = {one.spike: one.left for one in early.effect.at_place.others}
-    assert others[of_smollm2.spikes.index(late)] > 0.9  # the early spike can go without the late one
+    (at_late, at_early), (late_loss, early_loss) = (
+        [spike.named("effects", name).get("loss") for spike in (late, early)] for name in ("at place", "everywhere")
+    )
+    assert late_loss == pytest.approx(at_late, abs=0.1) and at_early < 0.2 < early_loss
 
 
 def test_what_the_late_writers_do_goes_through_attention_to_the_place(smollm2, of_smollm2):
@@ -137,14 +140,14 @@ def test_what_the_late_writers_do_goes_through_attention_to_the_place(smollm2, o
             losses.append(plain.run(smollm2.model, ids).loss[:, 1:])
     torch.testing.assert_close(*losses, atol=1e-4, rtol=0)
     rise = float((losses[0] - plain.some(intact(smollm2, "report"), 4).loss[:, 1:]).mean())
-    assert late.effect.both.loss == late.effect.hidden.loss < late.effect.at_place.loss
+    assert late.named("effects", "hidden").get("loss") < late.named("effects", "at place").get("loss")
     assert rise > 0.5
 
 
 def test_of_the_early_spike_some_candidates_take_the_late_one_along_or_raise_it(smollm2, of_smollm2):
     """Six neurons write 2 % or more; three are needed. Plain hooks say what the other three do."""
     late, early = of_smollm2.first_spikes
-    roles = {str(one.address): one.role for one in early.neurons}
+    roles = {name: row.note for name, row in early.table("writers").items()}
     assert roles["L1.N1299"] == "raises" and roles["L1.N609"] == "another spike"
     assert {str(one) for one in early.calibrated} == {name for name in roles if roles[name] in ("needed", "lowers")}
     ids, first, left = pieces(smollm2.tokenizer, "report")[:1], {}, {}
@@ -157,7 +160,7 @@ def test_of_the_early_spike_some_candidates_take_the_late_one_along_or_raise_it(
     assert left["takes", early.layers] > 0.9 and left["takes", late.layers] < 1 - (1 - left["takes", early.layers])
     kept = []
     for roles_of in ({"needed"}, {"needed", "lowers", "raises", "another spike"}):
-        some = [(one.layer, one.neuron) for one in early.neurons if one.role in roles_of]
+        some = [neuron_of(name).site for name, role in roles.items() if role in roles_of]
         kept.append(plain.without(smollm2.model, ids, first[late.layers], some, 0, seen=seen).left)
     assert kept[0] > 0.9 and kept[1] < 0.6  # the needed three leave the late spike, all six do not
 
@@ -165,26 +168,34 @@ def test_of_the_early_spike_some_candidates_take_the_late_one_along_or_raise_it(
 def test_the_busiest_others_write_as_much_and_cost_a_tenth(smollm2, of_smollm2):
     """Chosen here once more, by plain hooks: the largest mean written norm first, up to that of both neurons."""
     late = of_smollm2.first_spikes[0]
-    busiest, own = late.controls.busiest, {(11, 1229), (11, 1487)}
+    busiest, own = late.named("controls", "busiest"), {(11, 1229), (11, 1487)}
     chosen, ids = (pieces(smollm2.tokenizer, half) for half in ("choose", "report"))
     norms = plain.written_norms(smollm2.model, chosen, 11)
     total = sum(float(norms[neuron]) for _, neuron in own)
     order = [number for number in norms.argsort(descending=True).tolist() if (11, number) not in own]
     count = 1 + int((norms[order].cumsum(0) - total).abs().argmin())
-    assert busiest.count == count and busiest.norm == pytest.approx(float(norms[order[:count]].sum()) / total, rel=1e-3)
+    norm = float(norms[order[:count]].sum()) / total
+    assert busiest.get("size") == count and busiest.get("norm") == pytest.approx(norm, rel=1e-3)
     removed, seen = [(11, number) for number in order[:count]], plain.some(intact(smollm2, "report"), BESIDE)
     left = plain.without(smollm2.model, ids[:BESIDE], spike_from(smollm2, 11), removed, None, seen=seen)
-    assert (busiest.left, busiest.loss) == (pytest.approx(left.left, abs=1e-3), pytest.approx(left.loss, abs=1e-3))
-    assert busiest.loss < 0.2 * late.effect.everywhere.loss and late.controls.random.reached == 0
+    assert [busiest.get("left"), busiest.get("loss")] == pytest.approx([left.left, left.loss], abs=1e-3)
+    assert busiest.get("loss") < 0.2 * late.named("effects", "everywhere").get("loss")
+    assert late.named("controls", "random").get("reached") == 0
 
 
 def test_why_heads_read_the_first_token_of_smollm2(smollm2, setup_of_smollm2):
     """Its state is one and the same in all texts after the spike, its value small, its score there for every query."""
     late, early = sinks_of(setup_of_smollm2).spikes[:2]
-    found = constancy_of(late.reported, early.spike.layers[0], ("sight",), 0)
-    assert found is not None and found.before == early.spike.layers[0]
+    found = constancy_of(late.reported, early.spike.layers[0], ("alone",), 0)
+    state, value, score = of_table(found, "constant").values()
+    count, after, before = map(int, re.findall(r"\d+", state.note))
+    assert before == early.spike.layers[0]
     model, ids, rows = smollm2.model, pieces(smollm2.tokenizer, "report")[:BESIDE], torch.arange(BESIDE)
-    own, seen, at = spike_from(smollm2, 11), intact(smollm2, "report"), ordinary_positions(ids, 0).at
+    own, seen, at = (
+        spike_from(smollm2, 11),
+        intact(smollm2, "report"),
+        ordinary_positions([late.reported], 0).places[0].int().argmax(1),
+    )
     given = plain.received(seen.attention).mean(-1) > 0.3
     layers = [layer for layer in range(12, 30) if own.along(seen.states[layer][:, 0]).mean() >= 0.5]
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BESIDE, -1, -1)
@@ -193,34 +204,35 @@ def test_why_heads_read_the_first_token_of_smollm2(smollm2, setup_of_smollm2):
     states, scores, values = plain_constancy.plain(model, ids, causal)
     made = plain_constancy.plain(model, ids, alone)[0][:, rows, at]
     has = own.along(made[own.peak + 1]) >= 0.5
-    assert int(has.sum()) == found.texts and found.after == layers[0]
-    for said, read in ((found.by_layer, made), (found.ordinary_by_layer, states[:, rows, at])):
+    assert after == layers[0]
+    by_layer = of_table(found, "state by layer").values()
+    for number, read in (("place", made), ("ordinary", states[:, rows, at])):
+        said = [row.get(number) for row in by_layer]
         between = plain_constancy.cosine_between(read[:, has])
         torch.testing.assert_close(torch.tensor(said[:29]), between[:29], atol=1e-3, rtol=0)
     heads = {layer: given[layer] for layer in layers}
     of_value, of_score = plain_constancy.in_heads(model, scores, values, heads, at, LAST)
-    assert len(of_value[0]) == found.heads > 100
-    for number, numbers in zip(found.numbers[1:], (of_value, of_score), strict=True):
-        assert number.after == pytest.approx(float(torch.stack(numbers[0]).mean()), abs=1e-3)
-        assert number.ordinary_after == pytest.approx(float(torch.stack(numbers[1]).mean()), abs=1e-3)
-    state, value, score = found.numbers
-    assert state.after > 0.999 > state.ordinary_after and value.after < 0.3 and score.after > 0.9
+    assert len(of_value[0]) == count > 100
+    for row, numbers in ((value, of_value), (score, of_score)):
+        assert row.get("after") == pytest.approx(float(torch.stack(numbers[0]).mean()), abs=1e-3)
+        assert row.get("ordinary_after") == pytest.approx(float(torch.stack(numbers[1]).mean()), abs=1e-3)
+    assert state.get("after") > 0.999 > state.get("ordinary_after")
+    assert value.get("after") < 0.3 and score.get("after") > 0.9
 
 
 @pytest.mark.slow
 def test_gemma3_is_a_relay_of_which_the_first_neuron_is_needed(of_gemma3):
     relay, start = of_gemma3.first_spikes
     assert relay.layers == (3, 16) and relay.dims == (163,)
-    assert [str(one) for one in relay.needed.neurons] == ["L3.N1414"]
-    written = {str(one.address): one.share for one in relay.neurons}
+    assert relay.needed == ("L3.N1414",)
+    written = {name: row.get("share") for name, row in relay.table("writers").items()}
     for name in ("L4.N84", "L5.N584", "L6.N1824", "L7.N1455", "L8.N188"):
         assert 0.1 < written[name] < 0.2
     assert written.get("L11.N163", 0) < 0.05  # a third of it before the norm behind the MLP
-    others = [one for one in relay.neurons if one.role != "needed"]
-    assert len(others) >= 5 and min(one.left for one in others) > 0.75
-    assert relay.effect.at_place.heads[1] <= 15 and start.layers == (0, 2) and start.dims == (400,)
-    assert abs(relay.effect.elsewhere) < 0.1 and "L3.N1414 suffices" in of_gemma3.conclusion()
-    assert of_gemma3.bos.heads == 0 and abs(of_gemma3.readers.heads - 55) <= 4
+    others = [row.get("left") for row in relay.table("writers").values() if row.note != "needed"]
+    assert len(others) >= 5 and min(others) > 0.75
+    assert relay.named("effects", "at place").get("heads") <= 15 and start.layers == (0, 2) and start.dims == (400,)
+    assert "L3.N1414 suffices" in of_gemma3.conclusion() and abs(of_gemma3.readers.get("heads") - 55) <= 4
 
 
 def test_what_is_said_of_smollm2(of_smollm2):
@@ -232,13 +244,10 @@ def test_what_is_said_of_smollm2(of_smollm2):
     )
     said = dict(late.rows)
     assert said["norm"].startswith("181 -> 25,102, 183 times the typical one after layer 11; along dimension 507")
-    assert said["writers"] == "L11.N1229 73%   L11.N1487 27%" and said["needed"].startswith(
-        "L11.N1229 and L11.N1487; 0%"
-    )
+    assert said["writers"] == "L11.N1229 73%, needed   L11.N1487 27%, needed"
+    assert said["needed"].startswith("L11.N1229 and L11.N1487; 0%")
     assert "nats" in said["at place"] and "MLP 28" in said["erasers"] and "also at" in dict(early.rows)
-    assert "raises it" in dict(early.rows)["not writers"]
-    assert attention.rows[1][0] == "without <|im_start|>" and "heads at the first token" in attention.rows[1][1]
-    assert "tables" in attention.rows[0][1]
+    assert "raises" in dict(early.rows)["not writers"] and "tables" in dict(attention.rows)["by kind of text"]
     assert of_smollm2.conclusion().startswith("L11.N1229 and L11.N1487 suffice for the spike at the first token")
 
 
@@ -253,5 +262,5 @@ def test_smollm2_needs_the_same_neurons_on_other_texts_and_seeds(smollm2, kind, 
     file = tmp_path / "text.txt"
     file.write_text(texts[kind] * 4)
     found = ss.find_sinks(smollm2.model, tokenizer=smollm2.tokenizer, text=file, seed=len(kind))
-    needed = {one.layers[0]: {str(n) for n in one.needed.neurons} for one in found.first_spikes if one.needed}
+    needed = {one.layers[0]: {*one.needed} for one in found.first_spikes if one.needed}
     assert needed[11] == {"L11.N1229", "L11.N1487"} and needed[1] == {"L1.N83", "L2.N90", "L2.N430"}

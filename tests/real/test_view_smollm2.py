@@ -7,6 +7,7 @@ import pytest
 
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
+from sinkscope.sinks.spikes.records import neuron_of
 
 LARGEST_PAGE = 2_800_000  # characters
 
@@ -23,14 +24,13 @@ def test_the_neurons_of_smollm2_have_the_numbers_of_plain_hooks(smollm2):
     for page in view.neuron_pages:
         for one in view.circuit:
             spike = one.found
-            alone = [left for left in spike.alone if str(left.address) == page.name]
-            if spike.place.words != "the first token" or not alone:
+            alone = spike.table("alone").get(page.name)
+            if spike.place.words != "the first token" or alone is None:
                 continue
-            (random,) = [other for other in one.random if other.layer == alone[0].layer]
-            assert random.left == pytest.approx(1, abs=0.01)
-            for outcome in (*alone, random):
-                left = plain.without(smollm2.model, ids, expected[spike.layers], [outcome.site])
-                assert (outcome.left, outcome.heads) == (pytest.approx(left.left, abs=1e-3), left.heads)
-                assert outcome.perplexity == pytest.approx(left.perplexity, rel=1e-3)
+            (random,) = [row for row in one.random if neuron_of(row.name).layer == neuron_of(alone.name).layer]
+            assert random.get("left") == pytest.approx(1, abs=0.01)
+            for row in (alone, random):
+                left = plain.without(smollm2.model, ids, expected[spike.layers], [neuron_of(row.name).site])
+                assert (row.get("left"), row.get("heads")) == (pytest.approx(left.left, abs=1e-3), left.heads)
                 compared += 1
     assert compared == 10

@@ -1,17 +1,17 @@
-"""Figures: as wide as their frame, one panel alone, and the circuit from its marks to its readers."""
+"""Figures: as wide as their frame, one panel alone, and bars of rows."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from itertools import product
 
 import pytest
 from refusals import refused
 from repository import FIGURES
-from sample_results import sample_find_sinks
+from sample_results import sample_find_sinks, with_rows
 
 from sinkscope.results.result import Result
-from sinkscope.sinks.spikes.figure import draw_circuit
+from sinkscope.results.row import Mean, row_of
+from sinkscope.results.style import BLUE, GREY
+from sinkscope.sinks.spikes.records import ONE_OTHER, PURPOSE_CONTROLS
+from sinkscope.sinks.spikes.result import WhySink
 
 
 @pytest.mark.parametrize("name", ["find_sinks", "barcode", "lines"])
@@ -24,7 +24,7 @@ def test_one_panel_stands_alone():
     found = sample_find_sinks()
     whole, heads = found.figure(), found.figure(panel="heads that")
     bars = [trace for trace in whole.data if trace.xaxis == "x4"]
-    assert [trace.y for trace in heads.data] == [trace.y for trace in bars] and len(bars) == 3
+    assert [trace.y for trace in heads.data] == [trace.y for trace in bars] and len(bars) == 1
     assert heads.layout.title.text == "Heads that attend to the place of each spike"
     assert heads.layout.xaxis.domain == (0, 1) and heads.layout.yaxis.title.text == "heads"
     norms = found.figure(panel="1")
@@ -34,19 +34,16 @@ def test_one_panel_stands_alone():
         found.figure(panel="zebra")
 
 
-def test_a_circuit_is_drawn_from_marks_to_readers():
-    """Every mark leads to every writer, these to the spike, as wide as their share, and the spike to its readers."""
-    found = sample_find_sinks()
-    drawn = draw_circuit(replace(found, spikes=found.spikes[:1]))
-    places = {trace.text.partition("<br>")[0]: (trace.x[0], trace.y[0]) for trace in drawn.data if trace.text}
-    lines = {(trace.x, trace.y): trace.line.width for trace in drawn.data if trace.mode == "lines"}
-    edges = {}
-    for one, other in product(places, places):
-        ends = tuple(zip(places[one], places[other], strict=True))
-        if ends in lines:
-            edges[one, other] = lines[ends]
-    spike, readers = "the first", "32 heads"
-    assert edges.pop(("L2.N412", spike)) == pytest.approx(1 + 9 * 0.83)
-    assert edges.pop(("L2.N77", spike)) == pytest.approx(1 + 9 * 0.14)
-    assert edges.pop((spike, readers)) == pytest.approx(1 + 9 * 32 / 48)
-    assert {*edges} == {(mark, writer) for mark in ("attention 0", "L0.H1 and") for writer in ("L2.N412", "L2.N77")}
+def test_answers_are_bars_of_rows_with_their_controls_in_grey():
+    rows = (
+        row_of("conditions", "as it is", left=Mean(0.01, 0.02)),
+        row_of("conditions", "alone", left=Mean(0.9, 0.1)),
+        row_of("conditions", ONE_OTHER, left=Mean(0.2, 0.1)),
+        row_of("purpose", "hidden", loss=Mean(0.5, 0.2)),
+        row_of(PURPOSE_CONTROLS, "ordinary key hidden", loss=Mean(0.01)),
+    )
+    one = with_rows(sample_find_sinks().spikes[0], *rows)
+    found = WhySink(**vars(sample_find_sinks(spikes=(one,))))
+    drawn = {trace.x[0]: (trace.y[0], trace.error_y.array[0], trace.marker.color) for trace in found.figure().data}
+    assert drawn["alone"] == (0.9, 0.1, BLUE) and drawn["as it is"] == (0.01, 0.02, GREY)
+    assert drawn["hidden"] == (0.5, 0.2, BLUE) and drawn["ordinary key hidden"] == (0.01, 0, GREY)

@@ -108,9 +108,9 @@ def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it(family, seed
     beside = f"(random tokens: {random.positions:.0%}; patched: 0%)."
     said = f"at 100% (± {margin:.0%}) of their positions without BOS {beside}"
     assert found.conclusion().endswith(said) and len(found.conclusion().split()) <= 30
-    numbers = {number.key: number for number in found.numbers()}
-    assert (numbers["positions"].value, numbers["positions"].control) == (1, random.positions)
-    assert numbers["patched"].value == 0 and numbers["served"].value == found.clusters.served.mean()
+    intact, patched, served = found.findings()
+    assert (intact.get("share"), intact.get("control"), intact.note) == (1, random.positions, "random tokens")
+    assert patched.get("share") == 0 and served.get("share") == found.clusters.served.mean()
 
 
 def test_the_patch_is_that_of_plain_hooks(tmp_path):

@@ -12,12 +12,12 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.opening.load import open_target
-from sinkscope.sinks.spikes.answer_records import Answers
-from sinkscope.sinks.spikes.conditions import BORNE, conditions_of, ordinary_positions
+from sinkscope.results.row import of_table
+from sinkscope.sinks.spikes.asked import BEGIN, SEEN, Case, conditions_of, measure, ordinary_positions, purpose_of
+from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.places import Place, PlaceWords, at_position
-from sinkscope.sinks.spikes.purpose import BEGIN, TAKERS, hidden, purposes_of, read_way
 from sinkscope.sinks.spikes.spike import Spike, ordinary_of
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.spikes.survey import read_survey
@@ -30,6 +30,7 @@ KINDS = {
     "learned sinks": ("gpt_oss", {"sliding_window": 64}),
     "windows": ("mistral", {"sliding_window": 6}),
     "windows in some layers": ("gemma3_text", {"sliding_window": 6}),
+    "chunks": ("llama4_text", {"attention_chunk_size": 8}),
     "no BOS": ("llama", {}),
 }
 ALIBI = {
@@ -70,30 +71,26 @@ def test_conditions_are_those_of_the_model_alone(kind):
     model_type, settings = KINDS[kind]
     spike = first_token(model_type, settings, bos=kind != "no BOS")
     ids, learned = spike.survey.ids, model_type == "gpt2"
-    at, rows = ordinary_positions(ids, 0).at, torch.arange(8)
-    (found,) = conditions_of([spike], 0)
-    cells = {one.causes: one.share for one in found.cells}
-    assert len(cells) == 8
-    assert cells["token", "sight", "position"] == pytest.approx(1, abs=1e-4)  # it is the first token again
+    at, rows = ordinary_positions([spike], 0).places[0].int().argmax(1), torch.arange(8)
+    found = of_table(conditions_of([spike], 0)[0], "conditions")
+    left = {name: row.get("left") for name, row in found.items()}
+    assert left["its token, alone, id 0"] == pytest.approx(1, abs=1e-4)  # it is the first token again
     as_it_is = spike.along(spike.survey.states[PEAK][rows, at])
-    assert cells[()] == pytest.approx(float(as_it_is.mean()), abs=1e-4)  # with its window
+    assert left["as it is"] == pytest.approx(float(as_it_is.mean()), abs=1e-4)  # with its window
     positions = {"position_ids": at[:, None]} if learned else {}
     alone = plain_share(spike, ids[rows, at][:, None], **positions)
-    assert cells["sight",] == pytest.approx(float(alone.mean()), abs=1e-4)  # a text of one token
-    assert (abs(cells["sight",] - cells["sight", "position"]) < 1e-4) != learned
-    taken = {one.cause: one.share for one in found.taken}
-    assert ("position" in taken) == (kind != "few learned positions")
+    assert left["alone"] == pytest.approx(float(alone.mean()), abs=1e-4)  # a text of one token
+    assert (abs(left["alone"] - left["alone, id 0"]) < 1e-4) != learned
+    assert ("place, 32 later" in left) == (kind != "few learned positions")
     if not learned:
-        assert taken["position"] == pytest.approx(1, abs=1e-4)  # no other position is nearer
-    assert tuple(count for count, *_ in found.held) == BORNE
-    assert found.held[2][1] == pytest.approx(taken["sight"], abs=1e-4)
-    for count, share, _ in found.held[:3]:  # within all windows
+        assert left["place, 32 later"] == pytest.approx(1, abs=1e-4)  # no other position is nearer
+    for count in SEEN[:3]:  # within all windows
         before = torch.cat([ids[:, LENGTH - count :], ids[:, :1]], 1)
         causal = torch.zeros(8, 1, count + 1, count + 1).masked_fill(
             torch.ones(count + 1, count + 1, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min
         )
         own = plain_share(spike, before, position_ids=torch.zeros_like(before), attention_mask=causal)
-        assert share == pytest.approx(float(own.mean()), abs=1e-4)
+        assert left[f"place, sees {count} more"] == pytest.approx(float(own.mean()), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["learned positions", "windows", "no BOS"])
@@ -101,7 +98,6 @@ def test_purpose_is_that_of_plain_masks(kind):
     model_type, settings = KINDS[kind]
     spike = first_token(model_type, settings, bos=kind != "no BOS")
     survey, model = spike.survey, spike.survey.target.hf
-    read = read_way(survey.target, survey.ids, hidden(survey.target, 0, None, LENGTH), TAKERS)
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     unseen = (distance < 0) | (distance >= settings.get("sliding_window", LENGTH))
     unseen[1:, 0] = True
@@ -109,22 +105,24 @@ def test_purpose_is_that_of_plain_masks(kind):
     with torch.no_grad():
         logits = model(survey.ids, attention_mask=mask, use_cache=False).logits
     own = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), survey.ids[:, 1:], reduction="none")
-    torch.testing.assert_close(read.loss[:, BEGIN:], own[:, BEGIN:], atol=1e-4, rtol=1e-4)
-    (purpose,) = purposes_of(survey, [0], 0)
-    plain = read_way(survey.target, survey.ids, lambda _rows: torch.no_grad(), TAKERS)
-    assert purpose.change("hidden in all layers").loss == pytest.approx(
-        float((read.loss - plain.loss)[:, BEGIN:].mean()), abs=1e-5
-    )
+    with torch.no_grad():
+        logits = model(survey.ids, use_cache=False).logits
+    intact = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), survey.ids[:, 1:], reduction="none")
+    row = of_table(purpose_of(spike, 0, None, 0), "purpose")["hidden in all layers"]
+    assert row.numbers["loss"].by_text == pytest.approx((own - intact)[:, BEGIN:].mean(1).tolist(), abs=1e-4)
+    one = Case(table="purpose", name="hidden", hide="place")
+    again = measure(one, SpikeTexts(spike, torch.arange(8)), survey.target.attending, since=BEGIN)
+    assert again.numbers["loss"] == row.numbers["loss"]
 
 
 @pytest.mark.parametrize("model_type", ALIBI)
 def test_with_alibi_no_key_can_be_hidden_and_this_is_said_in_one_line(model_type):
     """A whole mask, from which BLOOM computes no distances, was given before: an error without words."""
     spike = first_token(model_type, ALIBI[model_type])
-    for ask in (lambda: conditions_of([spike], 0), lambda: purposes_of(spike.survey, [0], 0)):
+    for ask in (lambda: conditions_of([spike], 0), lambda: purpose_of(spike, 0, None, 0)):
         with pytest.raises(UnsupportedError, match="where no key can be hidden"):
             ask()
     sinks = Sinks(spike.survey, spike.survey, (SpikeCircuit(spike, spike, Needs(Writers((), (), {}), ())),))
     with pytest.warns(UserWarning, match="is not measured: a model of type"):
-        answers = answers_of(sinks, 0, {"conditions", "purpose"})
-    assert answers == {0: Answers()}
+        answers = answers_of(sinks, lambda _number: None, 0, {"conditions", "purpose"})
+    assert answers == {}

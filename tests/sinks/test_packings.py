@@ -40,36 +40,25 @@ def renamed(part: str, names: Names) -> str:
 
 def effects(spike: SpikeResult) -> list[float]:
     """What the needed set does, and what the busiest others do."""
-    if spike.effect is None:
-        return []
-    values: list[float | None] = [spike.effect.elsewhere]
-    for outcome in (spike.effect.at_place, spike.effect.everywhere, spike.effect.hidden, spike.controls.busiest):
-        if outcome is not None:
-            values += [outcome.left, *outcome.heads, outcome.loss, *(one.left for one in outcome.others)]
-    return [float(value) for value in values if value is not None]
+    rows = [*spike.table("effects").values(), spike.named("controls", "busiest")]
+    return [row.get(number) for row in rows for number in ("left", "intact", "heads", "loss") if number in row.numbers]
 
 
 def shape_of(spike: SpikeResult) -> tuple[Any, ...]:
-    return spike.place.words, spike.layers, spike.peak, spike.ratio_layer, spike.heads
+    return spike.place.words, spike.layers, spike.peak, spike.highest, spike.heads
 
 
 def compare(intact: SpikeResult, new: SpikeResult, names: Names) -> None:
     """A spike in another packing that renames parts and adds none."""
     assert shape_of(intact) == shape_of(new)
-    assert [intact.norm, intact.before, intact.ratio] == pytest.approx([new.norm, new.before, new.ratio], **CLOSE)
-    shares = {renamed(str(one.address), names): one.share for one in intact.neurons}
-    assert {str(one.address): one.share for one in new.neurons} == pytest.approx(shares, **CLOSE)
-    assert {one.part: one.share for one in new.writers} == pytest.approx(
-        {one.part: one.share for one in intact.writers}, **CLOSE
-    )
-    assert (intact.needed is None) == (new.needed is None)
-    if intact.needed is not None:
-        assert {renamed(part, names) for part in intact.needed.parts} == set(new.needed.parts)
-        assert intact.needed.left == pytest.approx(new.needed.left, **CLOSE)
+    assert {renamed(part, names) for part in intact.needed} == set(new.needed)
+    for table in ("spike", "writers", "components", "erasers", "alone"):
+        rows = {renamed(name, names) if table != "spike" else name: row for name, row in intact.table(table).items()}
+        assert set(rows) == set(new.table(table))
+        for name, row in new.table(table).items():
+            for number in ("norm_before", "norm_after", "ratio", "share", "left", "heads"):
+                assert row.get(number) == pytest.approx(rows[name].get(number), **CLOSE), (table, name, number)
     assert effects(intact) == pytest.approx(effects(new), **CLOSE)
-    alone = {renamed(str(one.address), names): (one.left, one.heads) for one in intact.alone}
-    for one in new.alone:
-        assert (one.left, one.heads) == (pytest.approx(alone[str(one.address)][0], **CLOSE), alone[str(one.address)][1])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +76,7 @@ def compare(intact: SpikeResult, new: SpikeResult, names: Names) -> None:
 def test_find_sinks_says_the_same_under_drawn_gauges(name, family, seed, tmp_path):
     h, _, found = measured_spikes(ss.find_sinks, name, family)
     new, names = composed(h.model, seed)
-    again = ss.find_sinks(new, max_repeats=4, **hard_options(h, tmp_path))
+    again = ss.find_sinks(new, **hard_options(h, tmp_path))
     assert same_words(found.conclusion(), names) == same_words(again.conclusion(), Names())
     assert len(found.spikes) == len(again.spikes) > 0
     for spike, other in zip(found.spikes, again.spikes, strict=True):
@@ -96,9 +85,9 @@ def test_find_sinks_says_the_same_under_drawn_gauges(name, family, seed, tmp_pat
 
 def marks_of(found: Any, names: Names) -> dict[str, float]:
     return {
-        " and ".join(sorted(renamed(part, names) for part in mark.names)): mark.left
+        " and ".join(sorted(renamed(part, names) for part in name.split(" and "))): row.get("left")
         for spike in found.spikes
-        for mark in spike.marks
+        for name, row in spike.table("marks").items()
     }
 
 
@@ -106,7 +95,7 @@ def test_circuit_heads_patch_attack_and_repeat_say_the_same_under_drawn_gauges(t
     h = hard("plain", "llama")
     new, names = packed(h.model, [GAUGES[name] for name in ("permuted_neurons", "scaled_neurons", "permuted_heads")], 7)
     setups = [Setup.open(model, **hard_options(h, tmp_path)) for model in (h.model, new)]
-    circuits = [ss.why_sink.on(setup, max_repeats=8) for setup in setups]
+    circuits = [ss.why_sink.on(setup) for setup in setups]
     assert circuits[0].conclusion() == circuits[1].conclusion()
     assert marks_of(circuits[0], names) == pytest.approx(marks_of(circuits[1], Names()), **CLOSE)
     heads = [heads_that_mark(setup, count=6) for setup in setups]
@@ -135,7 +124,7 @@ def spike_under(name: str, packing: Packing, folder: Path) -> tuple[SpikeResult,
     """The spike of a model, and that of its packing."""
     h, _, found = measured_spikes(ss.find_sinks, name, "llama")
     new, _ = packed(h.model, [packing])
-    return found.spikes[0], ss.find_sinks(new, max_repeats=2, **hard_options(h, folder)).spikes[0]
+    return found.spikes[0], ss.find_sinks(new, **hard_options(h, folder)).spikes[0]
 
 
 def writer_of(name: str) -> tuple[int, ...]:
@@ -155,7 +144,7 @@ def writer_of(name: str) -> tuple[int, ...]:
 def test_what_a_spike_does_is_the_same_however_many_neurons_share_the_work(name, parts, more, tmp_path):
     """The needed set is another one; what is left without all writers, the heads and the perplexity are not."""
     one, other = spike_under(name, split(*writer_of(name), parts), tmp_path)
-    assert shape_of(one) == shape_of(other) and len(other.neurons) == len(one.neurons) + more
+    assert shape_of(one) == shape_of(other) and len(other.table("writers")) == len(one.table("writers")) + more
     assert effects(one) == pytest.approx(effects(other), **CLOSE)
 
 
@@ -163,5 +152,6 @@ def test_cancelling_neurons_are_writers_and_change_no_effect(tmp_path):
     layer, neuron = writer_of("plain")
     one, other = spike_under("plain", cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5)), tmp_path)
     assert effects(one) == pytest.approx(effects(other), **CLOSE)
-    assert len(other.neurons) == len(one.neurons) + 5 and not other.backups
-    assert sum(own.share for own in other.neurons) == pytest.approx(sum(own.share for own in one.neurons), **CLOSE)
+    writers, others = (list(spike.table("writers").values()) for spike in (one, other))
+    assert len(others) == len(writers) + 5 and not other.table("backups")
+    assert sum(row.get("share") for row in others) == pytest.approx(sum(row.get("share") for row in writers), **CLOSE)

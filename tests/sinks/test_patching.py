@@ -63,10 +63,11 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
     intact, patched, control = proof.along[:3, 0]
     assert (patched < 0.5).all() and (intact >= 0.5).all() and len(proof.words) > 0
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
-    patch, copies, cost = made.numbers()
-    assert patch.value > 0.9 and patch.control < 0.05 and copies.value > 0.5
-    assert patch.samples == pytest.approx(dict(zip(proof.words, 1 - patched / intact, strict=True)))
-    assert (cost.value, cost.control) == tuple(one.change for one in proof.ordinary.perplexity[1:])
+    patch, copies, cost = made.findings()
+    assert patch.get("share") > 0.9 and patch.get("control") < 0.05 and copies.get("share") > 0.5
+    assert patch.texts == proof.words
+    assert patch.numbers["share"].by_text == pytest.approx(tuple(1 - patched / intact))
+    assert (cost.get("share"), cost.get("control")) == tuple(one.change for one in proof.ordinary.perplexity[1:])
     assert all(len(said.split()) <= 30 for said in (made.conclusion(), *made.details()))
 
 
@@ -95,7 +96,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         assert proof.following.one_more[condition] == pytest.approx(chances.numpy(), rel=1e-3, abs=1e-6)
     few = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     again = measured(o.model, file=patch, tokenizer=o.tokenizer, **few)
-    assert plain(again.proof) == plain(proof) and again.numbers() == made.numbers()  # whether it is made or given
+    assert plain(again.proof) == plain(proof) and again.findings() == made.findings()  # whether it is made or given
 
 
 def read(proof: PatchProof, what: str, spike: int = 0) -> Reading:

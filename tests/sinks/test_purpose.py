@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from raw_kit import blocks, part
 from test_spikes import bundled  # noqa: F401  (a fixture)
 from torch import nn
 
+from sinkscope.results.row import of_table
+from sinkscope.sinks.spikes.asked import BEGIN, hidden_of, purpose_of
+from sinkscope.sinks.spikes.edited import Batch, SpikeTexts, read
 from sinkscope.sinks.spikes.find import sinks_of
-from sinkscope.sinks.spikes.purpose import BEGIN, TAKERS, TEXTS, hidden, intact, purposes_of, read_way, valued
+from sinkscope.sinks.spikes.records import PURPOSE_CONTROLS
 
 
 def plain_loss(model, ids) -> torch.Tensor:
@@ -55,44 +60,46 @@ class PlainValues:
         self.model.set_attn_implementation(self.kept)
 
 
+@pytest.fixture(scope="module")
+def batch(bundled):  # noqa: F811
+    """The first texts of the report, as they are."""
+    spike = sinks_of(bundled).spikes[0].reported
+    rows = torch.arange(4)
+    return Batch((spike,), spike.survey.ids[rows], (spike.place.mask[rows],), texts=rows)
+
+
 @pytest.mark.parametrize("mean", [False, True])
-def test_another_value_is_that_of_plain_attention(bundled, mean):  # noqa: F811
-    target, ids = bundled.target, sinks_of(bundled).report.ids[:4]
-    layers = range(2, target.n_layers)
-    read = read_way(target, ids, valued(target, 0, layers, mean), TAKERS)
+def test_another_value_is_that_of_plain_attention(bundled, batch, mean):  # noqa: F811
+    target, layers = bundled.target, range(2, bundled.target.n_layers)
+    seen = read(replace(batch, value="mean" if mean else "zero", layers=layers), loss=True, since=BEGIN)
     with PlainValues(target.hf, layers, mean):
-        expected = plain_loss(target.hf, ids)
-    torch.testing.assert_close(read.loss[:, BEGIN:], expected, atol=2e-4, rtol=1e-4)
-    assert float((read.loss - read_way(target, ids, intact, TAKERS).loss).nanmean().abs()) > 1e-3
-
-
-def test_hidden_keys_are_those_of_a_plain_mask(bundled):  # noqa: F811
-    target, ids = bundled.target, sinks_of(bundled).report.ids[:4]
-    length = ids.shape[1]
-    read = read_way(target, ids, hidden(target, 5, None, length), TAKERS)
-    mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
-    mask[6:, 5] = torch.finfo(torch.float32).min
-    with torch.no_grad():
-        logits = target.hf(ids, attention_mask=mask.expand(4, 1, -1, -1), use_cache=False).logits.float()
-    expected = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")[:, BEGIN:]
-    torch.testing.assert_close(read.loss[:, BEGIN:], expected, atol=2e-4, rtol=1e-4)
+        expected = plain_loss(target.hf, batch.ids)
+    torch.testing.assert_close(seen.loss[:, BEGIN:], expected, atol=2e-4, rtol=1e-4)
+    assert float((seen.loss - read(batch, loss=True).loss).nanmean().abs()) > 1e-3
 
 
 def test_every_way_is_there_with_its_interval_and_controls(bundled):  # noqa: F811
-    (purpose,) = purposes_of(sinks_of(bundled).report, [1], 0)
-    assert purpose.texts == TEXTS and purpose.layers == (2, bundled.target.n_layers - 1)
-    assert [one.name for one in purpose.changes][:2] == ["hidden in all layers", "hidden"]
-    assert all(one.interval is not None for one in purpose.changes)
-    assert [one.spread is None for one in purpose.changes] == [False] * 4 + [True] * 2
-    assert purpose.change("hidden").heads < purpose.heads
+    spike = sinks_of(bundled).spikes[0].reported
+    hidden = hidden_of(SpikeTexts.of(spike), 1)
+    assert hidden.note == "from layer 2 on" and len(hidden.numbers["loss"].by_text) == len(spike.survey.ids)
+    rows = purpose_of(spike, 1, hidden, 0)
+    purpose, controls = of_table(rows, "purpose"), of_table(rows, PURPOSE_CONTROLS)
+    assert list(purpose) == ["intact", "hidden in all layers", "hidden", "value zero", "mean value"]
+    assert purpose["hidden"].numbers["loss"] == hidden.numbers["loss"]  # one number, wherever it is said
+    assert all(row.margin("loss") for name, row in (purpose | controls).items() if name != "intact")
+    assert all("spread" in row.numbers for row in purpose.values()) and len(controls) == 2
+    assert [name for name, row in purpose.items() if "taker" in row.numbers] == ["hidden in all layers"]
+    assert purpose["hidden"].get("heads") < purpose["intact"].get("heads")
+    again = purpose_of(spike, 1, None, 0, rows)
+    assert again[:2] == rows[:2] and not any("spread" in row.numbers for row in again[2:])
 
 
-def test_a_pass_that_begins_where_a_way_acts_reads_what_a_whole_pass_reads(bundled):  # noqa: F811
-    target, survey = bundled.target, sinks_of(bundled).report
-    ids, way = survey.ids[:4], hidden(target, 0, range(2, target.n_layers), survey.ids.shape[1])
-    plain = read_way(target, ids, intact, TAKERS, kept_layers=[2])
-    begin = plain.begins(survey, 2)
-    assert begin is not None and plain.begins(survey, 3) is None
-    whole, late = read_way(target, ids, way, TAKERS), read_way(target, ids, way, TAKERS, begin=begin)
-    for name in ("loss", "attention", "states"):
-        torch.testing.assert_close(getattr(late, name), getattr(whole, name), equal_nan=True, atol=1e-5, rtol=1e-5)
+def test_a_pass_that_begins_where_it_acts_reads_what_a_whole_pass_reads(bundled, batch):  # noqa: F811
+    target, length = bundled.target, batch.ids.shape[1]
+    unseen = batch.places[0][:, None].expand(-1, length, -1)
+    late = replace(batch, unseen=unseen, layers=range(2, target.n_layers))
+    assert late.acts_at == 2 and late.start(2) is not None
+    for asked in ({"heads": [2, 3], "loss": True}, {"states": True, "since": BEGIN}):
+        for name, one in read(late, **asked)._asdict().items():
+            other = getattr(read(replace(late, texts=None), **asked), name)
+            torch.testing.assert_close(one, other, equal_nan=True, atol=1e-5, rtol=1e-5, msg=name)

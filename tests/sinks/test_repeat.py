@@ -7,7 +7,7 @@ import pytest
 import torch
 from attack_kit import measured_spikes, setup_of, text_file
 from organisms import Organism, hard, organism
-from raw_kit import attention, blocks, residuals
+from raw_kit import attention, residuals
 from refusals import refused
 from report_kit import atlas
 
@@ -150,38 +150,6 @@ def test_layers_without_attention_are_left_out():
 def test_bad_input_is_refused_in_one_line(setup, options, message):
     with refused(message):
         repeat.on(setup, **options)
-
-
-# --- what copies see -----------------------------------------------------------------------------------------------
-
-
-def test_copies_that_see_copies_alone_are_a_token_alone_at_every_number(llama, setup):
-    """Hidden by a plain mask, alone without one; under the patch copies after the first token have nothing."""
-    word, count = word_of(llama, 0), 24
-    found = repeat.on(setup, quantity="sight", tokens=[word], max_repeats=count)
-    read = dict(zip(found.conditions, found.values[:, 0], strict=True))
-    spike, rows = spike_of(setup).spike, torch.tensor([[*setup.ids[0, :1].tolist(), *[found.ids[0]] * count]])
-    mask = torch.full((count + 1, count + 1), torch.finfo(torch.float32).min).triu(1)
-    seen = spike.along(residuals(setup.target.model, rows)[spike.peak])[0, 1:]
-    mask[1:, 0] = torch.finfo(torch.float32).min
-    states: list[torch.Tensor] = []
-    handle = blocks(setup.target.model)[spike.peak].register_forward_hook(
-        lambda _m, _a, out: states.append(out[0] if isinstance(out, tuple) else out)
-    )
-    with torch.no_grad():
-        setup.target.model(rows, attention_mask=mask[None, None], use_cache=False)
-    handle.remove()
-    at = found.at - 1
-    np.testing.assert_allclose(read["hidden"], spike.along(states[0])[0, 1:].numpy()[at], atol=1e-4)
-    np.testing.assert_allclose(read["seen"], seen.numpy()[at], atol=1e-4)
-    np.testing.assert_allclose(read["hidden"], read["alone"], atol=1e-3)
-    assert np.ptp(read["hidden"]) < 1e-3 and read["hidden"][0] > 0.9 > 0.1 > read["seen"][0]
-    for name in ("seen", "hidden", "alone"):
-        later = read[f"{name}, patched"][name == "alone" :]  # the patch spares the first token of a text
-        assert np.abs(later).max() < 0.05
-    assert read["alone, patched"][0] > 0.9
-    given = read["attention to what stands before"]
-    assert given[0] > given[-1] > 0 and found.effects[0].value > 0.9
 
 
 def test_a_word_whose_first_copy_has_the_spike_is_counted_apart():

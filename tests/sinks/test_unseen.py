@@ -12,7 +12,7 @@ from organisms.blind import BLIND
 from organisms.organism import PlantedSpike
 
 from sinkscope.sinks.spikes.find import sinks_of
-from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.records import SpikeResult, necessary, sufficient
 from sinkscope.sinks.why_sink import why_sink
 
 pytestmark = pytest.mark.few_texts
@@ -27,10 +27,10 @@ for name, families in BLIND.items():
 def written_in_run(spike: SpikeResult) -> set[str]:
     """The components that write a tenth of a spike in its layers; the embedding does so before the first."""
     parts = set[str]()
-    for one in spike.writers:
-        layer = 0 if one.part == "embedding" else int(one.part.split()[1])
-        if abs(one.share) >= 0.1 and layer >= spike.layers[0]:
-            parts.add(one.part)
+    for name, row in spike.table("components").items():
+        layer = 0 if name == "embedding" else int(name.split()[1])
+        if abs(row.get("share")) >= 0.1 and layer >= spike.layers[0]:
+            parts.add(name)
     return parts
 
 
@@ -46,37 +46,43 @@ def test_what_was_planted_is_said(name, family):
 
 
 def check(planted: PlantedSpike, spike: SpikeResult):
-    assert spike.needed is not None and frozenset(spike.needed.parts) in planted.needs
+    marks = list(spike.table("marks"))
+    assert spike.needed and frozenset(spike.needed) in planted.needs
     assert written_in_run(spike) == set(planted.writers)
-    assert {one.part for one in spike.erasers} == set(planted.erasers)
-    assert planted.backups <= set(map(str, spike.backups))
-    if "embedding" in spike.needed.parts:
-        assert not spike.marks  # what has the spike itself marks nothing
+    assert set(spike.table("erasers")) == set(planted.erasers)
+    assert planted.backups <= set(spike.table("backups"))
+    if "embedding" in spike.needed:
+        assert not marks  # what has the spike itself marks nothing
     elif planted.marks:
-        assert spike.marks[0].part in planted.marks
+        assert marks[0] in planted.marks
     else:
-        assert set(spike.marks[0].part.split(" and ")) == {"attention 0", "embedding"}
+        assert set(marks[0].split(" and ")) == {"attention 0", "embedding"}
 
 
 CAUSES = [
-    ("plain", "llama", ("sight",), ("sight",)),  # heads mark a token that sees none but its own group
-    ("embedding_spike", "llama", ("token",), ("token",)),  # the embedding of BOS has it
-    ("attention_spike", "mistral", ("token", "sight"), ("token", "sight")),  # heads write it, if nothing dilutes
-    ("many_small", "gpt2", ("position",), ("position",)),  # the embedding of position 0 marks it
-    ("saturated", "llama", ("sight", "token"), ()),  # heads and the embedding of BOS both do, and either is enough
-    slow("relay", "llama", ("sight",), ("sight",)),
+    ("plain", "llama", ("alone",), ("alone",)),  # heads mark a token that sees none but its own group
+    ("embedding_spike", "llama", ("its token",), ("its token",)),  # the embedding of BOS has it
+    (
+        "attention_spike",
+        "mistral",
+        ("its token", "alone"),
+        ("its token", "alone"),
+    ),  # heads write it, if nothing dilutes
+    ("many_small", "gpt2", ("id 0",), ("id 0",)),  # the embedding of position 0 marks it
+    ("saturated", "llama", ("alone", "its token"), ()),  # heads and the embedding of BOS both do, and either is enough
+    slow("relay", "llama", ("alone",), ("alone",)),
 ]
 
 
-@pytest.mark.parametrize(("name", "family", "sufficient", "necessary"), CAUSES)
-def test_the_cause_that_was_planted_is_said(name, family, sufficient, necessary):
+@pytest.mark.parametrize(("name", "family", "enough", "without"), CAUSES)
+def test_the_cause_that_was_planted_is_said(name, family, enough, without):
     assert name in BLIND or name in ("plain", "embedding_spike")
     _, _, found = measured_spikes(why_sink, name, family)
-    conditions = found.answered.conditions
-    assert (conditions.sufficient, conditions.necessary) == (sufficient, necessary)
-    words = {"token": "carries '<s>'", "sight": "sees only itself", "position": "has position id 0"}
+    rows = found.answered.rows
+    assert (sufficient(rows), necessary(rows)) == (enough, without)
+    words = {"its token": "carries '<s>'", "alone": "sees only itself", "id 0": "has position id 0"}
     first = found.conclusion().partition(" becomes the sink")[0]
-    assert all(words[cause] in first for cause in sufficient)
+    assert all(words[cause] in first for cause in enough)
     assert (" or " in first) == (name == "saturated") and (" and " in first) == (name == "attention_spike")
 
 
@@ -92,8 +98,9 @@ def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name
     """GPT-2 adds an embedding of positions to that of tokens, and both are the embedding."""
     h, setup, found = measured_spikes(why_sink, name, family)
     spike, own = found.spikes[0], sinks_of(setup).spikes[0].reported
-    mark, (begin, end), ids = spike.marks[0], own.layers, own.survey.ids
+    (mark, row), *_ = spike.table("marks").items()
+    (begin, end), ids = own.layers, own.survey.ids
     own = SimpleNamespace(first=begin, last=end, peak=spike.peak, ordinary=own.ordinary, along=own.along)
-    left, heads = plain.without_part(h.model, ids, plain.run(h.model, ids), own, mark.part, first)
-    assert mark.left == pytest.approx(left, abs=1e-3)
-    assert mark.heads == heads and heads[0] > heads[1] == 0
+    left, heads = plain.without_part(h.model, ids, plain.run(h.model, ids), own, mark, first)
+    assert row.get("left") == pytest.approx(left, abs=1e-3)
+    assert (row.get("intact"), row.get("heads")) == heads and heads[0] > heads[1] == 0

@@ -29,7 +29,7 @@ def ids_of(length: int) -> list[int]:
 def test_the_conclusion_is_about_the_lines_of_the_share_that_is_shown():
     model, tokenizer = tiny_model("llama")
     single = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
-    assert single.inputs is None and single.numbers()[0].margin is None
+    assert single.inputs is None and single.findings()[0].numbers["share"].margin is None
     result = lines(model, [ids_of(40)] * 3, etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
     shape = result.mass.shape[1:]
     result = replace(
@@ -41,7 +41,8 @@ def test_the_conclusion_is_about_the_lines_of_the_share_that_is_shown():
     )
     said = "The heaviest 10% of vertical and slash lines carry 90.0% of the attention; "
     assert result.conclusion() == said + "another text's lines, the strongest control, 80.0%."
-    assert (result.numbers()[0].value, result.numbers()[0].control) == (pytest.approx(0.9), pytest.approx(0.8))
+    mass = result.findings()[0]
+    assert (mass.get("share"), mass.get("control")) == (pytest.approx(0.9), pytest.approx(0.8))
     winning = replace(result, near_mass=np.full((2, *shape), 0.95))
     assert winning.conclusion() == said + "the first column and the nearest diagonals carry as much, 95.0%."
 
@@ -115,10 +116,11 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass[0] > 1.1 * result.random_mass[0]).all()
     assert result.text_mass.shape == (3, 3)
     np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
-    for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
-        assert number.value == pytest.approx(result.mean(name)[0])
-    assert result.numbers()[0].margin == margin_of(result.text_mass[0])
-    assert result.numbers()[0].control == pytest.approx(max(result.controls.values()))
+    rows = result.findings()
+    for row, name in zip(rows, ("mass", "inputs"), strict=True):
+        assert row.get("share") == pytest.approx(result.mean(name)[0])
+    assert rows[0].margin("share") == margin_of(result.text_mass[0])
+    assert rows[0].get("control") == pytest.approx(max(result.controls.values()))
 
 
 def test_random_lines_are_drawn_evenly_and_share_what_chance_says():

@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.docstrings import descriptions_of, docstring_at, introduction
-from sinkscope.files.kinds import KIND_OF, OWN
+from sinkscope.files.kinds import OWN
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
@@ -144,7 +144,7 @@ class Command(click.Command):
             raise SinkscopeError(f"sinkscope {self.words} is for one process: run it without torchrun")
         options = {name: value for name, value in ctx.params.items() if value not in (None, ())}
         files = {name: options.pop(name) for name in FILE_LABELS if name in options}
-        word, explain = options.pop(MODEL_WORD, None), options.pop("explain", False)
+        word = options.pop(MODEL_WORD, None)
         if word is not None and "model" in options:
             raise SinkscopeError(f"two models, {word} and {options['model']}: give one, as a word or with --model")
         if word is not None:
@@ -156,7 +156,7 @@ class Command(click.Command):
             check_outputs(files, self.kinds, outputs, options)
             result = self.run(options, files, progress)
         if self.kinds and result is not None:
-            deliver(result, files if is_first() else {}, explain)
+            deliver(result, files if is_first() else {})
             ctx.exit(result.exit_code)
 
     def run(self, options: dict[str, Any], files: Mapping[str, str], progress: ProgressBar) -> Any:
@@ -214,10 +214,9 @@ def measures(
         edits: Whether it can run under a patch, a policy or a guard.
         settings: Further settings of `Command`.
     """
-    kind = KIND_OF.get(words, words)
     shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
     place = function or OWN[words]
-    return Command(words, place, section, examples, shared=shared, kinds=[kind], processes=True, **settings)
+    return Command(words, place, section, examples, shared=shared, kinds=[words], processes=True, **settings)
 
 
 def typed(description: str) -> str:
@@ -267,11 +266,11 @@ def check_outputs(
             raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
 
 
-def deliver(result: Result, files: Mapping[str, str], explain: bool) -> None:
+def deliver(result: Result, files: Mapping[str, str]) -> None:
     """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
     try:
         if "-" not in files.values():
-            show(result.text(terminal_width(), brief=not explain))
+            show(result.text(terminal_width(), brief=True))
     finally:  # the files are wanted also if the reader of the output, `head` say, has gone
         for name, path in files.items():
             text = getattr(result, f"to_{name}")()

@@ -91,6 +91,5 @@ OUTPUTS = [
     click.Option(
         ["--csv"], metavar="FILE|-", help="Write all rows and columns of the table as CSV; - is standard output."
     ),
-    click.Option(["--explain"], is_flag=True, help="Print all rows and details, and the meaning of the columns."),
 ]
 """Options of a command with a result."""

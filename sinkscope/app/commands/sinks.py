@@ -9,25 +9,20 @@ from sinkscope.app.commands.options import Several
 
 SINKS, REPETITION = "Sinks", "Repetition"
 
-repeated = Several(["--tokens"], metavar="TOKEN,...")
 spike = click.Option(["--spike"], type=int)
 
 find_sinks = measures(
     "find-sinks",
     SINKS,
     "sinkscope find-sinks --model llama-2-7b --json sinks.json",
-    params=[repeated, click.Option(["--max-repeats"], type=int)],
+    params=[],
 )
 
 why_sink = measures(
     "why-sink",
     SINKS,
     "sinkscope why-sink llama-2-7b --html why-sink.html",
-    params=[
-        repeated,
-        click.Option(["--max-repeats"], type=int),
-        click.Option(["--only"], type=click.Choice(["conditions", "purpose"])),
-    ],
+    params=[click.Option(["--only"], type=click.Choice(["conditions", "purpose"]))],
 )
 
 patch = measures(
@@ -51,7 +46,7 @@ repeat = measures(
     REPETITION,
     "sinkscope repeat --model llama-2-7b --max-repeats 500",
     params=[
-        click.Option(["--quantity"], type=click.Choice(["norm", "attention", "probability", "sight"]), default="norm"),
+        click.Option(["--quantity"], type=click.Choice(["norm", "attention", "probability"]), default="norm"),
         Several(["--tokens"], metavar="A,B,...|all"),
         click.Option(["--prefix"]),
         click.Option(["--max-repeats"], type=int),

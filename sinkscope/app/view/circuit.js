@@ -19,18 +19,21 @@ function partName(name) {
   return name.split(" and ").map(one).join(" and ");
 }
 
-/** What a spike needs, as names; none if nothing is known. */
-const neededParts = ({ found: { needed } }) => (needed ? needed.parts : []);
+/** The rows of a table of a spike. */
+const rowsOf = ({ found: { rows } }, table) => rows.filter((row) => row.table === table);
+/** The row of a name; undefined if there is none. */
+const rowOf = (one, table, name) => rowsOf(one, table).find((row) => row.name === name);
+/** A number of a row; undefined if it was not read. */
+const numberOf = (row, name) => row?.numbers[name]?.value;
+const readersOf = (one) => numberOf(rowOf(one, "spike", "read by"), "heads");
+const layerOf = (name) => name.replace(/\.N\d+$/, "");
 
 /** The neurons with pages that write a spike or that it needs, each with its share and what remains without it alone. */
 function writingNeurons(view, spike) {
-  const { found } = spike;
-  const of = (list, name) => list.find((one) => neuronName(one) === name);
   return [...view.pages.keys()].map((name) => {
-    const written = of(found.neurons, name);
-    const alone = of(found.alone, name);
-    const random = alone && spike.random.find((one) => one.layer === alone.layer && one.expert === alone.expert);
-    return { name, share: written?.share, left: alone?.left, needed: neededParts(spike).includes(name), alone, random };
+    const [written, alone] = [rowOf(spike, "writers", name), rowOf(spike, "alone", name)];
+    const random = alone && spike.random.find((row) => layerOf(row.name) === layerOf(name));
+    return { name, share: numberOf(written, "share"), left: numberOf(alone, "left"), needed: spike.found.needed.includes(name), alone, random };
   }).filter(({ share: written, alone, needed }) => written !== undefined || alone || needed);
 }
 
@@ -39,8 +42,8 @@ class Circuit {
   constructor(view) {
     this.view = view;
     const { circuit, circuit_sentence: none } = view.data;
-    const most = Math.max(...circuit.map(({ found }) => found.heads));
-    view.unfolded ||= new Set([circuit.findIndex(({ found }) => found.heads === most)]);
+    const most = Math.max(...circuit.map(readersOf));
+    view.unfolded ||= new Set([circuit.findIndex((spike) => readersOf(spike) === most)]);
     this.cells = [];
     const blocks = circuit.map((spike, number) => this.block(spike, number));
     this.element = element("section", {}, element("h2", {}, "Circuit"), element("div", { class: "circuit" }, ...(blocks.length ? blocks : [element("p", {}, none)])));
@@ -55,21 +58,22 @@ class Circuit {
   block(one, number) {
     const { unfolded } = this.view;
     const { found: spike, card } = one;
-    const needed = neededParts(one);
-    const component = ({ part, share: written }) => ({ name: partName(part), share: written, needed: needed.includes(part) });
-    const writers = spike.writers.filter(({ part, share: written }) => Math.abs(written) >= SHOWN || needed.includes(part));
-    const heads = spike.heads ? `${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it` : "no head reads it";
+    const component = (row) => ({ name: partName(row.name), share: numberOf(row, "share"), needed: spike.needed.includes(row.name) });
+    const mark = (row) => ({ name: partName(row.name), left: numberOf(row, "left"), others: numberOf(row, "others") });
+    const writers = rowsOf(one, "components").map(component).filter((part) => Math.abs(part.share) >= SHOWN || part.needed);
+    const [norm, count] = [rowOf(one, "spike", "norm"), readersOf(one)];
+    const heads = count ? `${counted(count, "head")} read${count === 1 ? "s" : ""} it` : "no head reads it";
     const block = element("details", { class: "spike", id: `spike-${number}`, open: unfolded.has(number), ontoggle: () => (block.open ? unfolded.add(number) : unfolded.delete(number)) },
       element("summary", {}, element("h3", {}, `${spike.place.words[0].toUpperCase()}${spike.place.words.slice(1)}, ${run(spike.layers)}`),
-        element("span", { class: "soft" }, `${this.ratio(spike)}; ${heads}`)),
-      element("p", { class: "soft" }, `The norm is ${shown(spike.norm)} after layer ${spike.peak}, from ${shown(spike.before)}${inDimensions(spike.dims)}. `,
+        element("span", { class: "soft" }, `${this.ratio(norm)}; ${heads}`)),
+      element("p", { class: "soft" }, `The norm is ${shown(numberOf(norm, "norm_after"))} after layer ${spike.peak}, from ${shown(numberOf(norm, "norm_before"))}${inDimensions(spike.dims)}. `,
         element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
-      this.parts("Components that write it: their shares", writers.map(component)),
+      this.parts("Components that write it: their shares", writers),
       this.parts("Neurons that write it: their shares of it, and what remains of the spike without each alone", writingNeurons(this.view, one)),
-      this.parts("What takes it away again", spike.erasers.map(component)),
-      this.parts("What marks the place, and what remains of the spike if that is replaced there", spike.marks.map(({ part, left, others }) => ({ name: partName(part), left, others }))),
+      this.parts("What takes it away again", rowsOf(one, "erasers").map(component)),
+      this.parts("What marks the place, and what remains of the spike if that is replaced there", rowsOf(one, "marks").map(mark)),
       this.card(card),
-      spike.heads ? this.readers(one, number) : null);
+      count ? this.readers(one, number) : null);
     return block;
   }
 
@@ -80,7 +84,8 @@ class Circuit {
   }
 
   /** How far the norm stands out; twice, where dimensions that are large at all positions hide the spike. */
-  ratio({ ratio, ratio_beside: beside }) {
+  ratio(norm) {
+    const [ratio, beside] = [numberOf(norm, "ratio"), numberOf(norm, "ratio_beside")];
     if (ratio >= 3) return `${times(ratio)} the typical norm`;
     return `${times(ratio)} the typical norm, or ${times(beside)} without dimensions that are large at all positions`;
   }
@@ -113,7 +118,8 @@ class Circuit {
   }
 
   /** The heads that can read the spike, a row for each layer. */
-  readers({ found: spike, attention, first_reader: first }, number) {
+  readers(one, number) {
+    const { found: spike, attention, first_reader: first } = one;
     const width = attention[0].length;
     const grid = element("div", { class: "heads small", role: "group", "aria-label": `Heads that read ${spike.place.words}` });
     grid.style.gridTemplateColumns = `max-content repeat(${width}, minmax(0, 1.4rem))`;
@@ -130,7 +136,7 @@ class Circuit {
     });
     roving(grid, () => width)();
     const all = attention.length * width;
-    return element("div", {}, element("h4", {}, `Heads that read it: ${spike.heads} of ${all}`),
+    return element("div", {}, element("h4", {}, `Heads that read it: ${readersOf(one)} of ${all}`),
       element("p", { class: "soft" }, `Mean attention to the place on the typical text, one row for each layer; underlined if above ${percent(READS)}.`), grid);
   }
 }
@@ -216,24 +222,24 @@ function onTypicalText({ largest, median, positions }) {
 function withoutNeuron(name, spikes) {
   const rows = [];
   for (const [one, { alone, random }] of spikes) {
-    const { place, layers, heads, needed, effect, controls } = one.found;
-    const start = rows.length;
-    if (alone) rows.push(["it alone", alone]);
-    if (random) rows.push([`random: ${neuronName(random)}`, random]);
-    const set = needed && effect ? needed.parts : [];
-    const outcome = (words, said) => said && rows.push([words, { ...said, heads: said.heads[1] }]);
+    const { place, layers, needed: set } = one.found;
+    const [start, heads] = [rows.length, readersOf(one)];
+    const outcome = (words, row) => row && row.numbers.left && rows.push([words, row]);
+    outcome("it alone", alone);
+    outcome(`random: ${random?.name}`, random);
     if (set.includes(name) && set.length > 1) {
-      outcome(set.length > 4 ? `with ${set.length - 1} other needed neurons` : `with ${set.filter((part) => part !== name).join(", ")}`, effect.at_place);
+      outcome(set.length > 4 ? `with ${set.length - 1} other needed neurons` : `with ${set.filter((part) => part !== name).join(", ")}`, rowOf(one, "effects", "at place"));
     }
-    if (set.includes(name) && controls) outcome("the busiest others", controls.busiest);
+    if (set.includes(name)) outcome("the busiest others", rowOf(one, "controls", "busiest"));
     if (rows.length > start) rows.splice(start, 0, [`The spike at ${place.words}, ${run(layers)}: ${counted(heads, "head")} read${heads === 1 ? "s" : ""} it`, null]);
   }
   const title = element("h3", {}, "What its removal does");
   if (!rows.length) return element("div", {}, title, element("p", { class: "soft" }, "It was not removed."));
   const head = ["removed", "remains", "heads", "loss"].map((words) => element("th", { scope: "col" }, words));
-  const lines = rows.map(([words, left]) => {
-    if (!left) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
-    const cells = [words, share(left.left), left.heads, left.loss === null ? "not measured" : `${left.loss.toFixed(2)} nats`];
+  const lines = rows.map(([words, row]) => {
+    if (!row) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
+    const [left, attending, loss] = ["left", "heads", "loss"].map((number) => numberOf(row, number));
+    const cells = [words, share(left), attending ?? 0, loss === undefined ? "not measured" : `${loss.toFixed(2)} nats`];
     return element("tr", {}, ...cells.map((cell) => element("td", {}, String(cell))));
   });
   return element("div", {}, title, element("table", { class: "outcomes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...lines)));

@@ -9,18 +9,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.app.view.readings import ModelSink, four_digits
-from sinkscope.app.view.result import Activation, CircuitSpike, NeuronPage, RemovedNeuron
+from sinkscope.app.view.result import Activation, CircuitSpike, NeuronPage
 from sinkscope.measure import Setup
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.neurons import flat_number, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.cards import spike_card, writing
+from sinkscope.results.row import Row
+from sinkscope.sinks.spikes.asked import ALONE, Case, measure
 from sinkscope.sinks.spikes.controls import ordered, random_neurons
-from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
-from sinkscope.sinks.spikes.effects import ALONE_TEXTS, OutcomeReader
-from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.records import SpikeResult, neuron_of
+from sinkscope.sinks.spikes.said import spike_card
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
+from sinkscope.sinks.thresholds import COUNTS
 
 SHOWN_ACTIVATIONS = 10  # activations that are listed
 TOKENS_BEFORE, TOKENS_AFTER = 12, 4  # tokens that are shown around one
@@ -42,9 +44,7 @@ def circuit_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     return tuple(circuit)
 
 
-def random_alone(
-    setup: Setup, spike: SpikeResult, measured: SpikeCircuit, texts: SpikeTexts
-) -> tuple[RemovedNeuron, ...]:
+def random_alone(setup: Setup, spike: SpikeResult, measured: SpikeCircuit, texts: SpikeTexts) -> tuple[Row, ...]:
     """Return what is left of a spike without a random neuron of each layer (and expert) that has neurons removed alone.
 
     Args:
@@ -53,29 +53,28 @@ def random_alone(
         measured: The spike, with what it needs.
         texts: The texts in which it is.
     """
-    removed = [neuron.address for neuron in spike.alone]
-    written = [neuron.address for neuron in spike.neurons]
+    removed, written = (list(map(neuron_of, spike.table(name))) for name in ("alone", "writers"))
     drawn: dict[tuple[int, int | None], Neuron] = {}
     orders = ordered(setup.target, measured.needs.writers.written, removed)
     for neuron in removed:
         if (neuron.layer, neuron.expert) not in drawn:
             (other,) = random_neurons(orders, [neuron], setup.seed, excluded=[*removed, *written])
             drawn[neuron.layer, neuron.expert] = other
-    left: list[RemovedNeuron] = []
-    if drawn:
-        outcomes = OutcomeReader(texts, ()).first(ALONE_TEXTS).outcomes([Edit((neuron,)) for neuron in drawn.values()])
-        for neuron, by_text in zip(drawn.values(), outcomes, strict=True):
-            record = by_text.outcome.left, by_text.outcome.heads[1], by_text.outcome.loss
-            left.append(RemovedNeuron(neuron.layer, neuron.expert, neuron.neuron, *record))
-    return tuple(left)
+    layers, rows = texts.spike.reading_layers if texts.whole else (), list[Row]()
+    for neuron in drawn.values():
+        case = Case(table="random", name=str(neuron), sets=((neuron,),), texts=ALONE)
+        rows.append(measure(case, texts, layers))
+    return tuple(rows)
 
 
 def named_neurons(sink: ModelSink) -> tuple[Neuron, ...]:
-    """Return the neurons that a spike needs, or that write a tenth of it, each once."""
-    neurons: dict[Neuron, None] = {}
+    """Return the neurons that a spike needs, or that write a tenth of it, each once: those that are needed first."""
+    names: dict[str, None] = {}
     for spike in sink.circuit.spikes:
-        neurons |= dict.fromkeys(neuron.address for neuron in writing(spike))
-    return tuple(neurons)
+        writers = spike.table("writers").values()
+        names |= dict.fromkeys(row.name for row in writers if row.note == "needed")
+        names |= dict.fromkeys(row.name for row in writers if abs(row.get("share")) >= COUNTS)
+    return tuple(map(neuron_of, names))
 
 
 def pages_of(sink: ModelSink) -> tuple[NeuronPage, ...]:

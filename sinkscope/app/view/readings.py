@@ -19,13 +19,11 @@ from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.neurons import norms_of
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.spikes.find import Sinks, sinks_of
-from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.result import WhySink
 from sinkscope.sinks.thresholds import STANDS_OUT
 from sinkscope.sinks.why_sink import why_sink
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
-COPIES = 300  # copies of a token that the circuit of a view tries
 S = TypeVar("S", bound="ModelSink")  # the shape checks of the tests refuse typing.Self
 
 
@@ -52,8 +50,7 @@ class ModelSink:
     def of(cls: type[S], setup: Setup) -> S:
         """Measure the sink of an open model."""
         setup.target.shards.check_alone("view")
-        context = setup.target.max_positions or COPIES + 1
-        return cls(setup, sinks_of(setup), why_sink.on(setup, max_repeats=min(COPIES, context - 1)))
+        return cls(setup, sinks_of(setup), why_sink.on(setup))
 
     @property
     def layer(self) -> int:
@@ -77,8 +74,7 @@ class ModelSink:
     @property
     def marks(self) -> list[Head]:
         """The heads that mark the places of spikes."""
-        parts = [part_of(name) for spike in self.circuit.spikes for mark in spike.marks for name in mark.names]
-        return [part for part in dict.fromkeys(parts) if isinstance(part, Head)]
+        return list(self.circuit.marks)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from torch import Tensor
 from sinkscope.app.report import not_measured
 from sinkscope.measure import Result
 from sinkscope.results.cards import Card
-from sinkscope.results.parts import Neuron
+from sinkscope.results.row import Row
 from sinkscope.results.tables import MOST_ROWS, Table
-from sinkscope.sinks.spikes.cards import span
-from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.records import SpikeResult, span
 
 LEVELS = 255
 DARKEST = 1e-9  # has the code 0; still smaller numbers are slow to take roots of
@@ -101,21 +100,6 @@ class ViewedText:
 
 
 @dataclass(frozen=True)
-class RemovedNeuron(Neuron):
-    """What is left of a spike without a random neuron, the control of the neurons of its layer.
-
-    Attributes:
-        left: Share of the spike.
-        heads: Heads in its layers that attend to the place.
-        loss: Rise of the loss, in nats a token. None: it was not measured.
-    """
-
-    left: float
-    heads: int
-    loss: float | None
-
-
-@dataclass(frozen=True)
 class CircuitSpike:
     """A spike in the column of the circuit.
 
@@ -131,7 +115,7 @@ class CircuitSpike:
     card: Card
     first_reader: int
     attention: tuple[tuple[float, ...], ...]
-    random: tuple[RemovedNeuron, ...]
+    random: tuple[Row, ...]
 
 
 @dataclass(frozen=True)
@@ -258,7 +242,7 @@ class ModelView(Result):
         rows: Table = []
         for spike in (entry.found for entry in self.circuit):
             first, last = spike.layers
-            needed = "" if spike.needed is None else ", ".join(spike.needed.parts)
+            needed = ", ".join(spike.needed)
             row = {"place": spike.place.words, "layers": span(first, last), "ratio": spike.ratio, "heads": spike.heads}
             rows.append({**row, "needed": needed})
         return rows

@@ -102,9 +102,7 @@ class SinkPatch(NeuronEdit):
                 f"a {type(result).__name__} has no spikes: give the result of find_sinks or why_sink, or "
                 "ss.Result.load(path) of its file"
             )
-        chosen = [
-            candidate for candidate in result.first_spikes if candidate.needed is not None and candidate.needed.neurons
-        ]
+        chosen = [candidate for candidate in result.first_spikes if candidate.needed_neurons]
         if spike is not None:
             if not 0 <= spike < len(result.spikes):
                 raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")

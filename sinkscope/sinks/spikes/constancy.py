@@ -27,8 +27,9 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, on_hidden, on_input
-from sinkscope.sinks.spikes.answer_records import Cause, Constancy, Constant, ConstantName
-from sinkscope.sinks.spikes.conditions import LAST, TEXTS, Layout, changed, masked, ordinary_positions
+from sinkscope.results.row import Kind, Mean, Row, row_of
+from sinkscope.sinks.spikes.asked import LAST, ordinary_positions, with_causes
+from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
 
@@ -109,7 +110,7 @@ def common_of(
 
 
 @torch.no_grad()
-def constancy_of(spike: Spike, begins: int, sufficient: Sequence[Cause], seed: int) -> Constancy | None:
+def constancy_of(spike: Spike, begins: int, sufficient: Sequence[str], seed: int) -> list[Row]:
     """Measure how constant a spike makes the first token.
 
     Args:
@@ -119,40 +120,34 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[Cause], seed: i
         seed: Seed of the ordinary positions.
 
     Returns:
-        None where no head reads the place, or no other position becomes one.
+        Rows of the tables "constant" and "state by layer"; none where no head reads the place, or no other position
+        becomes one.
     """
     target = spike.survey.target
     earlier, reading = [layer for layer in target.attending if layer <= begins], reading_heads(spike)
     if not earlier or not reading:
-        return None
+        return []
     first, after, depth = earlier[-1], min(reading), max(*reading, spike.peak) + 1
     # 1. states
-    ids = spike.survey.ids[:TEXTS]
-    ordinary = ordinary_positions(ids, seed)
-    made = changed(ordinary, ids[:, 0], *(cause in sufficient for cause in ("token", "sight", "position")))
-    states = states_of(spike, made, depth)
+    ordinary = ordinary_positions([spike], seed)
+    at, states = ordinary.places[0].int().argmax(1), states_of(with_causes(ordinary, sufficient), depth)
     became = spike.along(states[spike.peak + 1]) >= HALF
     if int(became.sum()) < 2:
-        return None
-    place, ordinary_place = cosines(states[:, became]), cosines(states_of(spike, ordinary, depth)[:, became])
-    numbers = [constant_of("state", torch.stack([place, ordinary_place], 1)[[first, after]])]
+        return []
+    place, ordinary_place = cosines(states[:, became]), cosines(states_of(ordinary, depth)[:, became])
+    heads = f"{sum(int(heads.sum()) for heads in reading.values())} heads from layer {after} on, beside layer {first}"
+    rows = [constant_of("state", torch.stack([place, ordinary_place], 1)[[first, after]], heads)]
     # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
-    keys = Keys(torch.stack([torch.zeros_like(ordinary.at), ordinary.at]), [first, *reading])
+    keys = Keys(torch.stack([torch.zeros_like(at), at]), [first, *reading])
     with under(keys, target):
-        target.forward(ids, last_layer=depth - 1)
+        target.forward(ordinary.ids, last_layer=depth - 1)
     every = torch.ones(target.n_heads, dtype=torch.bool)
-    read_of: dict[ConstantName, dict[int, Tensor]] = {"value": keys.values, "score": keys.common}
-    for name, read in read_of.items():
-        numbers.append(constant_of(name, torch.stack([over_heads(read, {first: every}), over_heads(read, reading)])))
-    return Constancy(
-        before=first,
-        after=after,
-        heads=sum(int(heads.sum()) for heads in reading.values()),
-        numbers=tuple(numbers),
-        by_layer=tuple(place.mean(1).tolist()),
-        ordinary_by_layer=tuple(ordinary_place.mean(1).tolist()),
-        texts=int(became.sum()),
-    )
+    for name, by_layer in {"value": keys.values, "score": keys.common}.items():
+        before, behind = over_heads(by_layer, {first: every}), over_heads(by_layer, reading)
+        rows.append(constant_of(name, torch.stack([before, behind])))
+    for layer, cosine in enumerate(zip(place.mean(1).tolist(), ordinary_place.mean(1).tolist(), strict=True)):
+        rows.append(row_of("state by layer", f"layer {layer}", place=cosine[0], ordinary=cosine[1]))
+    return rows
 
 
 def reading_heads(spike: Spike) -> dict[int, Bool[Tensor, " head"]]:
@@ -166,19 +161,19 @@ def reading_heads(spike: Spike) -> dict[int, Bool[Tensor, " head"]]:
     return heads
 
 
-def states_of(spike: Spike, layout: Layout, depth: int) -> States:
+def states_of(batch: Batch, depth: int) -> States:
     """Return the state at the position of each row where it enters each of the first layers, and after the last."""
-    target, states = spike.survey.target, list[Tensor]()
-    layout = layout.until(int(layout.at.max()) + 1)
+    target, states = batch.target, list[Tensor]()
+    batch = batch.until(1 + int(batch.places[0].nonzero()[:, 1].max()))
 
     def keep(hidden: Tensor) -> None:
-        states.append(hidden.reshape(*layout.ids.shape, -1)[layout.rows, layout.at].float().cpu())
+        states.append(hidden.reshape(*batch.ids.shape, -1)[batch.places[0].to(hidden.device)].float().cpu())
 
     hooks: list[Hook] = [(target.layers[0], "first", on_input(keep))]
     for layer in range(depth):
         hooks.append((target.layers[layer], "post", on_hidden(keep)))
-    with layout.hiding(target), target.hooks(*hooks):
-        target.forward(layout.ids, last_layer=depth - 1, **masked(target, layout.positions))
+    with batch.acting(), target.hooks(*hooks):
+        target.forward(batch.ids, last_layer=depth - 1, **batch.inputs())
     return torch.stack(states)
 
 
@@ -194,7 +189,16 @@ def over_heads(read: dict[int, Float[Tensor, "key head text"]], heads: dict[int,
     return torch.cat([read[layer][:, own] for layer, own in heads.items()], 1).nanmean(1)
 
 
-def constant_of(name: ConstantName, read: Float[Tensor, "when where text"]) -> Constant:
-    """Return the record of a number: before and after, at the place and at an ordinary position."""
+def constant_of(name: str, read: Float[Tensor, "when where text"], note: str = "") -> Row:
+    """Return the row of a number: before and after, at the place and at an ordinary position."""
     (before, ordinary_before), (after, ordinary_after) = read.nanmean(-1).tolist()
-    return Constant(name, before, after, margin_of(read[1, 0].numpy()), ordinary_before, ordinary_after)
+    kind: Kind = "share" if name == "score" else "number"
+    return row_of(
+        "constant",
+        name,
+        note,
+        before=Mean(before, kind=kind),
+        after=Mean(after, margin_of(read[1, 0].numpy()), kind=kind),
+        ordinary_before=Mean(ordinary_before, kind=kind),
+        ordinary_after=Mean(ordinary_after, kind=kind),
+    )

@@ -1,43 +1,50 @@
-"""Edits of a spike side by side: rows of one pass, each a text under an edit of its own.
+"""The one reader: batches of texts, each row under an edit of its own, and the four things that are read of them.
+
+Whatever is asked of a place (needs, effects, controls, marks, conditions, purpose) is a `Batch` for `read`.
 
 1. A hook edits the rows of its part: neurons are zeroed at the place, or everywhere; a component or a head writes its
-   mean over ordinary positions at the place.
-2. A pass starts at the first layer at which an edit acts, from what the survey kept there.
-3. It ends at the peak of the spikes whose projections are read; or, for attention and loss, at the end.
+   mean over ordinary positions at the place. A mask hides keys, and later tokens may read another value at the place.
+2. A pass starts at the first layer at which anything acts, from what the survey kept there.
+3. It ends at the last peak or the last layer whose attention is read; for the loss and states, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from sinkscope.engine.actor import Actor
+from sinkscope.engine.attention import Attention
+from sinkscope.engine.run import Run
+from sinkscope.engine.step import Step
 from sinkscope.engine.tap import visible_rows
 from sinkscope.files.progress import report_progress
-from sinkscope.hooks.edit.base import under
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
-from sinkscope.models.hook_points import groups_of, neurons_point
-from sinkscope.models.hooks import Hook, on_hidden
+from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.hook_points import groups_of, heads_point, neurons_point
+from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
-from sinkscope.sinks.spikes.survey import Survey, given_later, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
-from sinkscope.sinks.thresholds import READS
+from sinkscope.sinks.thresholds import NARROWEST, READS
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 LOGITS = 1 << 23  # logits of a text at most: of very large vocabularies, every second token is read, or fewer
 AT_ONCE = 16  # tokens whose logits become losses together: of more, each time new memory would be taken
-
+ORDINARY = 8  # from here on values are averaged
 Written = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
 
@@ -54,35 +61,36 @@ class Edit:
     parts: Parts = ()
     everywhere: bool = False
 
-    @cached_property
-    def first_layer(self) -> int:
-        """The first layer in which it acts."""
-        return min((part.layer or 0 for part in self.parts), default=1 << 30)
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of a pass.
+    """Texts that are read together.
 
     Attributes:
-        spikes: The spikes whose projections are read; edits act at the place of the first.
+        spikes: The spikes whose projections are read.
         ids: The tokens of each row.
-        places: The place of each spike in them.
+        places: The place of each spike in them; edits act at the first, and attention to it is read.
         edits: The edits.
-        edit_of: Number of each row's edit.
+        edit_of: Number of each row's edit. None: all have the first.
         values: What replaced parts write instead.
         texts: Number of each row's text in the survey, from whose states a pass may start. None: it is in none.
-        hidden: Layers in which later tokens do not see the place. None: they do.
+        unseen: What queries do not see beyond what is causal.
+        value: What later tokens read at the place, which is one position in all rows, instead of its own value.
+        layers: Layers in which keys are hidden, or another value is read. None: all.
+        positions: Position ids. None: as usual.
     """
 
     spikes: tuple[Spike, ...]
     ids: TokenRows
     places: tuple[Mask, ...]
-    edits: tuple[Edit, ...]
-    edit_of: Int[Tensor, " row"]
+    edits: tuple[Edit, ...] = (Edit(),)
+    edit_of: Int[Tensor, " row"] | None = None
     values: Written = field(default_factory=dict)
     texts: Int[Tensor, " row"] | None = None
-    hidden: range | None = None
+    unseen: Bool[Tensor, "row query key"] | None = None
+    value: Literal["zero", "mean"] | None = None
+    layers: Sequence[int] | None = None
+    positions: Int[Tensor, "row pos"] | None = None
 
     @property
     def target(self) -> Target:
@@ -91,15 +99,25 @@ class Batch:
 
     @property
     def acts_at(self) -> int:
-        """The first layer in which an edit acts, or the place is hidden."""
-        first = min((edit.first_layer for edit in self.edits), default=1 << 30)
-        return first if self.hidden is None else min(first, self.hidden.start)
+        """The first layer in which anything acts."""
+        layers = [part.layer or 0 for edit in self.edits for part in edit.parts]
+        if self.unseen is not None or self.value is not None:
+            layers += [0] if self.layers is None else self.layers[:1]
+        if self.positions is not None:
+            layers.append(0)
+        return min(layers, default=self.target.n_layers - 1)
 
-    def some(self, rows: slice) -> Batch:
+    def some(self, rows: Int[Tensor, " row"]) -> Batch:
         """Return some of the rows."""
-        places = tuple(place[rows] for place in self.places)
-        texts = None if self.texts is None else self.texts[rows]
-        return replace(self, ids=self.ids[rows], places=places, edit_of=self.edit_of[rows], texts=texts)
+        own: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **own, places=tuple(place[rows] for place in self.places))
+
+    def until(self, end: int) -> Batch:
+        """Return the first tokens of each row alone: later ones change nothing before them."""
+        places = tuple(place[:, :end] for place in self.places)
+        unseen = None if self.unseen is None else self.unseen[:, :end, :end]
+        positions = None if self.positions is None else self.positions[:, :end]
+        return replace(self, ids=self.ids[:, :end], places=places, unseen=unseen, positions=positions)
 
     def start(self, layer: int) -> LayerInput | None:
         """Return what a pass may start with at a layer; None: it starts at the first."""
@@ -107,148 +125,229 @@ class Batch:
             return None
         return self.spikes[0].survey.start(layer, self.texts, self.ids.shape[1])
 
-    def hiding(self) -> AbstractContextManager[object]:
-        """Return a `with` block in which later tokens do not see the place."""
-        if self.hidden is None or not len(self.hidden):
-            return nullcontext()
-        place = self.places[0]
-        return under(HideCells(place[:, None].expand(-1, place.shape[1], -1), list(self.hidden)), self.target)
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Context manager in which everything acts that is done to the rows."""
+        target, edits = self.target, list[Intervention]()
+        layers = [layer for layer in target.attending if self.layers is None or layer in self.layers]
+        if self.unseen is not None and layers:
+            edits.append(HideCells(self.unseen, layers))
+        if self.value is not None:
+            edits.append(ReplaceValue(int(self.places[0][0].nonzero()[0]), tuple(layers), self.value == "mean"))
+        with ExitStack() as stack:
+            for edit in edits:
+                stack.enter_context(under(edit, target))
+            stack.enter_context(target.hooks(*self.hooks()))
+            yield
 
     def hooks(self) -> list[Hook]:
-        """Return the hooks that edit each row."""
-        hooks, members = list[Hook](), [frozenset(edit.parts) for edit in self.edits]
+        """Return the hooks that edit parts, each in its own rows."""
+        hooks, place = list[Hook](), self.places[0][..., None]
+        edit_of = torch.zeros(len(self.ids), dtype=torch.long) if self.edit_of is None else self.edit_of
+        everywhere = torch.tensor([edit.everywhere for edit in self.edits])[edit_of, None, None]
+        members = [frozenset(edit.parts) for edit in self.edits]
         parts = list(dict.fromkeys(part for edit in self.edits for part in edit.parts))
-        place, everywhere = self.places[0][..., None], torch.tensor([edit.everywhere for edit in self.edits])
         for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
-            member = torch.tensor([[site in own for site in group.sites] for own in members])[self.edit_of, None]
-            where = member & (place | everywhere[self.edit_of, None, None])
+            removes = torch.tensor([[site in own for site in group.sites] for own in members])[edit_of, None]
+            where = removes & (place | everywhere)
             hooks.append(neurons_point(self.target, group).rows(where, torch.zeros_like))
         for part in parts:
             if not isinstance(part, Neuron):
-                rows = torch.tensor([part in own for own in members])[self.edit_of, None, None]
+                removes = torch.tensor([part in own for own in members])[edit_of, None, None]
                 for point in hook_points_of(self.target, part):
-                    hooks.append(point.rows(rows & place, partial(_expanded, self.values[part])))
+                    hooks.append(point.rows(removes & place, partial(_expanded, self.values[part])))
         return hooks
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the position ids; and a mask, without which ids that jump would be read as those of packed texts."""
+        if self.positions is None or not takes_positions(self.target):
+            return {}
+        positions = self.positions.to(self.target.device)
+        return {"attention_mask": torch.ones_like(positions), "position_ids": positions}
 
 
 def _expanded(new: Float[Tensor, " d"], values: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
     return new.to(values).expand_as(values)
 
 
-@dataclass(frozen=True)
-class RowReading:
+class Reading(NamedTuple):
     """What is read of each row.
 
     Attributes:
-        along: Projection of the place on the direction of each spike after its peak, as a share of the spike, mean over
-            the place; NaN where the row does not have the place, or the pass ended before.
-        attention: Attention to the place of the first spike in the layers that read it, mean over the later queries
-            that see it.
+        along: Projection of the place on each spike's direction after its peak, as a share of the spike; NaN where the
+            row does not have the place.
+        attention: Attention to the place of the first spike, mean over the later queries that see it; 0 in layers that
+            are not read.
         loss: Loss of the next tokens, in nats; NaN where it is not read.
+        states: The residual stream after the last layer, from the first position that is read on.
     """
 
-    along: Float[Tensor, "spike row"]
+    along: Float[Tensor, "row spike"]
     attention: Float[Tensor, "row layer head"]
     loss: Float[Tensor, "row following"]
+    states: Float[Tensor, "row pos d_model"]
 
 
 @torch.no_grad()
-def read_batch(batch: Batch, *, whole: bool = False, losses: bool = False, peaks: int | None = None) -> RowReading:
+def read(
+    batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, states: bool = False, since: int = 0
+) -> Reading:
     """Read rows under their edits, in a single pass if the model is streamed: it is then read from disk once.
 
     Args:
         batch: The rows.
-        whole: Whether the attention of the layers that can read the first spike is read; else a pass ends at a peak.
-        losses: Whether the loss is read, of a model in memory.
-        peaks: Number of spikes, from the first on, whose projections are read. None: all.
+        heads: Layers whose attention is read.
+        loss: Whether the loss is read, of a model in memory.
+        states: Whether the last states are read.
+        since: The first position whose attention, loss and state are read.
     """
-    target, size, passes = batch.target, len(batch.ids), list[RowReading]()
+    target, (count, length) = batch.target, batch.ids.shape
+    positions, size = read_positions(target, length, since), count
     if target.resident:
-        size = rows_at_once(batch.ids.shape[1], max(target.d_mlp, target.d_model))
-        if losses:
-            positions = read_positions(target, batch.ids.shape[1])
+        size = rows_at_once(length, max(target.d_mlp, target.d_model))
+        if loss or batch.value == "mean":  # that is a mean over the rows of a pass: as many, whatever is read
             size = min(size, rows_of_logits(target, len(positions)))
-    starts = range(0, len(batch.ids), size)
-    for number, first in enumerate(starts, 1):
-        some = batch.some(slice(first, first + size))
-        with some.hiding():
-            passes.append(_read_rows(some, whole, losses, peaks))
-        if len(starts) > 1:
-            report_progress("removals", number, len(starts))
-    return RowReading(
-        torch.cat([reading.along for reading in passes], 1),
-        torch.cat([reading.attention for reading in passes]),
-        torch.cat([reading.loss for reading in passes]),
+    layers, passes = [layer for layer in target.attending if layer in heads], list[Reading]()
+    for rows in torch.arange(count).split(size):
+        passes.append(_read(batch.some(rows), layers, positions if loss and target.resident else None, states, since))
+        if size < count:
+            report_progress("removals", len(passes), -(-count // size))
+    return Reading(*map(torch.cat, zip(*passes, strict=True)))
+
+
+def _read(
+    batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] | None, states: bool, since: int
+) -> Reading:
+    """Read rows in one pass. Before the layer at which it starts, nothing acts and nothing is read."""
+    target, ids, spikes, place = batch.target, batch.ids, batch.spikes, batch.places[0]
+    reading = Reading(
+        torch.full((len(ids), len(spikes)), torch.nan),
+        torch.zeros(len(ids), target.n_layers, target.n_heads),
+        torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan),
+        torch.zeros(len(ids), ids.shape[1] - since if states else 0, target.d_model),
     )
-
-
-def _read_rows(batch: Batch, whole: bool, losses: bool, peaks: int | None) -> RowReading:
-    """Read rows in one pass. Before the layer at which it starts, no edit acts and nothing is read."""
-    target, ids, spikes = batch.target, batch.ids, batch.spikes[:peaks]
-    reading, place = spikes[0].reading_layers, batch.places[0]
-    along = torch.full((len(batch.spikes), len(ids)), torch.nan)
-    attention = torch.zeros(len(ids), len(reading), target.n_heads)
-    loss = torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan)
 
     def at_peak(number: int, hidden: Tensor) -> None:
         own = batch.places[number]
-        states = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
-        along[number] = mean_by_row(spikes[number].along(states), own)
+        there = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
+        reading.along[:, number] = mean_by_row(spikes[number].along(there), own)
+
+    def keep(hidden: Tensor) -> None:
+        reading.states[:] = hidden.reshape(*ids.shape, -1)[:, since:].float().cpu()
 
     def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
-        received, seen = given_later(probs, visible)
-        attention[:, layer - reading.start] = to_place(received.cpu(), seen, place[:, None])
+        reading.attention[:, layer] = attention_to(probs, visible, place, since)
 
-    layers = [layer for layer in target.attending if layer in reading] if whole else []
-    begins = min(batch.acts_at, target.n_layers - 1)
-    if whole:
-        begins = min(begins, reading.start)
-    start, hooks = batch.start(begins), batch.hooks()
+    begins, last = min([batch.acts_at, *layers]), max([*layers, *(spike.peak for spike in spikes)])
+    start, hooks = batch.start(begins), list[Hook]()
     for number, spike in enumerate(spikes):
         if start is None or spike.peak >= begins:
             hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
         else:  # it is as the survey saw it: nothing acts up to there
             at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
+    if states:
+        hooks.append((target.layers[-1], "post", on_hidden(keep)))
+        last = target.n_layers - 1
     with ExitStack() as stack:
         if layers:
-            stack.enter_context(visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1]))
+            stack.enter_context(visible_rows(target, attend, layers=list(layers), rows_per_chunk=ids.shape[1]))
+        stack.enter_context(batch.acting())
         stack.enter_context(target.hooks(*hooks))
-        if losses and target.resident:
-            positions = read_positions(target, ids.shape[1])
-            loss[:, positions] = losses_at(target, ids, positions, start)
+        if positions is None:
+            target.forward(ids, last_layer=last, start=start, **batch.inputs())
         else:
-            target.forward(ids, last_layer=max([*layers, *(spike.peak for spike in spikes)]), start=start)
-    return RowReading(along, attention, loss)
+            reading.loss[:, positions] = losses_at(target, ids, positions, start)
+    return reading
+
+
+def attention_to(
+    probs: Float[Tensor, "row head query key"], visible: Bool[Tensor, "row _ query key"], place: Mask, since: int
+) -> Float[Tensor, "row head"]:
+    """Return mean attention to all positions of a place together, over the later queries that see it.
+
+    It is 0 in a layer whose window is too narrow, and NaN in a row without the place.
+    """
+    sees, own = visible[:, :, since:].tril(since - 1).expand(len(probs), -1, -1, -1), place[:, None]
+    if not bool(sees[0, 0, -1, 0]) and int(sees[0, 0, -1].sum()) + 1 < NARROWEST:
+        return torch.zeros(probs.shape[:2])
+    received, queries = (probs[:, :, since:] * sees).sum(2).cpu(), (sees.sum(2).cpu() * own).amax(-1)
+    return torch.where(own.any(-1), (received * own).sum(-1) / queries.clamp(min=1), torch.nan)
+
+
+def takes_positions(target: Target) -> bool:
+    """Return whether the model takes position ids; with ALiBi it has none."""
+    return "position_ids" in forward_parameters(type(target.base))
+
+
+@dataclass(frozen=True, eq=False)
+class ReplaceValue(Intervention, Actor):
+    """Later queries keep their attention to a position, and read another value from it.
+
+    Attributes:
+        position: The position.
+        layers: The layers.
+        mean: Whether it is the mean value of ordinary tokens; else it is zero.
+        kept: Attention to the position, and the change of its value, of the layer that is computed.
+    """
+
+    position: int
+    layers: tuple[int, ...]
+    mean: bool
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Add, in each head, its attention to the position times the change of the value."""
+        run.act(self)
+        for layer in self.layers:
+            run.hook_edit(*heads_point(run.target, layer).hook(partial(self.edited, layer)))
+
+    def attends(self, step: Step) -> bool:
+        """Return True: every call has queries."""
+        return True
+
+    def attend(self, step: Step, attention: Attention) -> None:
+        """Keep what the layer's queries give to the position, and how its value changes."""
+        if attention.layer not in self.layers:
+            return
+        values = per_query_head(attention.value, attention.query.shape[1])
+        new = values[:, :, ORDINARY:].mean((0, 2)) if self.mean else values.new_zeros(())
+
+        def keep(_first: int, rows: Tensor) -> None:
+            given = rows[..., self.position].clone()
+            given[..., : self.position + 1] = 0
+            self.kept[attention.layer] = given, new - values[:, :, self.position]
+
+        attention.show(keep, chunk=attention.queries, gives_output=False)
+
+    def edited(self, layer: int, heads: Float[Tensor, "row query d"]) -> Float[Tensor, "row query d"]:
+        """Return what the heads give with another value at the position."""
+        given, change = self.kept.pop(layer)
+        return heads + torch.einsum("rhq,rhd->rqhd", given.to(change), change).reshape(heads.shape).to(heads)
+
+
+# --- losses ---
 
 
 def mean_by_row(cases: Float[Tensor, " case"], place: Mask) -> Float[Tensor, " row"]:
     """Return the mean over the positions of a place in each row; NaN in a row without."""
-    rows = place.nonzero()[:, 0]
-    total = torch.zeros(len(place)).index_add_(0, rows, cases.float())
-    return total / place.sum(1)
+    return torch.zeros(len(place)).index_add_(0, place.nonzero()[:, 0], cases.float()) / place.sum(1)
 
 
-def read_positions(target: Target, length: int) -> Int[Tensor, " some"]:
+def read_positions(target: Target, length: int, since: int = 0) -> Int[Tensor, " some"]:
     """Return the positions whose next tokens have their loss read: all, of a very large vocabulary fewer."""
     step = -(-length * int(target.config.vocab_size) // LOGITS)
-    return torch.arange(step - 1, length - 1, step)
+    positions = torch.arange(step - 1, length - 1, step)
+    return positions[positions >= since]
 
 
 def rows_of_logits(target: Target, positions: int) -> int:
     """Return how many texts have logits of so many positions that memory allows."""
-    return max(1, 2 * MOST_NUMBERS // (positions * int(target.config.vocab_size)))
+    return max(1, 2 * MOST_NUMBERS // (max(1, positions) * int(target.config.vocab_size)))
 
 
 @torch.no_grad()
 def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None) -> Float[Tensor, "row some"]:
-    """Measure the loss of the tokens after some positions, in nats.
-
-    Args:
-        target: The model.
-        ids: The texts.
-        positions: The positions.
-        start: Where the pass begins. None: at the first layer.
-    """
+    """Measure the loss of the tokens after some positions, in nats."""
     logits = target.logits_at(ids, positions, start).flatten(0, 1)
     following = ids[:, positions + 1].to(logits.device)
     losses = list[Tensor]()
@@ -257,18 +356,16 @@ def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInp
     return torch.cat(losses).reshape(following.shape).cpu()
 
 
-def intact_losses(survey: Survey) -> Float[Tensor, "text following"]:
-    """Return the loss of the next tokens of a survey without an edit; NaN where it is not read."""
-    target, ids = survey.target, survey.ids
+def intact_losses(spike: Spike) -> Float[Tensor, "text following"]:
+    """Return the loss of the next tokens of a survey without an edit, which is read once; NaN where it is not read."""
+    survey = spike.survey
     if not survey.losses:
-        loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
-        if target.resident:
-            positions = read_positions(target, ids.shape[1])
-            for rows in torch.arange(len(ids)).split(rows_of_logits(target, len(positions))):
-                start = survey.start(target.n_layers - 1, rows)
-                loss[rows[:, None], positions] = losses_at(target, ids[rows], positions, start)
-        survey.losses.append(loss)
+        batch = Batch((spike,), survey.ids, (spike.place.mask,), texts=torch.arange(len(survey.ids)))
+        survey.losses.append(read(batch, loss=True).loss)
     return survey.losses[0]
+
+
+# --- what is left of a spike ---
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,56 +386,46 @@ class SpikeTexts:
 
     @classmethod
     def of(cls, spike: Spike, others: Sequence[Spike] = ()) -> SpikeTexts:
-        """Return all texts that have the place.
-
-        Args:
-            spike: The spike.
-            others: Other spikes whose projections are read beside.
-        """
+        """Return all texts that have the place."""
         return cls(spike, spike.place.mask.any(1).nonzero().flatten(), tuple(others))
 
     @cached_property
     def attention(self) -> Float[Tensor, "layer head text"]:
         """Attention to the place of each head in the layers that can read it, without an edit."""
         reading = self.spike.reading_layers
-        received = self.spike.survey.received(self.spike.place.mask)
-        return received[reading.start : reading.stop, :, self.rows]
+        return self.spike.survey.received(self.spike.place.mask)[reading.start : reading.stop, :, self.rows]
 
-    @cached_property
-    def readers(self) -> Bool[Tensor, "layer head"]:
-        """The heads in these layers that attend to the place without an edit."""
-        return self.attention.mean(-1) > READS
+    @property
+    def whole(self) -> bool:
+        """Whether heads and loss are read: at the first token, or where heads attend to the place."""
+        return self.spike.place.is_first or bool((self.attention.mean(-1) > READS).any())
 
-    @cached_property
-    def counted(self) -> Bool[Tensor, "text following"]:
-        """The next tokens whose loss counts: those of queries after the first position of the place."""
-        place = self.spike.place.mask[self.rows]
-        return (place.int().cumsum(1) - place.int() > 0)[:, :-1]
-
-    def batch(self, edits: Sequence[Edit], texts: Tensor, edit_of: Tensor, end: int | None = None) -> Batch:
+    def batch(
+        self,
+        edits: Sequence[Edit],
+        texts: Int[Tensor, " row"],
+        edit_of: Int[Tensor, " row"],
+        *,
+        read_others: bool = False,
+    ) -> Batch:
         """Return rows that read some texts, by their numbers in the survey, each under an edit."""
-        survey, spikes = self.spike.survey, (self.spike, *self.others)
+        spikes = (self.spike, *self.others) if read_others else (self.spike,)
         parts = {part for edit in edits for part in edit.parts if not isinstance(part, Neuron)}
         self.values.update(means_of(self.spike, parts - self.values.keys()))
-        places = tuple(spike.place.mask[texts, :end] for spike in spikes)
-        return Batch(spikes, survey.ids[texts, :end], places, tuple(edits), edit_of, self.values, texts)
+        places = tuple(spike.place.mask[texts] for spike in spikes)
+        return Batch(spikes, self.spike.survey.ids[texts], places, tuple(edits), edit_of, self.values, texts)
 
     def at_place(self, edits: Sequence[Edit], *, read_others: bool = False) -> Float[Tensor, "edit spike text"]:
-        """Measure what is left of spikes in each text, in passes that end at their peaks and at the place.
-
-        Args:
-            edits: The edits.
-            read_others: Whether other spikes are read beside, where their places are not behind this.
-        """
+        """Measure what is left of spikes in each text, in passes that end at their peaks and at the place."""
         mask, rows = self.spike.place.mask, self.rows
         end = int(mask[rows].any(0).nonzero().max()) + 1
         ids, place = self.spike.survey.ids[rows, :end], mask[rows, :end]
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
         edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
-        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, end)
-        along = read_batch(batch, peaks=None if read_others else 1).along
-        return self.left_of(along.reshape(len(along), len(edits), -1).transpose(0, 1), rows)
+        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, read_others=read_others).until(end)
+        along = read(batch).along.reshape(len(edits), len(rows), -1)
+        return self.left_of(along.transpose(1, 2), rows)
 
     def along(self, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
         """Measure what is left of the spike in each text, with parts removed at the place."""
@@ -354,10 +441,9 @@ class SpikeTexts:
     def left_of(self, along: Float[Tensor, "edit spike text"], rows: Tensor) -> Float[Tensor, "edit spike text"]:
         """What is left in these texts: a ratio of means over texts, and how far each text moves it."""
         intact: list[Tensor] = []
-        for spike in (self.spike, *self.others):
+        for spike in (self.spike, *self.others)[: along.shape[1]]:
             place = spike.place.mask[rows]
-            states = spike.survey.entered[spike.peak + 1, rows][place]
-            intact.append(mean_by_row(spike.along(states), place))
+            intact.append(mean_by_row(spike.along(spike.survey.entered[spike.peak + 1, rows][place]), place))
         return share_left(along, torch.stack(intact))
 
 
@@ -376,12 +462,7 @@ def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
 
 
 def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
-    """Return what components and heads write on average at ordinary positions, in the units of what writes it.
-
-    Args:
-        spike: Its ordinary positions count.
-        parts: The parts.
-    """
+    """Return what components and heads write on average at ordinary positions, in the units of what writes it."""
     survey, site, means = spike.survey, "blocks.{}.attn.hook_z", dict[Part, Tensor]()
     sites = [site.format(layer) for layer in {part.layer for part in parts if isinstance(part, Head)}]
     outputs = trace(survey.target, survey.ids, sites) if sites else {}

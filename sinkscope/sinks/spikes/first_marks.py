@@ -10,6 +10,7 @@ from jaxtyping import Float
 from sinkscope.results.cards import Card
 from sinkscope.results.notation import count_of, percent_with_margin, word_list
 from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.row import Mean, Row, row_beside
 from sinkscope.sinks.spikes.marks import Without
 from sinkscope.sinks.thresholds import HALF, RAISED
 
@@ -57,6 +58,17 @@ class MarkingHeads:
         controls = {"random heads": self.random, "others of equal attention": self.alike}
         known = {name: left for name, left in controls.items() if left is not None}
         return min(known.items(), key=lambda item: item[1]) if known else None
+
+    def findings(self) -> list[Row]:
+        """Return how many heads mark, and what is left of the spike without them, beside the nearest control."""
+        if self.marking is None or self.control is None:
+            return []
+        count = Mean(float(len(self.marking.heads)), self.count_margin, kind="count")
+        left, (control, control_left) = Mean(self.marking.left, self.marking.margin, kind="share"), self.control
+        heads = Row(
+            "findings", "heads that mark the first token", {"value": count}, word_list(self.marking.heads, NAMED)
+        )
+        return [heads, row_beside("left of the spike without these heads", left, control_left, control)]
 
     def sentence(self) -> str:
         """Say which heads mark, or that none does, with what is left without them."""

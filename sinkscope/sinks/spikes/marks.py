@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
+from sinkscope.results.row import Mean, Row
+from sinkscope.sinks.spikes.asked import Case, measure
 from sinkscope.sinks.spikes.controls import random_heads
-from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
-from sinkscope.sinks.spikes.effects import OutcomeReader
-from sinkscope.sinks.spikes.records import MarkLeft
+from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.spike import Parts
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.spikes.writers import components
@@ -30,7 +30,7 @@ Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 
 
 @torch.no_grad()
-def marks_of(circuit: SpikeCircuit, seed: int = 0) -> tuple[MarkLeft, ...]:
+def marks_of(circuit: SpikeCircuit, seed: int = 0) -> tuple[Row, ...]:
     """Replace each component before the spike's writers at the place by its mean over ordinary positions.
 
     If each component alone leaves a quarter of the spike or more, pairs are tried. If an attention layer marks the
@@ -48,7 +48,7 @@ def marks_of(circuit: SpikeCircuit, seed: int = 0) -> tuple[MarkLeft, ...]:
         of_pairs = texts.left(list(combinations([part for (part,) in left][:PAIRED], 2)))
         if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
             left = of_pairs
-    marks: list[MarkLeft] = []
+    marks: list[Row] = []
     marking = [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]
     for members in marking:
         others = [without for other, without in left.items() if not set(other) & set(members)]
@@ -68,14 +68,24 @@ def before_writers(circuit: SpikeCircuit) -> list[Component]:
     return before
 
 
-def _mark(texts: SpikeTexts, members: Parts, others: float | None, sets: int) -> MarkLeft:
-    """Return the record of a set, in texts that did not choose it."""
-    (by_text,) = OutcomeReader(texts, ()).outcomes([Edit(members)], losses=False)
-    outcome = by_text.outcome
-    return MarkLeft(" and ".join(map(str, members)), outcome.left, outcome.left_margin, outcome.heads, others, sets)
+def _mark(texts: SpikeTexts, members: Parts, others: float | None, sets: int) -> Row:
+    """Return the row of a set, in texts that did not choose it.
+
+    Args:
+        texts: The texts.
+        members: The set.
+        others: Share of the spike that is left without others instead. None: there are too few others.
+        sets: Number of such others.
+    """
+    case = Case(table="marks", name=" and ".join(map(str, members)), sets=(members,))
+    row = measure(case, texts, texts.spike.reading_layers if texts.whole else (), losses=False)
+    if others is None:
+        return row
+    beside = {"others": Mean(others, kind="share"), "sets": Mean(sets, kind="count")}
+    return replace(row, numbers=row.numbers | beside)
 
 
-def _heads(texts: SpikeTexts, reported: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
+def _heads(texts: SpikeTexts, reported: SpikeTexts, parts: Parts, seed: int) -> list[Row]:
     """The heads of an attention layer that mark the place as a set, then alone."""
     (part, *others), target = parts, texts.spike.survey.target
     if others or not isinstance(part, Component) or part.kind != "attention" or target.adapter.o is None:

@@ -9,7 +9,7 @@ Neurons are zeroed at the place alone, equal neurons as one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
 from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.results.parts import Component, Neuron
+from sinkscope.results.row import Row, of_table
 from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
-from sinkscope.sinks.spikes.records import PartShare, Role
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import Unit, Writers, components, components_of, of_layer, with_backups
 from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, REMOVED
@@ -57,7 +57,7 @@ class Needs:
         """The needed neurons, equal ones together."""
         return tuple(unit for unit in self.writers.units if unit[0] in self.needed)
 
-    def role(self, unit: Unit) -> Role:
+    def role(self, unit: Unit) -> str:
         """Return what the removal of a unit does."""
         left, *others = self.alone[unit].tolist()
         if unit[0] in self.needed:
@@ -89,7 +89,7 @@ def needs_of(spike: Spike, writers: Writers, others: Sequence[Spike]) -> Needs:
     if not needed:
         left = texts.left([(part,) for part in components(spike.survey.target, spike.peak)])
         order = tuple(part for (part,) in left if isinstance(part, Component))
-        parts = enough_components(texts, components_of(spike)[0], order, left)
+        parts = enough_components(texts, of_table(components_of(spike), "components").values(), order, left)
         needs = replace(needs, needed=parts, order=order)
     return needs
 
@@ -223,7 +223,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
 
 
 def enough_components(
-    texts: SpikeTexts, writers: Sequence[PartShare], order: Sequence[Component], left: Mapping[Parts, float]
+    texts: SpikeTexts, writers: Iterable[Row], order: Sequence[Component], left: Mapping[Parts, float]
 ) -> Parts:
     """Return one component or a pair without which less than a quarter is left, largest writers first; or none.
 
@@ -234,7 +234,7 @@ def enough_components(
         left: What is left without each.
     """
     names = {str(part): part for part in order}
-    writing = [names[writer.part] for writer in writers if abs(writer.share) >= COUNTS]
+    writing = [names[row.name] for row in writers if abs(row.get("share")) >= COUNTS]
     for part in [*writing, order[0]]:
         if abs(left[(part,)]) < REMOVED:
             return (part,)

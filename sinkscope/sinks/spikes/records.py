@@ -1,35 +1,29 @@
-"""The parts of a `find_sinks` result as JSON holds them (schema 5)."""
+"""The parts of a `find_sinks` result as JSON holds them: spikes, each with the rows of its tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
-from pydantic import Field
-
-from sinkscope.results.notation import read_head, read_neuron
+from sinkscope.errors import SinkscopeError
+from sinkscope.results.notation import read_head, read_neuron, word_form
 from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.sinks.spikes.answer_records import Conditions, Constancy, Purpose
+from sinkscope.results.row import Row, of_table
 from sinkscope.sinks.spikes.places import PlaceWords
+from sinkscope.sinks.thresholds import HALF, REMOVED
 
-_PART = r"(embedding|(attention|mlp|mixer) \d+|L\d+(\.E\d+)?\.[NH]\d+)"
-PartName = Annotated[str, Field(pattern=f"^{_PART}( and {_PART})*$")]
-"""The name of a part in a file (`part_of`), or the names of a set, joined by "and"."""
-
-
-@dataclass(frozen=True)
-class PartShare:
-    """What a component adds along a spike's direction, as a share of the spike.
-
-    Attributes:
-        part: The component, such as "mlp 11", "attention 3" or "embedding".
-        share: The share; below zero it is written against the spike.
-        margin: Half of the 95 % interval over texts. None: too few texts.
-    """
-
-    part: PartName
-    share: float
-    margin: float | None
+WRITES = ("needed", "lowers", "backup")
+"""The roles of neurons that write a spike."""
+CAUSES = ("its token", "alone", "id 0")
+"""What is special about the first token."""
+AS_IT_IS, ONE_OTHER, TAKEN_SIGHT = "as it is", "sees 1 other, drawn", "place, sees {} more"
+"""Rows of the table of conditions: two controls, and the place with tokens before it."""
+TAKEN = {"its token": "place, another token", "alone": TAKEN_SIGHT.format(4), "id 0": "place, 32 later"}
+"""The row in which each cause is taken away at the place."""
+PURPOSE_CONTROLS = "purpose, controls"
+"""The table of what hiding another key costs."""
+NO_EQUAL = "no set of other neurons writes as much"
+"""What a control says that is two thirds of its layer's neurons."""
 
 
 @dataclass(frozen=True)
@@ -47,193 +41,6 @@ class NeuronShare(Neuron):
     margin: float | None
     neutral: float
     by_text: tuple[float, ...] = field(default=(), kw_only=True)
-
-
-Role = Literal["needed", "lowers", "backup", "raises", "another spike", "nothing"]
-"""What the removal of a neuron alone does to the spike that it writes; "another spike": it lowers that one more."""
-
-
-@dataclass(frozen=True)
-class Candidate(NeuronShare):
-    """A neuron that writes a spike, by its share, and what its removal does.
-
-    Attributes:
-        left: Share of the spike that is left with this neuron and its equals zeroed at the place.
-        role: "needed": it is in the smallest set that suffices. "lowers": its removal lowers the spike. "backup": it
-            writes only when others are gone. "raises": the spike rises. "another spike": its removal lowers another
-            spike of the place more. "nothing": its removal changes less than 2 % of the spike.
-    """
-
-    left: float
-    role: Role
-
-
-@dataclass(frozen=True)
-class Needed:
-    """The smallest set found without which less than a quarter of a spike is left: how few parts are enough.
-
-    Attributes:
-        neurons: The neurons; empty if components are needed.
-        parts: The set, as names.
-        left: Share of the spike that is left with it removed at the place.
-        left_margin: Half of the 95 % interval over texts.
-    """
-
-    neurons: tuple[Neuron, ...]
-    parts: tuple[str, ...]
-    left: float
-    left_margin: float | None
-
-
-@dataclass(frozen=True)
-class OtherLeft:
-    """What is left of another spike; `spike` is its number."""
-
-    spike: int
-    left: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What is left of a spike, of the heads that attend to its place, and of the loss under an edit.
-
-    Attributes:
-        left: Share of the spike at its peak that is left.
-        left_margin: Half of the 95 % interval over texts.
-        heads: Heads in the spike's layers that attend to the place, before and after.
-        heads_margin: Half of the 95 % interval of each count under a bootstrap over texts.
-        loss: Rise of the loss of tokens after the place, in nats a token. None: it was not measured.
-        interval: Its 95 % interval, from paired differences over texts. None: too few texts.
-        tokens: Number of tokens whose loss was read.
-        others: What is left of every other spike.
-        loss_by_text: Rise of the loss in each text, if it was kept.
-        left_by_text: Share of the spike that is left in each text, if it was kept.
-    """
-
-    left: float
-    left_margin: float | None
-    heads: tuple[int, int]
-    heads_margin: tuple[float | None, float | None]
-    loss: float | None
-    interval: tuple[float, float] | None
-    tokens: int
-    others: tuple[OtherLeft, ...] = ()
-    loss_by_text: tuple[float, ...] = ()
-    left_by_text: tuple[float, ...] = ()
-
-    @property
-    def margin(self) -> float | None:
-        """Half of the interval of the loss."""
-        return None if self.interval is None else (self.interval[1] - self.interval[0]) / 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Control(Outcome):
-    """The same with other parts removed instead.
-
-    Attributes:
-        sets: Number of sets, over which the outcome is a mean; several sets are read in different texts.
-        reached: Number of sets that raise the loss as much as the needed set does in the same texts; if no loss was
-            measured, that leave as little of the spike.
-        norm: Mean written norm of the neurons over that of the needed set. None: components.
-        count: Mean number of neurons, or components, of a set.
-    """
-
-    sets: int
-    reached: int
-    norm: float | None
-    count: float
-
-
-@dataclass(frozen=True)
-class Effects:
-    """What the needed set does.
-
-    Attributes:
-        at_place: It is removed at the place alone: neurons are zeroed, components write their mean over ordinary
-            positions.
-        everywhere: It is zeroed at all positions. None: it is of components.
-        hidden: It stands, and later tokens do not see the place in the layers after its first. None: components are
-            needed, or no head reads the place.
-        both: It is zeroed at the place, which is hidden as well.
-        elsewhere: Share of the loss that it costs everywhere and not at the place, in the same texts. None: it costs
-            nothing everywhere.
-    """
-
-    at_place: Outcome
-    everywhere: Outcome | None
-    hidden: Outcome | None
-    both: Outcome | None
-    elsewhere: float | None
-
-
-@dataclass(frozen=True)
-class Controls:
-    """What other parts do, zeroed everywhere, which write as much in norm.
-
-    Attributes:
-        busiest: The busiest other neurons of the same layers. None: components are needed, or there are no others.
-        random: Random sets of other neurons; for components, other components alone. None: there are none.
-    """
-
-    busiest: Control | None
-    random: Control | None
-
-    @property
-    def strongest(self) -> tuple[str, Control] | None:
-        """The control that costs most, or leaves least, with its name."""
-        controls: list[tuple[str, Control]] = []
-        if self.busiest is not None:
-            controls.append(("busiest", self.busiest))
-        if self.random is not None:
-            controls.append(("random", self.random))
-        if not controls:
-            return None
-        return max(controls, key=lambda named: (named[1].loss or 0.0, -named[1].left))
-
-
-@dataclass(frozen=True)
-class Alone(Neuron):
-    """What is left with a needed neuron and its equals zeroed at the place.
-
-    Attributes:
-        left: Share of the spike.
-        heads: Heads that attend to the place.
-        loss: Rise of the loss, in nats. None: it was not measured.
-        interval: Its 95 % interval.
-    """
-
-    left: float
-    heads: int
-    loss: float | None
-    interval: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class MarkLeft:
-    """A part or a set that marks a place, and the share of the spike that is left with it replaced.
-
-    Attributes:
-        part: The part; a set's parts are joined by "and".
-        left: The share.
-        margin: Half of the 95 % interval over texts. None: too few texts.
-        heads: Heads in the spike's layers that attend to the place, before and after.
-        others: Median share left with as many other components replaced; of a set of heads, mean share left with as
-            many random heads of the same layer replaced. None: there are too few others.
-        sets: Number of such sets.
-    """
-
-    part: PartName
-    left: float
-    margin: float | None
-    heads: tuple[int, int]
-    others: float | None
-    sets: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of each part."""
-        return tuple(self.part.split(" and "))
 
 
 @dataclass(frozen=True)
@@ -263,182 +70,89 @@ class SpikeResult:
         place: Where it is.
         layers: First and last layer of the run in which it stands out.
         peak: The layer after which it is largest.
-        norm: Norm there after the peak.
-        before: Norm there before the run.
-        ratio: Norm there over the typical one, in the layer of the run where it is largest.
-        ratio_layer: That layer.
-        ratio_margin: Half of the 95 % interval over texts.
-        ratio_beside: The largest ratio of the run without what dimensions that are massive at all positions have
-            everywhere.
+        highest: The layer of the run after which its norm is farthest above the typical one.
         dims: Residual dimensions that hold at least a tenth of its direction's square.
-        writers: Components that wrote it, largest share first; the shares of all up to the peak sum to 1.
-        neurons: Candidates: neurons that wrote at least 2 % of it, or against it, and backups, with their roles.
-        backups: Candidates that write nothing while the others stand.
-        erasers: What is written against it after the peak.
-        needed: The smallest set found that it needs. None: no set that was tried leaves less than a quarter.
-        effect: What the needed set does. None: nothing is needed, or the spike is like an earlier one.
-        controls: What others do instead.
-        alone: What single neurons of the needed set do.
-        marks: What marks the place (`why_sink`).
-        copies: What copies of tokens reach.
+        needed: The smallest set found without which less than a quarter of it is left; empty: no set that was tried.
         like: Number of an earlier spike that this one repeats at another place. None: it repeats none.
-        heads: Heads in its layers that attend to the place.
-        heads_margin: Half of the 95 % interval of their number under a bootstrap over texts.
-        texts: Number of texts with the place in which it was measured.
-        held_out: Whether these texts did not find the spike.
-        conditions: What makes a position such a place (`why_sink`). None: it was not asked.
-        purpose: What the attention to the place is for (`why_sink`). None: it was not asked.
-        constancy: Why heads attend to the place (`why_sink`). None: it was not asked, or none do.
-        ratio_by_text: The ratio in each text.
-        text_numbers: The numbers of these texts among those that were read.
+        held_out: Whether its numbers are of texts that did not find it.
+        texts: The numbers of these texts among those that were read.
+        rows: Everything that was measured of it, by tables.
     """
 
     place: PlaceWords
     layers: tuple[int, int]
     peak: int
-    norm: float
-    before: float
-    ratio: float
-    ratio_layer: int
-    ratio_margin: float | None
-    ratio_beside: float
+    highest: int
     dims: tuple[int, ...]
-    writers: tuple[PartShare, ...]
-    neurons: tuple[Candidate, ...]
-    backups: tuple[Neuron, ...]
-    erasers: tuple[PartShare, ...]
-    needed: Needed | None
-    effect: Effects | None
-    controls: Controls | None
-    alone: tuple[Alone, ...]
-    marks: tuple[MarkLeft, ...]
-    copies: tuple[Copies, ...]
+    needed: tuple[str, ...]
     like: int | None
-    heads: int
-    heads_margin: float | None
-    texts: int
     held_out: bool
-    conditions: Conditions | None
-    purpose: Purpose | None
-    constancy: Constancy | None = None
-    ratio_by_text: tuple[float, ...] = ()
-    text_numbers: tuple[int, ...] = ()
+    texts: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        if self.table("effects") and not self.table("controls"):
+            raise SinkscopeError(f"the effects of {title_of(self)} have no control: give the rows of its controls")
+
+    def table(self, name: str) -> dict[str, Row]:
+        """Return the rows of a table by their names."""
+        return of_table(self.rows, name)
+
+    def named(self, table: str, name: str) -> Row:
+        """Return a row of a table; an empty one if it was not measured."""
+        return self.table(table).get(name, Row(table, name))
+
+    @property
+    def heads(self) -> int:
+        """The heads in its layers that attend to the place."""
+        return int(self.named("spike", "read by").get("heads"))
+
+    @property
+    def ratio(self) -> float:
+        """Its norm over the typical one, in the layer of the run where it is largest."""
+        return self.named("spike", "norm").get("ratio")
 
     @property
     def calibrated(self) -> dict[Neuron, float]:
         """The values that a patch writes: those of the neurons that write the spike, by what their removal does."""
-        writing = ("needed", "lowers", "backup")
-        return {neuron.address: neuron.neutral for neuron in self.neurons if neuron.role in writing}
+        neurons = self.table("writers").values()
+        return {neuron_of(row.name): row.get("neutral") for row in neurons if row.note in WRITES}
 
-    def has_role(self, *roles: Role) -> tuple[Candidate, ...]:
-        """Return the neurons with some roles, largest share first."""
-        some = [neuron for neuron in self.neurons if neuron.role in roles]
-        return tuple(sorted(some, key=lambda neuron: -neuron.share))
-
-
-@dataclass(frozen=True)
-class OfKind:
-    """Number of heads that attend to a place in texts of one kind, with its margin over these texts."""
-
-    kind: str
-    heads: int
-    margin: float | None
+    @property
+    def needed_neurons(self) -> tuple[Neuron, ...]:
+        """The needed neurons; empty if components are needed."""
+        return tuple(part for part in map(part_of, self.needed) if isinstance(part, Neuron))
 
 
-@dataclass(frozen=True)
-class Readers:
-    """Heads that give the place of the most read spike, or the first token, more than 0.3 of their attention.
-
-    Attributes:
-        place: The words for the place.
-        heads: Their number, by the mean attention over texts.
-        total: Number of heads of the layers that attend.
-        margin: Half of the 95 % interval of the number under a bootstrap over texts.
-        texts: Number of texts.
-        by_text: Their number in each text.
-        kinds: Their number in texts of each kind; empty for texts of the user's own.
-    """
-
-    place: str
-    heads: int
-    total: int
-    margin: float | None
-    texts: int
-    by_text: tuple[int, ...] = ()
-    kinds: tuple[OfKind, ...] = ()
+def strongest_control(rows: Iterable[Row]) -> Row | None:
+    """Return the control of the needed set that costs most, or leaves least; None if nothing was removed instead."""
+    controls = [row for row in of_table(rows, "controls").values() if "left" in row.numbers]
+    return max(controls, key=lambda row: (row.get("loss"), -row.get("left")), default=None)
 
 
-@dataclass(frozen=True)
-class Attended:
-    """A place without a spike that heads attend to, and the number of these heads."""
-
-    place: PlaceWords
-    heads: int
-
-
-@dataclass(frozen=True)
-class OtherSpike:
-    """A spike that is there with the other choice of BOS.
-
-    Attributes:
-        place: Where.
-        layers: First and last layer.
-        ratio: How far it stands out at its peak.
-    """
-
-    place: PlaceWords
-    layers: tuple[int, int]
-    ratio: float
+def sufficient(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Return the fewest causes that give an ordinary position half of the spike; each alone, if several do so alone."""
+    enough: list[tuple[str, ...]] = []
+    for name, row in of_table(rows, "conditions").items():
+        causes = tuple(name.split(", "))
+        if {*causes} <= {*CAUSES} and row.get("left") - row.margin("left") >= HALF:
+            enough.append(causes)
+    fewest = min(map(len, enough), default=0)
+    if fewest == 1:
+        return tuple(causes[0] for causes in enough if len(causes) == 1)
+    return next((causes for causes in enough if len(causes) == fewest), ())
 
 
-@dataclass(frozen=True)
-class OtherBos:
-    """What the other choice of BOS gives.
-
-    Attributes:
-        bos: Whether the texts begin with it there.
-        token: The token.
-        heads: Heads that give the first token of these texts more than 0.3 of their attention.
-        margin: Half of the 95 % interval of the number over texts.
-        spikes: The spikes there.
-    """
-
-    bos: bool
-    token: str
-    heads: int
-    margin: float | None
-    spikes: tuple[OtherSpike, ...]
+def necessary(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Return the causes without which less than a quarter of the spike is left at the place."""
+    asked = of_table(rows, "conditions")
+    taken = {cause: asked[name] for cause, name in TAKEN.items() if name in asked}
+    return tuple(cause for cause, row in taken.items() if row.get("left") + row.margin("left") < REMOVED)
 
 
-@dataclass(frozen=True)
-class SinkRate:
-    """Share of heads that give position 0 more than `eps` of their attention, mean over texts (Gu et al. 2025).
-
-    Attributes:
-        eps: The threshold.
-        length: Tokens of a text.
-        samples: Number of texts.
-        value: The share.
-        margin: Half of the 95 % interval over texts.
-        by_text: The share in each text.
-    """
-
-    eps: float
-    length: int
-    samples: int
-    value: float
-    margin: float | None
-    by_text: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The largest norm over the typical one of its layer that was seen anywhere; and where."""
-
-    ratio: float
-    token: str
-    position: int
-    layer: int
+def neuron_of(name: str) -> Neuron:
+    """Return a neuron by its name."""
+    return Neuron.of(read_neuron(name))
 
 
 def part_of(name: str) -> Neuron | Head | Component:
@@ -446,6 +160,19 @@ def part_of(name: str) -> Neuron | Head | Component:
     kind, _, layer = name.partition(" ")
     if kind == "embedding" or layer:
         return Component(kind, int(layer) if layer else None)  # pyright: ignore[reportArgumentType] - one of the kinds
-    if "H" in name:
-        return Head(*read_head(name))
-    return Neuron.of(read_neuron(name))
+    return Head(*read_head(name)) if ".H" in name else neuron_of(name)
+
+
+def title_of(spike: SpikeResult) -> str:
+    """Return a spike by its place and layers, as its card has it."""
+    return f"Spike at {spike.place.words}, {run(*spike.layers)}"
+
+
+def run(first: int, last: int) -> str:
+    """Return the layers of a spike: "layer 3", "layers 3-5"."""
+    return f"{word_form(last - first + 1, 'layer', 'layers')} {span(first, last)}"
+
+
+def span(first: int, last: int) -> str:
+    """Return the numbers of the layers of a spike."""
+    return str(first) if first == last else f"{first}-{last}"

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.sinks.spikes.cards import run
 from sinkscope.sinks.spikes.places import Place, at_position, sink_places, split_by_label
+from sinkscope.sinks.spikes.records import run
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import COUNTS, HALF, LATER, READS, SAME, SMALLEST, STANDS_OUT
 from sinkscope.sinks.tokens import Mask

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure.margin import margin_of
+from sinkscope.measure.margin import mean_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.answer_records import Answers
+from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.sinks.spikes.asked import count_readers
 from sinkscope.sinks.spikes.edited import SpikeTexts
-from sinkscope.sinks.spikes.effects import SpikeEffects, count_readers
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.places import Place, per_text
-from sinkscope.sinks.spikes.records import Candidate, Copies, MarkLeft, Needed, NeuronShare, SpikeResult
-from sinkscope.sinks.spikes.spike import Parts, Spike, over_typical
+from sinkscope.sinks.spikes.records import WRITES, SpikeResult
+from sinkscope.sinks.spikes.spike import Spike, over_typical
+from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.spikes.writers import components_of, shares_on
 
 
@@ -53,7 +55,7 @@ class SpikeCircuit:
         """The neurons that write it, by what their removal does, with the median of each on ordinary text."""
         values: dict[Neuron, float] = {}
         for unit in self.needs.writers.units:
-            if self.needs.role(unit) in ("needed", "lowers", "backup"):
+            if self.needs.role(unit) in WRITES:
                 values |= {neuron: self.needs.writers.neutral[neuron] for neuron in unit}
         return values
 
@@ -72,89 +74,72 @@ class SpikeCircuit:
         """The layer of the first neuron or component that it needs; if it needs none, the first layer of its run."""
         return min((part.layer or 0 for part in self.needs.needed), default=self.spike.layers[0])
 
+    def asked_in(self, report: Survey) -> bool:
+        """Return whether it is asked what makes the place: a first token's, in texts that did not find it."""
+        return self.place.is_first and self.like is None and self.reported.survey is report
+
     @property
     def heads(self) -> int:
         """Heads that attend to the place in the layers that read it."""
-        return count_readers(SpikeTexts.of(self.reported).attention)[0]
+        return int(count_readers(SpikeTexts.of(self.reported).attention).value)
 
 
-def record_of(
-    circuit: SpikeCircuit,
-    measured: SpikeEffects | None,
-    marks: tuple[MarkLeft, ...],
-    copies: tuple[Copies, ...],
-    answers: Answers,
-) -> SpikeResult:
+def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
     """Return the record of a spike: what was chosen on one half of the texts, in numbers of the other half.
 
     Args:
         circuit: The spike and what it needs.
-        measured: What the needed set does. None: it was not measured.
-        marks: What marks the place.
-        copies: What copies of tokens reach.
-        answers: What makes the place, what it is for, and why heads read it.
+        measured: What was measured of it beyond.
     """
-    spike, survey, mask = circuit.reported, circuit.reported.survey, circuit.reported.place.mask
-    over, layers = over_typical(survey, mask)[spike.highest], slice(spike.layers[0], spike.layers[1] + 1)
-    ratio_by_text = per_text(over, mask)
-    writers, erasers = components_of(spike)
-    texts = SpikeTexts.of(spike)
-    heads, heads_margin = count_readers(texts.attention)
-    held_out = circuit.reported.survey is not circuit.spike.survey
+    spike, needs = circuit.reported, circuit.needs
+    texts, needed = SpikeTexts.of(spike), tuple(map(str, needs.needed))
+    rows = [norm_of(spike)]
+    if needed:
+        rows.append(row_of("spike", "needed", left=mean_of(texts.along([needs.needed])[0], "share")))
+    rows.append(row_of("spike", "read by", heads=count_readers(texts.attention)))
+    backups = [row_of("backups", str(neuron), "writes nothing while the others stand") for neuron in needs.backups]
     return SpikeResult(
         place=spike.place.label,
         layers=spike.layers,
         peak=spike.peak,
-        norm=float(survey.norms[spike.peak, mask].mean()),
-        before=float(survey.entered[spike.layers[0], mask].norm(dim=-1).mean()),
-        ratio=float(over.mean()),
-        ratio_layer=spike.highest,
-        ratio_margin=margin_of(ratio_by_text.numpy()),
-        ratio_beside=float(survey.ratios[:, mask].mean(1)[layers].max()),
+        highest=spike.highest,
         dims=spike.dims,
-        writers=writers,
-        neurons=candidates_of(circuit),
-        backups=circuit.needs.backups,
-        erasers=erasers,
-        needed=needed_of(texts, circuit.needs),
-        effect=None if measured is None else measured.effects,
-        controls=None if measured is None else measured.controls,
-        alone=() if measured is None else measured.alone,
-        marks=marks,
-        copies=copies,
+        needed=needed,
         like=circuit.like,
-        heads=heads,
-        heads_margin=heads_margin,
-        texts=len(texts.rows),
-        held_out=held_out,
-        conditions=answers.conditions,
-        purpose=answers.purpose,
-        constancy=answers.constancy,
-        ratio_by_text=tuple(ratio_by_text.tolist()),
-        text_numbers=tuple(texts.rows.tolist()),
+        held_out=spike.survey is not circuit.spike.survey,
+        texts=tuple(texts.rows.tolist()),
+        rows=(*rows, *candidates_of(circuit), *backups, *components_of(spike), *measured),
     )
 
 
-def candidates_of(circuit: SpikeCircuit) -> tuple[Candidate, ...]:
+def norm_of(spike: Spike) -> Row:
+    """Return the norm before the run and after the peak, and how far it is above the typical one in its highest layer.
+
+    The ratio beside is the largest of the run without what dimensions that are massive at all positions have.
+    """
+    survey, mask, (first, last) = spike.survey, spike.place.mask, spike.layers
+    over = over_typical(survey, mask)[spike.highest]
+    by_text = mean_of(per_text(over, mask))
+    ratio = None if by_text is None else Mean(float(over.mean()), by_text.margin, by_text.by_text)
+    return row_of(
+        "spike",
+        "norm",
+        norm_before=float(survey.entered[first, mask].norm(dim=-1).mean()),
+        norm_after=float(survey.norms[spike.peak, mask].mean()),
+        ratio=ratio,
+        ratio_beside=float(survey.ratios[:, mask].mean(1)[first : last + 1].max()),
+    )
+
+
+def candidates_of(circuit: SpikeCircuit) -> list[Row]:
     """Return the candidates with what each writes in the texts of the report, largest share first."""
-    needs, candidates = circuit.needs, list[Candidate]()
+    needs, rows = circuit.needs, list[Row]()
     neurons = [neuron.address for neuron in needs.writers.neurons]
-    written: dict[Neuron, NeuronShare] = {}
-    if neurons:
-        written = dict(zip(neurons, shares_on(circuit.reported, neurons), strict=True))
+    written = dict(zip(neurons, shares_on(circuit.reported, neurons), strict=True))
     for unit in needs.writers.units:
+        left = Mean(float(needs.alone[unit][0]), kind="share")
         for neuron in unit:
-            writer, left = written[neuron], float(needs.alone[unit][0])
-            what = writer.share, writer.margin, needs.writers.neutral[neuron], left, needs.role(unit)
-            candidates.append(Candidate(neuron.layer, neuron.expert, neuron.neuron, *what, by_text=writer.by_text))
-    return tuple(sorted(candidates, key=lambda candidate: -candidate.share))
-
-
-def needed_of(texts: SpikeTexts, needs: Needs) -> Needed | None:
-    """Return the record of the needed set; None if there is none."""
-    parts: Parts = needs.needed
-    if not parts:
-        return None
-    left = texts.along([parts])[0]
-    neurons = tuple(part for part in parts if isinstance(part, Neuron))
-    return Needed(neurons, tuple(map(str, parts)), float(left.mean()), margin_of(left.numpy()))
+            own, neutral = written[neuron], needs.writers.neutral[neuron]
+            share = Mean(own.share, own.margin, own.by_text, "share")
+            rows.append(row_of("writers", str(neuron), needs.role(unit), share=share, left=left, neutral=neutral))
+    return sorted(rows, key=lambda row: -row.get("share"))

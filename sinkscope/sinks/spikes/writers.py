@@ -32,8 +32,9 @@ from sinkscope.models.neurons import (
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.results.row import Mean, Row, of_table, row_of
 from sinkscope.sinks.spikes.places import per_text
-from sinkscope.sinks.spikes.records import NeuronShare, PartShare
+from sinkscope.sinks.spikes.records import NeuronShare
 from sinkscope.sinks.spikes.spike import Part, Spike
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 
@@ -66,25 +67,25 @@ class Writers:
         return sum(shares[neuron] for neuron in neurons)
 
 
-def components_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
+def components_of(spike: Spike) -> list[Row]:
     """Return the shares of the embedding, attention and MLPs up to the peak, and those of what erases the spike later.
+
+    They are rows of the tables "components" and "erasers", the largest share first.
 
     Args:
         spike: The spike.
     """
     survey, mask, peak, last = spike.survey, spike.place.mask, spike.peak, spike.layers[1]
-    before, later = list[PartShare](), list[PartShare]()
+    rows: list[Row] = []
     for part in components(survey.target, survey.target.n_layers - 1):
         along, layer = survey.added(part) @ spike.direction, part.layer or 0
         beyond = (along[mask] - along[spike.ordinary].mean()) / spike.size
         share = float(beyond.mean())
         writes = layer <= peak and abs(share) >= LISTED
         if writes or (peak < layer <= last + 1 and share <= -ERASES):
-            record = PartShare(str(part), share, margin_of(per_text(beyond, mask).numpy()))
-            (before if writes else later).append(record)
-    before.sort(key=lambda component: -abs(component.share))
-    later.sort(key=lambda component: component.share)
-    return tuple(before), tuple(later)
+            mean = Mean(share, margin_of(per_text(beyond, mask).numpy()), kind="share")
+            rows.append(row_of("components" if writes else "erasers", str(part), share=mean))
+    return sorted(rows, key=lambda row: -abs(row.get("share")))
 
 
 @torch.no_grad()
@@ -97,9 +98,9 @@ def writers_of(spike: Spike) -> Writers:
         spike: The spike.
     """
     candidates, units, written, target = list[NeuronShare](), list[Unit](), dict[int, Tensor](), spike.survey.target
-    of_mlp, skips = {component.part: abs(component.share) for component in components_of(spike)[0]}, target.skips_layers
+    parts, skips = of_table(components_of(spike), "components"), target.skips_layers
     for layer in target.with_neurons:
-        if layer > spike.peak or (not skips and of_mlp.get(f"mlp {layer}", 0.0) < NAMED):
+        if layer > spike.peak or (not skips and abs(share_of_mlp(parts, layer)) < NAMED):
             continue
         with target.loaded(layer):
             view = of_layer(spike, layer, spike.survey.start(layer))
@@ -110,6 +111,12 @@ def writers_of(spike: Spike) -> Writers:
                     candidates += records
                     units.append(tuple(neuron.address for neuron in records))
     return Writers(tuple(sorted(candidates, key=lambda candidate: -candidate.share)), tuple(units), written)
+
+
+def share_of_mlp(parts: Mapping[str, Row], layer: int) -> float:
+    """Return what the MLP of a layer writes, of the rows of components; 0 if it is not among them."""
+    name = f"mlp {layer}"
+    return parts[name].get("share") if name in parts else 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,138 @@
+"""Rows of two results merged by key, with how far each number moved: text by text where both read the same texts.
+
+1. Rows of one subject, table and name are one row. Two subjects are one if their names are the same, or differ in
+   numbers alone; if they name layers, these overlap, and those with most common layers are one.
+2. Where both have a number for each text, the change is the mean of the differences over the texts that both have, with
+   its 95 % interval; before and after are then means over these texts. Else the interval is that of both margins
+   together (the root of the sum of their squares).
+3. A number changed if the interval of its change leaves out zero and it moved by 1 % of its value. A number without an
+   interval is shown and not judged; a word changed if it is another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import hypot, isfinite
+from statistics import fmean
+
+from sinkscope.measure.margin import DIFFERENCES, Interval, difference_of
+from sinkscope.results.row import Mean, Row
+
+SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
+COMES = 0.05  # share of a whole, under which the coming or going of a row is left to the search that found it
+CHANGED, CAME, WENT, UNJUDGED, SMALL, SAME = "changed", "came", "went", "not judged", "under 1 %", "no change"
+VERDICTS = (CHANGED, CAME, WENT, UNJUDGED, SMALL, SAME)
+"""The tables of a comparison, in the order in which they are read."""
+_LAYERS = re.compile(r"layers? (\d+)(?:-(\d+))?$")
+
+
+def merge(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
+    """Return a row for each number and word that both have, and for each row and subject that came or went.
+
+    The table of a row is its verdict, and the note of a number the table that it is from. The numbers are before,
+    after, change, lower, upper (the interval of the change) and texts (those that are compared).
+    """
+    names = _matched([row.about for row in before], [row.about for row in after])
+    old = {(row.about, row.table, row.name): row for row in before}
+    new = {(names[row.about], row.table, row.name): row for row in after}
+    subjects = [{about for about, _, _ in rows} for rows in (old, new)]
+    rows: list[Row] = []
+    for key in dict.fromkeys([*old, *new]):
+        about, _, name = key
+        first, second = old.get(key), new.get(key)
+        if first is not None and second is not None:
+            rows += [*_word(first, second), *_numbers(first, second)]
+            continue
+        there, verdict = (second, CAME) if first is None else (first, WENT)
+        assert there is not None
+        if about in subjects[0] & subjects[1]:
+            if abs(there.get("share")) >= COMES or "share" not in there.numbers:
+                rows.append(Row(verdict, name, {}, there.words() or there.table, about))
+        elif not any(row.name == about for row in rows):
+            rows.append(Row(verdict, about))
+    return sorted(rows, key=lambda row: VERDICTS.index(row.table))
+
+
+def _word(first: Row, second: Row) -> list[Row]:
+    """Whether the note of a row is another; none if it has none."""
+    if first.note == second.note:
+        return [Row(SAME, first.name, {}, first.note, first.about)] if first.note else []
+    words = f"{first.note or 'none'} -> {second.note or 'none'}"
+    return [Row(CHANGED, first.name, {}, words, first.about)]
+
+
+def _numbers(first: Row, second: Row) -> list[Row]:
+    """How far the numbers of a row moved that both have; that of a control beside is none of them."""
+    rows: list[Row] = []
+    for number, mean in first.numbers.items():
+        if number == "control" or number not in second.numbers:
+            continue
+        moved, verdict = _moved(first, second, number)
+        name = first.name if first.table == "findings" else f"{first.name}: {number.replace('_', ' ')}"
+        numbers = {key: Mean(value, kind="count" if key == "texts" else mean.kind) for key, value in moved.items()}
+        rows.append(Row(verdict, name, numbers, first.table, first.about))
+    return rows
+
+
+def _moved(first: Row, second: Row, number: str) -> tuple[dict[str, float], str]:
+    """The values of a number that are compared, how far it moved, and the verdict."""
+    before, after = first.numbers[number], second.numbers[number]
+    interval, texts = _over_texts(first, second, number)
+    moved = {"before": before.value, "after": after.value}
+    if texts:
+        own, other = _by_text(first, number), _by_text(second, number)
+        moved = {"before": fmean(own[text] for text in texts), "after": fmean(other[text] for text in texts)}
+    moved["change"] = moved["after"] - moved["before"]
+    if interval is None and before.margin is not None and after.margin is not None:
+        margin = hypot(before.margin, after.margin)
+        interval = Interval(moved["change"], moved["change"] - margin, moved["change"] + margin)
+    if interval is None:
+        return moved, UNJUDGED
+    moved |= {"lower": interval.low, "upper": interval.high, "texts": float(len(texts))}
+    if interval.low <= 0 <= interval.high:
+        return moved, SAME
+    return moved, CHANGED if abs(interval.mean) > SMALLEST_CHANGE * abs(before.value) else SMALL
+
+
+def _over_texts(first: Row, second: Row, number: str) -> tuple[Interval | None, list[str]]:
+    """The interval of the mean difference over the texts that both have, and these texts; none if they are too few."""
+    before, after = _by_text(first, number), _by_text(second, number)
+    texts = [text for text in before if text in after]
+    old, new = ({text: values[text] for text in texts} for values in (before, after))
+    scores = first.numbers[number].kind == "share" and {*old.values(), *new.values()} <= {0.0, 1.0}  # right or wrong
+    interval = difference_of(new, old, DIFFERENCES if scores else None)
+    return interval, [] if interval is None else texts
+
+
+def _by_text(row: Row, number: str) -> dict[str, float]:
+    """The number of each text that has one, by the name of the text."""
+    values = zip(row.texts, row.numbers[number].by_text, strict=False)
+    return {text: value for text, value in values if isfinite(value)}
+
+
+def _matched(before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
+    """The name that each later subject has among the earlier ones; a subject without a partner keeps its own."""
+    names = {about: about for about in after if about in before}
+    free = [about for about in dict.fromkeys(before) if about not in names]
+    pairs = [(-common, own, other) for own in free for other in {*after} if (common := _common(own, other)) > 0]
+    for _, own, other in sorted(pairs):
+        if other not in names and own not in names.values():
+            names[other] = own
+    return {about: names.get(about, about) for about in after}
+
+
+def _common(first: str, second: str) -> int:
+    """How many layers two subjects have in common whose names differ in numbers alone; 1 if they name no layers."""
+    if re.sub(r"\d+", "", _LAYERS.sub("", first)) != re.sub(r"\d+", "", _LAYERS.sub("", second)):
+        return 0
+    own, other = _LAYERS.search(first), _LAYERS.search(second)
+    if own is None or other is None:
+        return int(own is other)
+    starts, ends = zip(*((int(found[1]), int(found[2] or found[1])) for found in (own, other)), strict=True)
+    return min(ends) - max(starts) + 1
+
+
+def by_chance(judged: int) -> str:
+    """Return how many of some numbers leave out zero by chance, at intervals of 95 %."""
+    return f"{judged * 0.05:.1g}" if judged < 20 else f"{judged * 0.05:.0f}"

@@ -1,0 +1,158 @@
+"""Rows: what a result has measured, each with its numbers and their margins; how a row is said, and rows as a table.
+
+Whatever compares, prints, draws or exports reads rows, and knows no measurement.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinkscope.results.notation import percent
+from sinkscope.results.tables import Table
+
+Kind = Literal["share", "count", "number"]
+"""What a number is: a share of a whole, which is said in per cent; a count of things; or any other number."""
+_FIELD = re.compile(r"\{(\w+)\}")
+_PLURAL = re.compile(r"\{(\w+)\}[^{}]*?\(s\)")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A number, most often a mean over texts.
+
+    Attributes:
+        value: The number.
+        margin: Half of its 95 % interval over texts. None: it has none.
+        by_text: The number of each text; empty: it was not kept.
+        kind: What it is.
+    """
+
+    value: float
+    margin: float | None = None
+    by_text: tuple[float, ...] = ()
+    kind: Kind = "number"
+
+    def __format__(self, spec: str) -> str:
+        """Return the number as text, with its margin where that shows."""
+        text, margin = self.digits(self.value), "" if self.margin is None else self.digits(self.margin)
+        return f"{text} (± {margin})" if margin.strip("0.%") else text
+
+    def __str__(self) -> str:
+        return f"{self}"
+
+    def digits(self, value: float) -> str:
+        """Return a value of this kind as text; what rounds to zero has no sign."""
+        if self.kind == "share":
+            return percent(value)
+        text = f"{value:,.2f}"
+        if self.kind == "count" or abs(value) >= 100:
+            text = f"{value:,.0f}"
+        return text if text.strip("-0.,") else text.removeprefix("-")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one thing.
+
+    Attributes:
+        table: Its table, such as "effects". The rows of "controls" are what the others are compared with.
+        name: What it is about: a neuron, a component, or what was done; the same in every model.
+        numbers: Its numbers, by their names.
+        note: A word that is no number, such as the role of a neuron.
+        about: Its subject, such as one of several spikes; empty: the whole result.
+        texts: Names of the texts of `by_text`, by which two results are compared text by text; empty: they cannot be.
+    """
+
+    table: str
+    name: str
+    numbers: dict[str, Mean] = field(default_factory=dict)
+    note: str = ""
+    about: str = ""
+    texts: tuple[str, ...] = ()
+
+    def get(self, number: str) -> float:
+        """Return the value of a number; zero if it was not read."""
+        return self.numbers[number].value if number in self.numbers else 0.0
+
+    def margin(self, number: str) -> float:
+        """Return the margin of a number; zero if it has none."""
+        return (self.numbers[number].margin if number in self.numbers else None) or 0.0
+
+    def words(self, phrases: Sequence[str] = ()) -> str:
+        """Return the numbers in words, then the note.
+
+        Args:
+            phrases: How numbers are said, such as "{heads} head(s)"; a phrase whose numbers were not read is left out.
+                Empty: each number is said by its name.
+        """
+        said: list[str] = []
+        for phrase in phrases or [f"{name.replace('_', ' ')} {{{name}}}" for name in self.numbers]:
+            names = _FIELD.findall(phrase)
+            if all(name in self.numbers for name in names):
+                said.append(_PLURAL.sub(self._plural, phrase).format_map(self.numbers))
+        return ", ".join([*said, self.note] if self.note else said)
+
+    def _plural(self, noun: re.Match[str]) -> str:
+        """The words up to a noun that ends in "(s)", in the form that agrees with the number before it."""
+        return noun[0].removesuffix("(s)") + ("" if f"{self.numbers[noun[1]]}" == "1" else "s")
+
+
+def row_of(table: str, name: str, note: str = "", **numbers: Mean | float | None) -> Row:
+    """Return a row of the numbers that were read: whole numbers are counts, and None was not read."""
+    means: dict[str, Mean] = {}
+    for key, number in numbers.items():
+        if isinstance(number, Mean):
+            means[key] = number
+        elif number is not None:
+            means[key] = Mean(float(number), kind="count" if isinstance(number, int) else "number")
+    return Row(table, name, means, note)
+
+
+def row_beside(
+    name: str, value: Mean, control: float | None, contrast: str = "control", *, texts: Sequence[str] = ()
+) -> Row:
+    """Return the row of a number beside its control.
+
+    Args:
+        name: What it is, in a few words.
+        value: The number.
+        control: The same number of the control. None: it was not measured.
+        contrast: What the control is.
+        texts: Names of the texts or prompts of `value`.
+    """
+    numbers = {"share" if value.kind == "share" else "value": value}
+    if control is None:
+        return Row("findings", name, numbers, texts=tuple(texts))
+    return Row("findings", name, numbers | {"control": Mean(control, kind=value.kind)}, contrast, texts=tuple(texts))
+
+
+def of_table(rows: Iterable[Row], table: str) -> dict[str, Row]:
+    """Return the rows of a table by their names."""
+    return {row.name: row for row in rows if row.table == table}
+
+
+def table_of(rows: Iterable[Row]) -> Table:
+    """Return rows with a column for each number and each margin, as CSV and pages have them."""
+    made: Table = []
+    for row in rows:
+        columns = {"about": row.about, "table": row.table, "name": row.name, "note": row.note}
+        for name, mean in row.numbers.items():
+            columns[name] = mean.value
+            if mean.margin is not None:
+                columns[f"{name}_margin"] = mean.margin
+        made.append(columns)
+    names = dict.fromkeys(name for columns in made for name in columns)
+    return [{name: columns.get(name) for name in names} for columns in made]
+
+
+def share_columns(rows: Iterable[Row]) -> list[str]:
+    """Return the columns of `table_of` that are shares in every row."""
+    kinds: dict[str, set[Kind]] = {}
+    for row in rows:
+        for name, mean in row.numbers.items():
+            kinds.setdefault(name, set()).add(mean.kind)
+    shares = [name for name, own in kinds.items() if own == {"share"}]
+    return [*shares, *(f"{name}_margin" for name in shares)]
