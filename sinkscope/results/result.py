@@ -14,7 +14,7 @@ from sinkscope.files.provenance import documented_at
 from sinkscope.results.cards import Card
 from sinkscope.results.console import WIDTH
 from sinkscope.results.pages import Section, document, plot, render
-from sinkscope.results.row import Row, share_columns, table_of
+from sinkscope.results.row import Row, share_columns, table_of, with_texts
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
@@ -86,7 +86,7 @@ class Result(Envelope):
         rows: list[Row] = []
         for value in self.own_fields().values():
             members = value if isinstance(value, tuple | list) else (value,)
-            rows += [member for member in members if isinstance(member, Row)]
+            rows += [with_texts(member) for member in members if isinstance(member, Row)]
         return rows
 
     def summary(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sinkscope.results.notation import percent
@@ -132,6 +132,12 @@ def row_beside(
 def of_table(rows: Iterable[Row], table: str) -> dict[str, Row]:
     """Return the rows of a table by their names."""
     return {row.name: row for row in rows if row.table == table}
+
+
+def with_texts(row: Row) -> Row:
+    """Return a row whose texts have names, by which they are compared: their numbers, if it says nothing else."""
+    count = max((len(mean.by_text) for mean in row.numbers.values()), default=0)
+    return row if row.texts else replace(row, texts=tuple(f"text {number}" for number in range(count)))
 
 
 def table_of(rows: Iterable[Row]) -> Table:

@@ -19,6 +19,7 @@ from same_kit import differences
 
 import sinkscope as ss
 from sinkscope.app.commands.others import other_commands
+from sinkscope.app.view.result import OtherMeasurement
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.envelope import result_class
 from sinkscope.files.kinds import kind_modules
@@ -177,9 +178,9 @@ def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():
 
 
 def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
-    """A measurement of another package: its command, JSON and page come from its one file of at most 60 lines."""
+    """A measurement of another package: its command, JSON and page come from its one file of at most 40 lines."""
     source = stranger.SOURCE.read_text()
-    assert len(source.splitlines()) <= 60
+    assert len(source.splitlines()) <= 40
     (tmp_path / "package").mkdir()
     monkeypatch.chdir(tmp_path)
     with stranger.installed(tmp_path / "package", source):
@@ -190,13 +191,16 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
         help_text = typed("attention-entropy --help").out
         assert "--last" in help_text and "docs/cli.md" not in help_text  # our pages do not describe it
         loaded = Result.load("a.json")
-        assert type(loaded) is import_module(stranger.MODULE).AttentionEntropy and loaded.entropy.shape == (6, 8)
+        assert type(loaded) is import_module(stranger.MODULE).AttentionEntropy and len(loaded.heads) == 48
         again = getattr(ss, stranger.NAME)(load(), last=32)
         typed("scan --quick --only attention-entropy --out s")
         (part,) = Result.load("s/card.json").parts
         assert part.measured and part.name == stranger.NAME
         assert part.conclusion == getattr(ss, stranger.NAME)(load()).conclusion()
-    assert (again.entropy == loaded.entropy).all() and loaded.settings["last"] == 32
+        found = ss.compare(loaded, again)
+        assert len(found.results[0].judged) == 48 and not found.results[0].moved  # text by text
+        assert "L0.H0" in loaded.to_csv() and OtherMeasurement.of("x", loaded).columns["name"][0] == "L0.H0"
+    assert again.heads == loaded.heads and loaded.settings["last"] == 32
     assert json.loads((tmp_path / "a.json").read_text())["kind"] == "attention-entropy"
     assert "Conclusion: " in (tmp_path / "a.html").read_text()
 

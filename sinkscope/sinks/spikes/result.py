@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from jaxtyping import Float
 from sinkscope.measure import Result
 from sinkscope.results.cards import Card
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.results.row import Row, of_table, table_of
+from sinkscope.results.row import Row, of_table, table_of, with_texts
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import said
 from sinkscope.sinks.spikes.first_marks import MarkingHeads
@@ -111,12 +110,9 @@ class FindSinks(Result):
 
     def findings(self) -> list[Row]:
         """Return everything that was measured of each spike, and who attends where."""
-        rows: list[Row] = []
-        for row in self.attention:
-            names = range(max((len(mean.by_text) for mean in row.numbers.values()), default=0))
-            rows.append(replace(row, texts=texts_of(names)))
+        rows = list(map(with_texts, self.attention))
         for spike in self.spikes:
-            title, names = title_of(spike), texts_of(spike.texts)
+            title, names = title_of(spike), tuple(f"text {number}" for number in spike.texts)
             rows.append(Row("spike", "layers", {}, span(*spike.layers), title))
             rows.append(Row("spike", "needed parts", {}, " and ".join(spike.needed), title))
             rows += [replace(row, about=title, texts=names) for row in spike.rows]
@@ -125,11 +121,6 @@ class FindSinks(Result):
     def rows(self) -> Table:
         """Return a row for each of these, with a column for each number and its margin."""
         return table_of(self.findings())
-
-
-def texts_of(numbers: Iterable[int]) -> tuple[str, ...]:
-    """Return names of texts, by which those of two models are paired."""
-    return tuple(f"text {number}" for number in numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
