@@ -45,11 +45,15 @@ def __getattr__(name: str) -> Any:
             if "torch" not in sys.modules:
                 bar("importing torch", 0, 0)
             return _stated(name)
+    if name in ROOMS:
+        return import_module(f"sinkscope.{name}")
     if not name.startswith("_") and name in _measurements():
         return globals().setdefault(name, _measurements()[name].load())
     if name.startswith("__"):  # Python asks for names of its own, and the remedy may import torch
         raise AttributeError(f"module 'sinkscope' has no attribute {name!r}")
-    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; {_elsewhere(name)}")
+    from sinkscope.errors import NoSuchNameError
+
+    raise NoSuchNameError(f"module 'sinkscope' has no attribute {name!r}; {_elsewhere(name)}")
 
 
 def _elsewhere(name: str) -> str:

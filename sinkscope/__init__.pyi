@@ -3,7 +3,6 @@
 from . import bench as bench
 from . import kv as kv
 from . import loops as loops
-from . import sparse as sparse
 from .app.compare import compare as compare
 from .app.report import report as report
 from .app.scan import scan as scan
@@ -22,6 +21,7 @@ from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.trace import trace as trace
 from .loops.barcode import barcode as barcode
 from .loops.guard.guard import LoopGuard as LoopGuard
+from .loops.guard.steer import Steer as Steer
 from .loops.why import why_loop as why_loop
 from .measure.measurement import Measurement as Measurement
 from .models.checkpoints.locate import list_models as list_models

@@ -35,6 +35,10 @@ class UnsupportedError(SinkscopeError):
     """The model, or the kind of model object, cannot do what was asked; the message names what can."""
 
 
+class NoSuchNameError(SinkscopeError, AttributeError):
+    """The package has no such name; the message names what has its work."""
+
+
 class SinkscopeWarning(UserWarning):
     """Something that the user should know although the work goes on; the command line prints it as one line."""
 

@@ -1,6 +1,6 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts.
 
-Nothing here loads torch until `DRY` or `Steer` is first used.
+Nothing here loads torch until `DRY` is first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from sinkscope.loops.text.signals import (
 from sinkscope.loops.text.watch import CheckedOutput, Watch
 
 if TYPE_CHECKING:
-    from sinkscope.loops.guard.steer import DRY, Steer
+    from sinkscope.loops.guard.steer import DRY
 
 __all__ = [
     "DRY",
@@ -30,7 +30,6 @@ __all__ = [
     "MonitorSettings",
     "PaperSettings",
     "Piece",
-    "Steer",
     "Step",
     "Tail",
     "Watch",
@@ -45,8 +44,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DRY", "Steer"):
-        from sinkscope.loops.guard import steer
+    if name == "DRY":
+        from sinkscope.loops.guard.steer import DRY
 
-        return getattr(steer, name)
+        return DRY
     raise AttributeError(f"module 'sinkscope.loops' has no attribute {name!r}")
