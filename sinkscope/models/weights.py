@@ -75,9 +75,9 @@ def computes_with(module: Any, weight: Tensor) -> bool:
         module: The module.
         weight: Its weight.
     """
-    own = vars(module).get("forward")
-    hooks = tuple(hooks_of(module, "_forward_hooks")) if has_hooks(module) else ()
-    state = (id(weight), weight._version, type(module), id(own), hooks)
+    if "forward" in vars(module) or has_hooks(module):  # which may do another thing at any time
+        return _gives_product(module, weight)
+    state = (id(weight), weight._version, type(module), type(module).forward)
     known = _CHECKED.get(module)
     if known is None or known[0] != state:
         _CHECKED[module] = state, _gives_product(module, weight)

@@ -101,18 +101,15 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
     _refuse_kind(target)
     with _LOCK, without_autocast(hf.device), without_autocast(torch.device("cpu")):
         layers = layers_at(hf, stack_of(hf))
-        if len({id(layer) for layer in layers}) < len(layers):
-            raise UnsupportedError(
-                f"{target.name} has one module at several places in its list of layers, so that what is said of one "
-                "place would be of the others as well: put a copy (copy.deepcopy) at each place"
-            )
         structure = structure_of(hf, layers)
         kind = _Kind(type(hf), row, _settings(hf.config))
         _refuse_short_context(target)
         places = _places_of(kind, target, structure)
         adapter = places.adapter
         _refuse_renamed(adapter, layers, target.name)
-        own = _own_proof(kind, replace(target, adapter=adapter), structure, every_layer)
+        proposed_target = replace(target, adapter=adapter)
+        _refuse_shared(proposed_target)
+        own = _own_proof(kind, proposed_target, structure, every_layer)
     problem = places.proof.problem or own.problem
     if problem is not None and (every_layer or (proves and row is None)):
         raise _refusal(target, adapter, problem, of_object=places.proof.problem is None)
@@ -234,6 +231,28 @@ def base_path(model: Any, stack: str) -> str:
 # -- the object --------------------------------------------------------------------------------------------------------
 
 
+def _refuse_shared(target: Target) -> None:
+    """Refuse a model in which a layer, or a part of it, stands at several places, so that an edit would act on all.
+
+    Raises:
+        UnsupportedError: It is such a model.
+    """
+    places: dict[int, int] = {}
+    for number, layer in enumerate(target.layers):
+        parts = {id(layer), *[id(target.sub(number, part)) for part in target.paths[number]]}
+        for part in parts:
+            first = places.setdefault(part, number)
+            if first != number:
+                raise UnsupportedError(
+                    f"{target.name} has one module in layers {first} and {number}, so that what is said of one of them "
+                    "would be of the other as well: put a copy (copy.deepcopy) at each place"
+                )
+
+
+_WEIGHTS = ("q", "k", "v", "fused_qkv", "o", "down", "up", "gate", "experts", "shared_gate")
+"""Parts of a layer that hold weights themselves."""
+
+
 def _refuse_renamed(adapter: Found, layers: Sequence[nn.Module], name: str) -> None:
     """Refuse a model in which a part of its class is missing while weights stand under a name that is not known.
 
@@ -242,17 +261,17 @@ def _refuse_renamed(adapter: Found, layers: Sequence[nn.Module], name: str) -> N
     """
     for number, layer in enumerate(layers):
         row = adapter.rows[number] if adapter.rows else adapter
-        paths, missing = list[str](), dict[str, Any]()
-        for part in PATHS:
+        known, missing = list[str](), dict[str, Any]()
+        for part in _WEIGHTS:
             there = [path for path in filter(None, (getattr(row, part) or "").split("|")) if _has([layer], path)]
-            paths += there
+            known += there
             if getattr(row, part) and not there:
                 missing[part] = "..."
-        if not missing or adapter.experts is not None:
+        if not missing or adapter.experts is not None or hasattr(layer, "original_component"):
             continue
-        for path, module in layer.named_children():
-            has_weights = any(weight.ndim >= 2 for weight in module.parameters())
-            if has_weights and not any(f"{known}.".startswith(f"{path}.") for known in paths):
+        for path, module in layer.named_modules():
+            is_linear = any(weight.ndim == 2 for weight in module.parameters(recurse=False))
+            if is_linear and not any(f"{path}.".startswith(f"{one}.") for one in known):
                 error = NotInferredError(f"layer {number} of {name} has no {', '.join(missing)}, but {path!r}")
                 raise not_inferred(replace(adapter, **missing), error)
 

@@ -288,10 +288,10 @@ class LayerProof:
         if projected is None or attn is None:
             return
         off = self._off(attn, projected)
-        if off > self._tolerance:
-            writer: Any = self.target.sub(self.layer, "attn_out", "attn")
+        if off > self._tolerance and "attn_out" in self.target.paths[self.layer]:
+            norm: Any = self.target.sub(self.layer, "attn_out")
             with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
-                off = self._off(attn, first_tensor(writer.forward(projected.to(self.target.dtype))).float())
+                off = self._off(attn, first_tensor(norm.forward(projected.to(self.target.dtype))).float())
         self._must(off, "hook_attn_out cannot be computed from it", "attn.hook_z")
 
     def _must(self, off: float, claim: str, *parts: str) -> None:

@@ -64,7 +64,7 @@ def test_unknown_names_are_refused_with_an_adapter_row_that_works(monkeypatch):
         layer.forward = partial(_with_thinker, layer)
         del layer.mlp
     with pytest.raises(
-        UnsupportedError, match=r"no mlp, down, up, gate, but 'thinker'.*register\(Adapter\('llama'"
+        UnsupportedError, match=r"no down, up, gate, but 'thinker.gate_proj'.*Adapter\('llama', down='...'"
     ) as caught:
         target_of(model)
     assert "\n" not in str(caught.value)

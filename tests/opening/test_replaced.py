@@ -186,11 +186,37 @@ def test_layers_that_are_numbered_in_two_ways_are_refused_where_rows_or_caches_a
             use()
 
 
-def test_a_layer_at_two_places_is_refused():
+def shared_layer(layers):
+    layers[1] = layers[0]
+
+
+def shared_attention(layers):
+    layers[1].self_attn = layers[0].self_attn
+
+
+def shared_projection(layers):
+    layers[2].mlp.down_proj = layers[0].mlp.down_proj
+
+
+@pytest.mark.parametrize("share", [shared_layer, shared_attention, shared_projection])
+def test_a_module_at_two_places_is_refused(share):
     model = llama()
-    model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(UnsupportedError, match="one module at several places"):
+    share(model.model.layers)
+    with pytest.raises(UnsupportedError, match=r"has one module in layers 0 and [12]"):
         ss.trace(model, IDS, "blocks.0.hook_resid_post")
+
+
+def test_a_renamed_projection_is_refused_with_the_row_to_write():
+    model = llama()
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.narrow = mlp.down_proj
+        del mlp.down_proj
+        mlp.forward = lambda hidden, mlp=mlp: mlp.narrow(mlp.act_fn(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
+    with pytest.raises(
+        UnsupportedError, match=r"has no down, but 'mlp.narrow'.*register\(Adapter\('llama', down='...'"
+    ):
+        target_of(model)
 
 
 def test_a_layer_that_fills_no_cache_is_refused_under_a_policy():
