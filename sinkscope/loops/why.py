@@ -121,23 +121,13 @@ class WhyLoop(Result):
                 f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text; give the "
                 "prompt and the policy under which it was written."
             )
-        by_name = {tried.without: tried for tried in self.tried}
         if self.kept_by == ("weights",):
-            share = by_name[CONTEXT].goes_on
-            return (
-                f"The weights alone keep {loop} going: after the first and the last token, in {self._of(share)} cases."
-            )
-        if not self.kept_by:
-            copies = by_name["copies"]
-            chance = "" if copies.control is None else f" (random changes: {self._of(copies.control)})"
-            return (
-                f"Undecided: without its copies {loop} goes on in {self._of(copies.goes_on)} cases{chance}, without "
-                f"the sink in {self._of(by_name['sink'].goes_on)}; try another prompt, or more cuts."
-            )
-        causes = word_list([f"the {name}" for name in self.kept_by])
-        if len(self.kept_by) > 1:
-            causes = f"one of {causes}"
-        taken = [by_name[name] for name in self.kept_by]
+            share = self._of(self.tried[-1].goes_on)
+            return f"The weights alone keep {loop} going: after the first and the last token, in {share} cases."
+        taken = [tried for tried in self.tried if tried.without in self.kept_by]
+        if not taken:
+            without = [f"without the {tried.without} in {self._of(tried.goes_on)}" for tried in self.tried[:-1]]
+            return f"Undecided: {loop} goes on {word_list(without)} cases; try another prompt, or more cuts."
         shares: list[str] = []
         for tried in taken:  # each cause has a share of its own, as in the table
             if tried.other_loop:
@@ -145,6 +135,9 @@ class WhyLoop(Result):
         follows = f", but another follows in {word_list(shares)}" if shares else ""
         if len(taken) == 1 and self.needs_any_sink:
             follows = f", but goes on in {percent(taken[0].from_start or 0.0)} if it is hidden from the start"
+        causes = word_list([f"the {tried.without}" for tried in taken])
+        if len(taken) > 1:
+            causes = f"one of {causes}"
         weakest = max(taken, key=lambda tried: tried.goes_on)
         effect = Effect(1 - weakest.goes_on, 0.0, {"random changes": 1 - (weakest.control or 0.0)})
         template = "Remove {causes}, and this loop stops in {value} of {count} cases{follows} ({control})."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -214,25 +213,18 @@ def test_penalty_ends_a_loop_after_few_copies():
     assert all(after - before <= 6 for before, after in pairwise(others)), "no copy gets long again"
 
 
-def test_copies_that_stay_in_the_text_are_counted_and_a_rewind_that_was_asked_for_warns_once():
+def test_copies_that_stay_in_the_text_are_counted():
     model = stubborn(4.0)
     prompt, mask = prompts([10])
-    ask = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, "do_sample": False}
-    for act, warns in ((None, 0), ("rewind", 1)):
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            eager_guard(act=act, steer=Steer(penalty=1.0)).on(model) as run,
-        ):
-            warnings.simplefilter("always")
-            new = model.generate(prompt, **ask)[0, 10:].tolist()
-        assert len([one for one in caught if "cannot take back text" in str(one.message)]) == warns
-        first = run.events[0].data
-        assert first["left_in_text"] == first["generated"] - 1 and set(new[: first["generated"]]) == {33}
-        assert f"and left {first['left_in_text']} repeated tokens in the text." in run.summary()
+    with eager_guard(steer=Steer(penalty=1.0)).on(model) as run:
+        new = model.generate(prompt, attention_mask=mask, max_new_tokens=40, pad_token_id=0, do_sample=False)
+    first = run.events[0].data
+    assert first["left_in_text"] == first["generated"] - 1 and set(new[0, 10 : 10 + first["generated"]].tolist()) == {
+        33
+    }
+    assert f"and left {first['left_in_text']} repeated tokens in the text." in run.summary()
     tokenizer = tiny_model("llama")[1]
-    told = generate(
-        model, [prompt[0].tolist()], guard=eager_guard(act="rewind"), tokenizer=tokenizer, max_new_tokens=40
-    )[0]
+    (told,) = generate(model, [prompt[0].tolist()], guard=eager_guard(), tokenizer=tokenizer, max_new_tokens=40)
     assert told.events[0].data["left_in_text"] == 0 < told.events[0].data["taken_back"]
 
 

@@ -86,8 +86,7 @@ class LoopGuard(Intervention):
         act: What an alarm does. "rewind" removes the loop from the output as well, wherever the caller can take tokens
             back: the text is cut after the first copy and continues under the penalty. Elsewhere, and without `steer`,
             it is "cut", which removes the loop from the cache and leaves the copies in the text. "stop" ends the row.
-            "report" only adds the event, once in W tokens. None is "rewind", without the warning that "rewind" gives
-            where nothing can be taken back.
+            "report" only adds the event, once in W tokens.
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -111,7 +110,7 @@ class LoopGuard(Intervention):
     monitor: Annotated[Settings, Wording("MonitorSettings(...) or PaperSettings(...)")] = DEFAULT_MONITOR
     steer: Annotated[Steer | None, Wording("Steer(...) or None")] = DEFAULT_STEER
     local: Whole = 4
-    act: Literal["rewind", "cut", "stop", "report"] | None = None
+    act: Literal["rewind", "cut", "stop", "report"] = "rewind"
     KIND: ClassVar[str] = "guard"
 
     def __post_init__(self) -> None:
@@ -202,7 +201,7 @@ class LoopGuard(Intervention):
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         keeper.watch_decoding()
         run.check_generate(_check_one_text)
-        if self.act in ("rewind", None) and self.steer is not None:  # else the loop would be written again
+        if self.act == "rewind" and self.steer is not None:  # else the loop would be written again
             run.takes_back = True
         run.act(GuardActor(self, self.settings, run, keeper))
 
@@ -221,7 +220,7 @@ def _check_one_text(_method: str, _options: Mapping[str, Any], settings: Any) ->
         )
 
 
-def event_in_words(event: Event, act: str | None = None) -> str:
+def event_in_words(event: Event, act: str) -> str:
     """Return what the guard found and did in one of its events."""
     data = event.data
     alarm = "an alarm"
@@ -249,14 +248,12 @@ class GuardActor(Actor):
         settings: Settings of the monitor of every row.
         run: The block.
         keeper: Who keeps its caches.
-        has_warned: Whether it has said that nothing can be taken back.
     """
 
     guard: LoopGuard
     settings: Settings
     run: Run
     keeper: CacheKeeper
-    has_warned: bool = False
 
     def after(self, step: Step) -> TakeBack | None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
@@ -361,7 +358,7 @@ class GuardActor(Actor):
 
     def _respond(self, step: Step, rows: GuardedRows, alarms: list[int]) -> TakeBack | None:
         """Log the alarms of rows; unless alarms are only reported, cut the cache of the rows that loop."""
-        cuts = self.guard.act in ("cut", "rewind", None)
+        cuts = self.guard.act in ("cut", "rewind")
         if cuts:
             for kv in step.layers:
                 kv.settle()
@@ -388,19 +385,8 @@ class GuardActor(Actor):
         back = None
         if any(taken_back.values()):
             back = self._take_back(step, rows, taken_back)
-        if self.guard.act == "rewind" and any(event.data["left_in_text"] for event in events):
-            self._warn_of_copies()
         self.run.log(lambda: events)
         return back
-
-    def _warn_of_copies(self) -> None:
-        """Say once what "rewind", which was asked for, cannot do."""
-        if not self.has_warned:
-            self.has_warned = True
-            warn(
-                "LoopGuard(act='rewind') cannot take back text that `model.generate` or a streamer has given out: the "
-                "copies leave the cache and stay in the text; use sinkscope.generate or Conversation, or act='cut'"
-            )
 
     def _bad_tokens(
         self, row: WatchedRow, begin: int, period: int | None, taken_back: int, now: int
