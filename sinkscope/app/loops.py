@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sinkscope.files.output import path_of
 from sinkscope.files.plain import in_one_line, visible
 from sinkscope.loops import LoopCheck, Watch
 from sinkscope.loops.text.check import FailOn, check_of
+from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
 
 REMEDY = "give another path, or - for standard input"
@@ -31,6 +33,7 @@ def loops(
     prompt: str = "",
     fail_on: FailOn = "loops",
     follow: bool = False,
+    to_files: Mapping[str, str] | None = None,
 ) -> LoopCheck:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
@@ -46,6 +49,8 @@ def loops(
             of an answer says.
         fail_on: From which verdict on the exit status is 3; "suspicious" counts repetitions that may be honest as well.
         follow: Print each answer as soon as it loops, or is suspicious; of standard input if there is no file.
+        to_files: What is written of the result. Beside one that goes to standard output, answers that loop are noted on
+            standard error.
 
     Raises:
         SinkscopeError: Nothing can be read.
@@ -53,13 +58,14 @@ def loops(
     if not files and not follow:
         raise SinkscopeError("give the file to check, or - for standard input")
     watch, started = Watch(prompt=prompt), time.perf_counter()
+    tell = note if "-" in (to_files or {}).values() else partial(print, flush=True)
     files = files or ["-"]
     for file in files:
         name, before = _name_of(file), len(watch.checked)
         with closing(_opened(file)) as source:
             for output in watch.read(source, name, field):
                 if follow:
-                    print(visible(str(output)), flush=True)
+                    tell(visible(str(output)))
         if len(files) > 1:
             watch.checked[before:] = [_named_with(name, output) for output in watch.checked[before:]]
     return check_of(watch, _name_of(files[0]) if len(files) == 1 else count_of(len(files), "file"), started, fail_on)

@@ -16,7 +16,7 @@ from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.records import checked_value
 
 C = TypeVar("C", bound=Callable[..., Any])
-PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files", "json_file"})
+PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files"})
 """Parameters that no command has as an option."""
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""

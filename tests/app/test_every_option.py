@@ -77,8 +77,6 @@ def outcome(command: str, words: str, files: dict[str, Path], capsys: pytest.Cap
                 written.append((name, file.stat().st_size))
     if COMMANDS[command].kinds:
         try:
-            if "--follow" in typed:  # a line for each alarm
-                return code, [plain_numbers(json.loads(line)) for line in printed.out.splitlines()], written
             return code, plain_numbers(json.loads(printed.out)["result"]), written
         except ValueError:
             return NO_RESULT

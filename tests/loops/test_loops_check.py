@@ -142,6 +142,8 @@ def test_what_was_asked_for_is_no_loop_and_suspicious_may_fail(tmp_path, typed):
     told = typed(f"loops {tmp_path}/b.txt --follow").out
     assert told.startswith("b.txt suspicious: found at token ") and told.endswith("b.txt is suspicious.\n")
     typed(f"loops {tmp_path}/b.txt --fail-on suspicious", 3)
+    found = typed(f"loops {tmp_path}/a.txt --follow --json -", 3)
+    assert json.loads(found.out)["result"]["records"][0]["verdict"] == "loops" and "a.txt loops: found at" in found.err
 
 
 def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
