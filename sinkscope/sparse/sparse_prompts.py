@@ -136,6 +136,12 @@ class PromptReader(Actor):
         return known[key]
 
 
+def asks_attention(step: Step, config: Any) -> bool:
+    """Return whether the caller asks for rows of attention, which only the model's own attention gives."""
+    asked = step.arguments.get("output_attentions")
+    return bool(getattr(config, "output_attentions", False) if asked is None else asked)
+
+
 def _is_causal(step: Step, visible: Visible) -> bool:
     """Whether a mask is that of a causal model whose padding is hidden."""
     device = visible.device
@@ -326,6 +332,8 @@ class SparsePrompts(Intervention):
         window = layer_window(prompt.module.config, prompt.layer)
         if window is not None and keys > window:
             return "sliding window"
+        if prompt.own.kind == "eager" and asks_attention(step, prompt.module.config):
+            return "its rows are asked for"
         if prompt.softcap is not None:
             return "soft cap"
         if prompt.sinks is not None:

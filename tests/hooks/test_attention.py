@@ -9,9 +9,12 @@ import torch
 from organisms.tiny import tiny_model
 from torch.testing import assert_close
 
+import sinkscope as ss
+from sinkscope import kv
 from sinkscope.engine.attention import attention_probs
 from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.opening.live import target_of
+from sinkscope.sparse import AShape
 
 
 def test_a_soft_cap_that_sdpa_drops_is_said():
@@ -36,3 +39,42 @@ def test_rows_are_float32_where_a_model_runs_in_mixed_precision():
         rows = attention_probs(query, key, seen, scaling=1.0)
     assert rows.dtype == torch.float32
     assert_close(rows, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+POLICIES = {
+    "knockout in a head": ss.Knockout("first", heads=["L1.H1"]),
+    "h2o": kv.H2O(8),
+    "ragged": kv.AdaKV(8, window=2),
+    "other budgets": kv.PerLayer(kv.SnapKV(window=2), [6, 40]),
+    "watched in a layer": kv.Observe(lambda rows: None, layers=[1], last=1),
+    "along lines": AShape(first=1, local=4),
+}
+
+
+@pytest.mark.parametrize("edit", POLICIES.values(), ids=POLICIES)
+def test_rows_that_are_asked_for_are_given_for_each_layer(edit):
+    """transformers leaves out what is None, which would shift the rows of later layers."""
+    model = tiny_model("llama", num_hidden_layers=2)[0]
+    model.set_attn_implementation("eager")
+    ids = torch.arange(5, 17)[None]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with edit.on(model):
+        output = model.generate(ids, **options, output_attentions=True, return_dict_in_generate=True)
+    assert [len(step) for step in output.attentions] == [2] * 4
+    for step in output.attentions:
+        for rows in step:
+            assert_close(rows.sum(-1), torch.ones(rows.shape[:-1]))
+
+
+def test_the_rows_under_a_knockout_are_those_of_its_mask():
+    model = tiny_model("llama", num_hidden_layers=2)[0]
+    model.set_attn_implementation("eager")
+    ids = torch.arange(5, 17)[None]
+    sees = torch.ones(12, 12).tril().bool()
+    sees[1:, 0] = False
+    with torch.no_grad():
+        mask = torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
+        want = model(ids, attention_mask=mask, output_attentions=True).attentions
+        with ss.Knockout("first").on(model):
+            got = model(ids, output_attentions=True).attentions
+    assert_close(got, want)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from organisms import tiny_model
+from refusals import refused
 from torch.utils.checkpoint import checkpoint
 
 import sinkscope as ss
@@ -89,3 +90,42 @@ def test_checkpointed_layers_are_refused(what):
         model(IDS)
     with what.on(model.eval()):
         model(IDS)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_vector_is_trained_through_add(frozen):
+    model = tiny_model("llama")[0].requires_grad_(not frozen)
+    ids = torch.arange(5, 16)[None]
+    vector = torch.linspace(-0.1, 0.1, model.config.hidden_size).requires_grad_()
+    layer = model.model.layers[1]
+    hook = layer.register_forward_hook(
+        lambda _module, _args, out: (out[0] + vector, *out[1:]) if isinstance(out, tuple) else out + vector
+    )
+    (want,) = torch.autograd.grad(model(ids, labels=ids).loss, vector)
+    hook.remove()
+    optimizer = torch.optim.SGD([vector], lr=0.5)
+    with ss.Add(vector, "blocks.1.hook_resid_post").on(model):
+        losses = []
+        for _ in range(2):  # the second call reads what the first step made of it
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            losses.append(float(loss))
+            if len(losses) == 1:
+                torch.testing.assert_close(vector.grad, want)
+            optimizer.step()
+    assert losses[1] < losses[0]
+
+
+def test_a_vector_without_a_gradient_is_that_of_the_moment():
+    model, vector = tiny_model("llama")[0], torch.zeros(32)
+    edit, ids = ss.Add(vector, "blocks.1.hook_resid_post"), torch.arange(5, 16)[None]
+    vector += 1.0
+    with torch.no_grad(), edit.on(model):
+        edited = model(ids).logits
+    assert torch.equal(edited, model(ids).logits)
+
+
+def test_a_number_that_requires_a_gradient_is_refused():
+    with refused("would be taken for a constant: give a plain number; a vector trains through Add"):
+        ss.Ablate(layer=1, neurons=[3], value=torch.tensor(0.5, requires_grad=True))

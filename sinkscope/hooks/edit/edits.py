@@ -334,7 +334,8 @@ class Add(PlacedEdit):
     """Add a vector to the residual stream at a site, in the prompt and in everything that is generated.
 
     Attributes:
-        vector: `[d_model]`, a tensor or numbers.
+        vector: `[d_model]`, a tensor or numbers. A tensor that requires a gradient gets one, and its value is read in
+            every call; of others the value now counts.
         site: Site by its TransformerLens name: `hook_embed` (what the first layer reads, behind any multiplication or
             norm of the embedding), or `hook_resid_pre`, `hook_attn_out`, `hook_mlp_out`
             or `hook_resid_post` of a layer, as in "blocks.3.hook_resid_post". A pattern such as
@@ -356,11 +357,12 @@ class Add(PlacedEdit):
     site: str
     scale: int | float = 1.0
     positions: Positions = None
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         vector = torch.empty(0)
         with suppress(TypeError, ValueError, RuntimeError):
-            vector = torch.as_tensor(self.vector).detach()
+            vector = torch.as_tensor(self.vector)
         if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
             raise SinkscopeError(
                 f"vector of type {type(self.vector).__name__} and shape {tuple(vector.shape)}: expected finite "
@@ -368,17 +370,19 @@ class Add(PlacedEdit):
             )
         check_values(str, site=self.site)
         checked_value(Finite, self.scale, "scale")
-        object.__setattr__(self, "vector", vector.float())
+        if not vector.requires_grad:
+            vector = vector.float().clone()
+        object.__setattr__(self, "vector", vector)
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
-    def hook_points(self, target: Target) -> list[tuple[HookPoint, Tensor]]:
-        """Return the modules whose input or output the sites are, each with what is added there."""
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, float]]:
+        """Return the modules whose input or output the sites are, each with the factor on what is added there."""
         sites = resolve(target, self.site)
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
                 f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
             )
-        points: list[tuple[HookPoint, Tensor]] = []
+        points: list[tuple[HookPoint, float]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
@@ -388,11 +392,18 @@ class Add(PlacedEdit):
                 (site,) = resolve(target, "blocks.0.hook_resid_pre")
             assert site.module is not None  # only attention rows have none
             # Divided, because what the module gives is multiplied before it is added.
-            added = (self.scale / site.factor * self.vector).to(target.device)
-            points.append((HookPoint(site.module, site.when), added))
+            points.append((HookPoint(site.module, site.when), self.scale / site.factor))
         return points
 
     def edited(self, values: Values) -> Tensor:
         """Return the values with the vector added at the chosen positions."""
         chosen = chosen_positions(values.index, self.positions)
-        return torch.where(chosen[..., None], values.old + values.of.to(values.old), values.old)
+        # In every call, because whoever trains the vector changes it; once for each device, if it is a constant.
+        vector = self.vector.float() if self.vector.requires_grad else self._on(values.old.device)
+        return torch.where(chosen[..., None], values.old + (values.of * vector).to(values.old), values.old)
+
+    def _on(self, device: torch.device) -> Float[Tensor, " d_model"]:
+        """The vector on the device of a layer."""
+        if device not in self._copies:
+            self._copies[device] = self.vector.to(device)
+        return self._copies[device]

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole, Wording, check_values, checked_value
 from sinkscope.results.notation import read_head, read_neuron
 from sinkscope.results.parts import Neuron
@@ -57,6 +58,11 @@ def python_numbers(value: Any) -> Any:
     """Numbers of NumPy and torch, such as those of `topk`, as Python's."""
     if isinstance(value, tuple | list):
         return tuple(map(python_numbers, value))
+    if getattr(value, "requires_grad", False):
+        raise SinkscopeError(
+            "a number that requires a gradient would be taken for a constant: give a plain number; a vector trains "
+            "through Add"
+        )
     if hasattr(value, "tolist"):
         return python_numbers(value.tolist())
     return value
