@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.internals import in_backward, is_checkpointing
 from sinkscope.engine.rows import RowState, put_rows
 from sinkscope.engine.step import Draft, Step, begin_step, cache_in, tokens_in
 from sinkscope.engine.stock import NAME, attention_name
@@ -85,7 +85,7 @@ class Calls:
         step = self._step
         if step is not None and self._thread is threading.current_thread():
             return step
-        if in_backward():
+        if _in_backward():
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
                 "known: checkpoint no layer inside the `with`"
@@ -119,7 +119,7 @@ class Calls:
 
     def _begin_model(self, *_: Any) -> None:
         """Note that logits will come."""
-        if self.acts_here:
+        if self._thread is threading.current_thread():
             self._in_model = True
 
     def _begin_parts(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -130,7 +130,7 @@ class Calls:
             self._told = told
 
     def note_told(self, told: Mapping[str, Any]) -> None:
-        """Note what `generate` is told (`Follower`)."""
+        """Note what `generate` is told, before it makes masks for a cache of fixed size."""
         self._told = told
 
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs] | None:
@@ -144,7 +144,7 @@ class Calls:
             return None
         arguments = by_name(module, args, kwargs) if args else kwargs
         first = self.target.layers[0]
-        if first.training and is_checkpointing(first):
+        if first.training and getattr(first, "gradient_checkpointing", False):  # which keeps no activations
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
@@ -222,7 +222,7 @@ class Calls:
 
     def _end_model(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
         """Let every actor act after logits exist."""
-        if not self.acts_here:
+        if self._thread is not threading.current_thread():
             return
         step = self._ended
         self._ended = None
@@ -271,3 +271,8 @@ class Calls:
                 f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
                 "or install the versions in constraints.txt"
             )
+
+
+def _in_backward() -> bool:
+    """Whether this thread is in a backward pass, in which checkpointed layers are computed again."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.calls import Calls
-from sinkscope.engine.internals import following_generate
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.step import cache_in
 from sinkscope.engine.tap import check_attention_known, tapped
@@ -164,7 +164,7 @@ class Reach:
 
 
 CheckGeneration = Callable[[str, Mapping[str, Any], Any], None]
-"""Refuses kinds of generation: called with what `Follower.begin_generation` is."""
+"""Refuses kinds of generation: called with what `Run.begin_generation` is."""
 
 
 def check_generation(method: str, options: Mapping[str, Any], *, assisted: str | None, uncached: str) -> None:
@@ -217,7 +217,7 @@ class Run(Calls):
         with ExitStack() as self.stack:
             self.stack.enter_context(held(target, " | ".join(type(part).__name__ for part in self.parts), self))
             self.stack.enter_context(_not_remote(self))
-            self.stack.enter_context(following_generate(target.hf, self))
+            self.stack.enter_context(_following_generate(self))
             if target.kind == "bridge":
                 self.stack.enter_context(target.hooks(*bridge_hooks(target.hf)))
             around = (target.base, "pre", self._begin), (target.base, "always", self._end)
@@ -282,7 +282,14 @@ class Run(Calls):
         self._checks.append(check)
 
     def begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
-        """Let what acts refuse a kind of generation, and note its settings."""
+        """Let what acts refuse a kind of generation, and note its settings.
+
+        Args:
+            method: The method of the model that `generate` calls: `_prefill`, or `_get_candidate_generator` for
+                assisted generation.
+            options: Arguments of the forward call.
+            settings: The generation settings; None for assisted generation.
+        """
         if settings is not None:
             self._settings = settings
         for check in self._checks:
@@ -376,6 +383,97 @@ class Run(Calls):
         self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the run
         self._moments()
         self._checks.clear()
+
+
+@contextmanager
+def _following_generate(run: Run) -> Iterator[None]:
+    """Context manager in which the `generate` of a causal language model tells a run what it does.
+
+    It alone knows which calls read a prompt: a chunked prompt may end with a chunk of one token, which looks like a
+    generated token to the model. Runs may end in any order, so the last of them puts back what stood on the model.
+    """
+    attributes = vars(run.target.hf)
+    followed = getattr(attributes.get("_prefill"), "__self__", None)
+    if not isinstance(followed, _Followed):
+        followed = _Followed(run.target.hf)
+    followed.runs.append(run)
+    try:
+        yield
+    finally:
+        followed.runs.remove(run)
+        if not followed.runs:
+            for name in followed.own:
+                attributes.pop(name, None)
+            attributes.update(followed.before)
+
+
+class _Followed:
+    """Stands on a model in place of methods that `generate` calls.
+
+    Attributes:
+        runs: Who follows it.
+        own: What the model calls by itself, by name.
+        before: What of that stood on the model, and not on its class.
+    """
+
+    def __init__(self, model: Any) -> None:
+        attributes = vars(model)
+        methods = {
+            "_prefill": self.prefill,
+            "_get_candidate_generator": self.candidates,
+            "init_continuous_batching": self.batch,
+            "prepare_inputs_for_generation": self._preparing(model),
+        }
+        self.runs: list[Run] = []
+        self.own: dict[str, Any] = {name: getattr(model, name, None) for name in methods}
+        self.before = {name: attributes[name] for name in methods if name in attributes}
+        attributes.update(methods)
+
+    def __deepcopy__(self, _memo: Any) -> _Followed:
+        """Stay what it is on a copy of the model, which nobody lets generate."""
+        return self
+
+    def prefill(self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
+        """Read a prompt."""
+        runs = self._begun("_prefill", model_kwargs, generation_config)
+        for run in runs:
+            run.prompting = True
+        try:
+            return self.own["_prefill"](input_ids, generation_config, model_kwargs, **more)
+        finally:
+            for run in runs:
+                run.prompting = False
+
+    def candidates(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin assisted generation."""
+        self._begun("_get_candidate_generator", {}, None)
+        return self.own["_get_candidate_generator"](*args, **kwargs)
+
+    def batch(self, *_: Any, **__: Any) -> Any:
+        """Refuse to put several texts into one row."""
+        raise UnsupportedError(
+            "continuous batching puts several texts into one row, where an edit, a policy or a guard cannot tell their "
+            "tokens apart: use model.generate inside the `with`"
+        )
+
+    def _preparing(self, model: Any) -> Any:
+        """What prepares the inputs of a call, and has the signature of the model's own, which transformers reads."""
+        own = getattr(model, "prepare_inputs_for_generation", None)
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            for run in self.runs:
+                if run.acts_here:
+                    run.note_told(kwargs)
+            return self.own["prepare_inputs_for_generation"](*args, **kwargs)
+
+        return prepare if own is None else wraps(own)(prepare)
+
+    def _begun(self, method: str, options: dict[str, Any], settings: Any) -> list[Run]:
+        """Let what acts refuse a kind of generation; the runs that act on it."""
+        runs = [run for run in self.runs if run.acts_here]
+        for run in runs:
+            run.begin_generation(method, options, settings)
+        return runs
 
 
 @contextmanager

@@ -20,8 +20,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinkscope.engine.rows import ROWS, RowState
-from sinkscope.engine.tokens import TokenPositions
+from sinkscope.engine.rows import ROWS, RowState, TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES
 
@@ -208,8 +207,8 @@ def begin_step(
     mask = told.get("attention_mask")
     total = past + new
     says_tokens = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total
-    if acts:
-        _check_one_text(mask, told, says_tokens)
+    if acts and not says_tokens and (mask is not None or told.get("position_ids") is not None):
+        _check_one_text(mask, told)
     if isinstance(mask, Tensor) and says_tokens:
         real = mask[:, earlier.seen : total].bool().to(tokens.device)
     else:
@@ -220,8 +219,8 @@ def begin_step(
     return Step(number, batch, past, new, ids, cache, arguments, earlier, state)
 
 
-def _check_one_text(mask: Any, told: Mapping[str, Any], says_tokens: bool) -> None:
-    """Refuse rows in which several texts may stand: those of whose tokens the mask does not say which are real.
+def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:
+    """Refuse rows in which several texts may stand, because there is no mask that says which tokens are real.
 
     Without mask and cache transformers reads position ids that do not count on as several texts.
 
@@ -234,7 +233,7 @@ def _check_one_text(mask: Any, told: Mapping[str, Any], says_tokens: bool) -> No
         if isinstance(positions, Tensor) and positions.ndim == 2 and cache_in(told) is None:
             if bool((positions.diff(dim=1) != 1).any()):
                 what = "position ids that do not count on"
-    elif not says_tokens:
+    else:
         what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
     if what is not None:
         raise UnsupportedError(

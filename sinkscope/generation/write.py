@@ -10,7 +10,7 @@ In `_written`, the loop, for each token:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -111,33 +111,21 @@ class _Text:
         """Return the text of a row."""
         return self.ids[row, self.real[row]]
 
-    def by_length(self) -> dict[int, list[int]]:
-        """Return the rows whose texts have the same length."""
-        rows: dict[int, list[int]] = {}
-        for row, length in enumerate(self.real.sum(1).tolist()):
-            rows.setdefault(length, []).append(row)
-        return rows
-
-    def asked(self, fn: Callable[[Tensor, Any], Tensor], numbers: Any, waits: list[int]) -> Tensor:
-        """Return what a function of texts and their numbers gives for each row; it sees texts of one length at a time.
+    def asked(self, fn: Callable[[Tensor, Any], Tensor], numbers: Tensor, waits: Collection[int]) -> Tensor:
+        """Return what a function of texts and their numbers gives for each row; rows differ once tokens were removed.
 
         Args:
             fn: Called with ids `[row pos]` and numbers.
-            numbers: Numbers of each row, or something that is the same for all.
+            numbers: Numbers of each row.
             waits: Rows that are not asked; they keep their numbers.
         """
         if not waits and bool(self.real.all()):
             return fn(self.ids, numbers)
-        found: Tensor | None = numbers if isinstance(numbers, Tensor) else None
-        for rows in self.by_length().values():
-            rows = [row for row in rows if row not in waits]
-            if rows:
-                texts = torch.stack([self.of(row) for row in rows])
-                given = fn(texts, numbers[rows] if isinstance(numbers, Tensor) else numbers)
-                if found is None:
-                    found = given.new_zeros(len(self.ids), *given.shape[1:])
-                found[rows] = given
-        return torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device) if found is None else found
+        given = numbers.clone()
+        for row in range(len(self.ids)):
+            if row not in waits:
+                given[row] = fn(self.of(row)[None], numbers[row : row + 1])[0]
+        return given
 
     def closed(self, most: int) -> Int[Tensor, "row pos"]:
         """Return prompts and at most so many new tokens, without those that were removed, padded on the right."""
@@ -200,7 +188,7 @@ def _written(
         draft.taken = None
         reread: dict[int, int] = {} if back is None else back.reread
         logits = output.logits[:, -1].to(torch.float32, copy=True)
-        scores = text.asked(logits_processor, logits, list(reread))
+        scores = text.asked(logits_processor, logits, reread)
         kept.note(scores=scores, logits=logits, attentions=output.attentions, hidden_states=output.hidden_states)
         tokens = torch.where(ended, pad, _chosen(scores, draws=settings.do_sample))
         if back is not None:
@@ -211,7 +199,7 @@ def _written(
                 tokens[row] = token
         text.append(tokens)
         steps = tuple(kept.steps["scores"]) if "scores" in kept.steps else None
-        ended = ended | text.asked(stopping_criteria, steps, list(reread))
+        ended = text.asked(partial(_ended, stopping_criteria, steps), ended, reread)
         draft.ended = ended.tolist()
         if all(draft.ended):
             break
@@ -222,6 +210,11 @@ def _written(
         return sequences
     steps_given = {name: tuple(given) for name, given in kept.steps.items()}
     return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=draft.cache, **steps_given)
+
+
+def _ended(criteria: Any, steps: Any, ids: Int[Tensor, "row pos"], ended: Bool[Tensor, " row"]) -> Bool[Tensor, " row"]:
+    """Which rows have ended, those that had before included."""
+    return ended | criteria(ids, steps)
 
 
 def _chosen(scores: Float[Tensor, "row vocab"], *, draws: bool) -> Int[Tensor, " row"]:

@@ -19,10 +19,9 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.rows import RowState
+from sinkscope.engine.rows import RowState, TokenPositions
 from sinkscope.engine.run import Run, check_generation, runs_here
 from sinkscope.engine.step import Step, TakeBack
-from sinkscope.engine.tokens import TokenPositions
 from sinkscope.engine.visible import FunctionMask, TensorMask
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.kv.cache import CacheLayer
@@ -159,7 +158,7 @@ class CacheKeeper(Actor):
             self._caches.add(cache)
             self.meters.append(meter)
         step.anchors = self.anchors
-        tokens = step.tokens
+        tokens = state.tokens
         layers = step.layers
         for kv in cache.layers:  # a plain loop: every token comes here
             if isinstance(kv, CacheLayer):

@@ -16,7 +16,7 @@ from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
-from sinkscope.engine.tokens import TokenPositions
+from sinkscope.engine.rows import TokenPositions
 from sinkscope.generation.progressive import work_on_copy
 from sinkscope.kv import Full, Observe, StreamingLLM, slots
 from sinkscope.kv.cache import CacheLayer
