@@ -146,10 +146,10 @@ def _is_causal(step: Step, visible: Visible) -> bool:
     """Whether a mask is that of a causal model whose padding is hidden."""
     device = visible.device
     columns, column = step.columns.to(device), visible.key_columns()
-    real = columns[:, visible.query.start : visible.query.stop] >= 0
+    real = columns.gather(1, visible.query_columns()) >= 0
     for start in range(0, len(visible.query), _MASK_ROWS):
         part = visible.section(slice(start, start + _MASK_ROWS))
-        at = torch.arange(part.query.start, part.query.stop, device=device)
+        at = part.query_columns()[0]
         causal = (column[:, :, None] <= at[:, None]) & (columns.gather(1, column[:, 0]) >= 0)[:, None, None]
         differs = (part.sees() != causal) & real[:, None, start : start + _MASK_ROWS, None]
         if bool(differs.any()):
