@@ -57,9 +57,6 @@ def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Ho
     return [(writer, "post", on_hidden(keep)) for writer in writers]
 
 
-_TYPICAL = 1024  # neurons among which a typical one is looked for
-
-
 def column_factor(target: Target, layer: int, expert: int | None = None) -> float:
     """Return the factor between a neuron's column and what the layer adds to the residual stream (or a norm reads)."""
     factor = target.adapter.down_factor
@@ -86,15 +83,6 @@ def w_out(
         else:
             written = input_columns(target, target.sub(layer, "down"), neurons)
         return written.float() * factor
-
-
-def typical_neuron(target: Target, layer: int) -> int | None:
-    """Return a neuron whose column is neither zero nor large; None if all are zero."""
-    norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
-    order = norms.argsort()[int((norms == 0).sum()) :]
-    if len(order):
-        return int(order[len(order) // 2])
-    return None
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,7 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
         _refuse_short_context(target)
         places = _places_of(kind, target, structure)
         adapter = places.adapter
-        _refuse_renamed(adapter, layers, target.name)
-        proposed_target = replace(target, adapter=adapter)
-        _refuse_shared(proposed_target)
-        own = _own_proof(kind, proposed_target, structure, every_layer)
+        own = _own_proof(kind, target, adapter, structure, every_layer)
     problem = places.proof.problem or own.problem
     if problem is not None and (every_layer or (proves and row is None)):
         raise _refusal(target, adapter, problem, of_object=places.proof.problem is None)
@@ -276,7 +273,7 @@ def _refuse_renamed(adapter: Found, layers: Sequence[nn.Module], name: str) -> N
                 raise not_inferred(replace(adapter, **missing), error)
 
 
-def _own_proof(kind: _Kind, target: Target, structure: Structure, every_layer: bool) -> Proof:
+def _own_proof(kind: _Kind, target: Target, adapter: Found, structure: Structure, every_layer: bool) -> Proof:
     """Step 4: the proof of the user's own model."""
     if target.processes > 1:  # transformers itself splits plain modules, and each process has a part of the heads
         return Proof()
@@ -286,6 +283,9 @@ def _own_proof(kind: _Kind, target: Target, structure: Structure, every_layer: b
         return _PROVED[kind, text]
     if not every_layer and known is not None and known.structure == text:
         return known.proof
+    _refuse_renamed(adapter, layers_at(hf, adapter.layers), target.name)
+    target = replace(target, adapter=adapter)
+    _refuse_shared(target)
     layers = range(target.n_layers) if every_layer and not target.is_offloaded else structure.kinds
     if target.kind == "hf" and target.resident and is_hooked(hf):  # hooks on it are the user's
         with suppress(Exception):

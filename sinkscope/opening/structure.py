@@ -43,6 +43,10 @@ class Structure:
     replaced: tuple[Any, ...]
 
 
+_KINDS: dict[str, tuple[int, ...]] = {}
+"""Kinds of layers by the text of a structure, because they are asked for whenever a model is used."""
+
+
 def structure_of(hf: nn.Module, layers: Iterable[nn.Module]) -> Structure:
     """Return the structure of a model, which changes if somebody replaces a module, a size, a setting or a function.
 
@@ -51,34 +55,37 @@ def structure_of(hf: nn.Module, layers: Iterable[nn.Module]) -> Structure:
         layers: Its decoder layers.
     """
     replaced = list[Any]()
-    whole = hashlib.sha256()
-    for path, module in hf.named_modules():
-        whole.update(_description(path, module, replaced, ()).encode())
-    firsts, kinds = dict[str, int](), list[int]()
-    for number, layer in enumerate(layers):
-        parts = [_description(path, module, [], _NUMBERING) for path, module in layer.named_modules()]
-        kinds.append(firsts.setdefault("\n".join(parts), number))
-    return Structure(whole.hexdigest(), tuple(kinds), tuple(replaced))
+    parts = [_description(path, module, replaced) for path, module in hf.named_modules()]
+    text = hashlib.sha256(repr(parts).encode()).hexdigest()
+    if text not in _KINDS:
+        firsts, kinds = dict[str, int](), list[int]()
+        for number, layer in enumerate(layers):
+            own = [_description(path, module, [], _NUMBERING) for path, module in layer.named_modules()]
+            kinds.append(firsts.setdefault(repr(own), number))
+        _KINDS[text] = tuple(kinds)
+    return Structure(text, _KINDS[text], tuple(replaced))
 
 
-def _description(path: str, module: nn.Module, replaced: list[Any], ignored: tuple[str, ...]) -> str:
-    """One module of a model in a line: functions of the object itself are added to `replaced`."""
+def _description(path: str, module: nn.Module, replaced: list[Any], ignored: tuple[str, ...] = ()) -> list[Any]:
+    """What one module of a model is: functions of the object itself are added to `replaced`."""
     cls: Any = type(module)
     _CLASSES.update((cls, cls.forward))
-    words = [path, f"{cls.__qualname__} {id(cls)} {id(cls.forward)}"]
+    words = [path, cls.__qualname__, id(cls), id(cls.forward)]
     for name, value in vars(module).items():
-        if name.startswith("_") or name in _CHANGING or name in ignored:
+        if name[0] == "_" or name in _CHANGING or name in ignored:
             continue
         if isinstance(value, _SETTINGS):
-            words.append(f"{name}={value!r}")
+            words += (name, value)
         elif name == "forward" or isinstance(value, FunctionType | MethodType | partial):
             own = _replacement(module, name, value)
             if own is not None:
                 replaced.append(own)
-                words.append(f"{name} is {id(own)}")
-    for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        words.append(f"{name} {tuple(weight.shape)} {weight.dtype}")
-    return " ".join(words)
+                words += (name, id(own))
+    for tensors in (vars(module)["_parameters"], vars(module)["_buffers"]):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                words += (name, tuple(tensor.shape), tensor.dtype)
+    return words
 
 
 def _replacement(module: nn.Module, name: str, value: Any) -> Any:
