@@ -6,8 +6,7 @@ The loops are the outputs "full" of `experiments.loopguard.real`; the honest ans
 half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on
 for 64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm. Then the mean of
 the largest probability of the next token behind the third copy (the paper's p1), in loops and in honest answers. At
-last, the near copies of `sinkscope loops` on near loops and honest answers, and the counts of the paper's monitor over
-both halves, of which one threshold at a time is changed (appendix B).
+last, the counts of the paper's monitor over both halves, of which one threshold at a time is changed (appendix B).
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from experiments.script import run
 from sinkscope.loops import MonitorSettings, PaperSettings, Tail, tail_period
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.loops.text.monitor import Settings
-from sinkscope.loops.text.near_copies import Echoes
-from sinkscope.loops.text.outputs import split
 from sinkscope.loops.text.repetition import TailRepetition
 from sinkscope.opening.load import load
 
@@ -144,28 +141,6 @@ def of_printed(settings: Settings, tokenizer: Any, outputs: Sequence[Row], hones
     return {**row, "found_interval": interval(row["found"], row["loops"]), "delay": statistics.median(delays or [0])}
 
 
-def are_near_copies(text: str) -> bool:
-    """Whether `sinkscope loops` would find near copies in a text."""
-    echoes = Echoes()
-    found = False
-    for place, word in enumerate(split(text)):
-        found = echoes.add(word, place) or found
-    return found
-
-
-def of_near_copies(tokenizer: Any, half: str, outputs: Sequence[Row]) -> Row:
-    """In how many near loops and honest answers of a half there are near copies."""
-    row: Row = {"near": 0, "near_fired": 0, "honest": 0, "honest_fired": 0}
-    for output in outputs:
-        if judged(output, output, tokenizer)["near"]:
-            row["near"] += 1
-            row["near_fired"] += are_near_copies(tokenizer.decode(output["tokens"], skip_special_tokens=True))
-    for answer in honest_answers(half):
-        row["honest"] += 1
-        row["honest_fired"] += are_near_copies(answer.answer)
-    return row
-
-
 def alarms_of(model: Any, outputs: Sequence[Row]) -> Row:
     """Everything for one model and its outputs."""
     tokenizer = model.tokenizer
@@ -174,7 +149,6 @@ def alarms_of(model: Any, outputs: Sequence[Row]) -> Row:
         of_half = [one for one in outputs if one["half"] == half]
         for name, settings in SETTINGS.items():
             result[f"{name}, {half}"] = measured(settings, tokenizer, half, of_half)
-        result[f"near copies, {half}"] = of_near_copies(tokenizer, half, of_half)
     honest = honest_texts(model, tokenizer)
     read = {"honest": honest, "loops": []}
     for one in outputs:
