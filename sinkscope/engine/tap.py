@@ -415,9 +415,19 @@ def _returned_rows(target: Target, layer: int, output: Any) -> Float[Tensor, "ba
 
 
 def check_attention_visible(target: Target) -> None:
-    """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    if not target.adapter.attention_interface or target.kind == "bridge":
+    """Refuse a model whose attention does not go through transformers.
+
+    Raises:
+        UnsupportedError: It is a TransformerBridge, or its modules compute attention themselves.
+    """
+    if target.kind == "bridge":
         raise UnsupportedError(
-            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered, because its "
-            "attention has a form of its own: give another model, or the plain Hugging Face model of a bridge"
+            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: give "
+            "the plain Hugging Face model"
+        )
+    if not target.adapter.attention_interface:
+        raise UnsupportedError(
+            f"a model of type {target.adapter.model_type!r} computes attention inside its modules, where no cache "
+            "policy, guard, knockout or attention observer reaches it: use another model for these; find-sinks and "
+            "edits work on this one"
         )

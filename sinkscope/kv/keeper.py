@@ -22,6 +22,7 @@ from sinkscope.engine.attention import Attention
 from sinkscope.engine.rows import RowState, TokenPositions
 from sinkscope.engine.run import Run, check_generation, runs_here
 from sinkscope.engine.step import Step, TakeBack
+from sinkscope.engine.tap import check_attention_visible
 from sinkscope.engine.visible import FunctionMask, TensorMask
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.kv.cache import CacheLayer
@@ -403,17 +404,7 @@ def check_servable(target: Target) -> None:
         UnsupportedError: It is a TransformerBridge, its attention is outside transformers' attention interface, or its
             cache holds no keys and values of which a layer sees all.
     """
-    if target.kind == "bridge":
-        raise UnsupportedError(
-            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: give "
-            "the plain Hugging Face model"
-        )
-    if not target.adapter.attention_interface:
-        raise UnsupportedError(
-            f"a model of type {target.adapter.model_type!r} computes attention inside its modules, where no cache "
-            "policy, guard or attention observer reaches it: use another model for these; find-sinks and edits work on "
-            "this one"
-        )
+    check_attention_visible(target)
     shared = getattr(target.config, "num_kv_shared_layers", 0) or 0
     if shared:
         raise UnsupportedError(

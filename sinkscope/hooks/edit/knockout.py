@@ -21,6 +21,7 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.run import Reach, Run
 from sinkscope.engine.step import Step
+from sinkscope.engine.tap import check_attention_visible
 from sinkscope.engine.visible import Cells, Hidden
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_values, checked_value
@@ -252,11 +253,8 @@ def _check_servable(target: Target) -> None:
         UnsupportedError: It is such a model.
     """
     name = target.name
-    if target.kind != "bridge" and not target.adapter.attention_interface:
-        raise UnsupportedError(
-            f"a model of type {target.adapter.model_type!r} computes attention inside its modules, where no key can be "
-            "hidden: use another model, or pass it a 4-D attention mask yourself"
-        )
+    if target.kind != "bridge":  # whose scores are edited
+        check_attention_visible(target)
     states = layers_with_states(target)
     if states:
         raise UnsupportedError(
