@@ -71,7 +71,7 @@ def _description(path: str, module: nn.Module, replaced: list[Any], ignored: tup
     cls: Any = type(module)
     _CLASSES.update((cls, cls.forward))
     words = [path, cls.__qualname__, id(cls), id(cls.forward)]
-    for name, value in vars(module).items():
+    for name, value in list(vars(module).items()):  # another thread may enter or leave a block
         if name[0] == "_" or name in _CHANGING or name in ignored:
             continue
         if isinstance(value, _SETTINGS):
@@ -114,7 +114,7 @@ def without_hooks(model: nn.Module) -> nn.Module:
     """
     copies: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
-        for name, value in vars(module).items():
+        for name, value in list(vars(module).items()):  # another thread may enter or leave a block
             if "_forward_" in name and "hooks" in name:  # another thread's may be among them, which are not copied
                 copies[id(value)] = type(value)()
     return copy.deepcopy(model, copies)
