@@ -24,7 +24,7 @@ def test_one_panel_stands_alone():
     found = sample_find_sinks()
     whole, heads = found.figure(), found.figure(panel="heads that")
     bars = [trace for trace in whole.data if trace.xaxis == "x4"]
-    assert [trace.y for trace in heads.data] == [trace.y for trace in bars] and len(bars) == 1
+    assert [trace.y for trace in heads.data] == [trace.y for trace in bars] and len(bars) == 2
     assert heads.layout.title.text == "Heads that attend to the place of each spike"
     assert heads.layout.xaxis.domain == (0, 1) and heads.layout.yaxis.title.text == "heads"
     norms = found.figure(panel="1")

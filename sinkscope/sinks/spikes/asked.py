@@ -321,7 +321,7 @@ def takers(case: Case, texts: SpikeTexts) -> dict[str, Mean]:
         seen = read(there, batch.target.attending, since=BEGIN)
         counts[position] = count_readers(seen.attention[:, batch.target.attending].permute(1, 2, 0))
     taker = max(counts, key=lambda position: counts[position].value)
-    return {"taker": Mean(taker, kind="count"), "taker_heads": counts[taker]}
+    return {"taker": Mean(float(taker), kind="count"), "taker_heads": counts[taker]}
 
 
 # --- conditions ---

@@ -35,10 +35,10 @@ def draw(result: Any) -> go.Figure:
         low, high = spike.layers
         fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
         draw_writers(fig, spike, colour)
-        rows = [*spike.table("effects").values(), *spike.table("controls").values()]
-        bars(fig, rows, "heads", colour, row=2, col=2)
+        bars(fig, spike.table("effects").values(), "heads", colour, row=2, col=2)
+        bars(fig, spike.table("controls").values(), "heads", GREY, row=2, col=2)
     fig.add_heatmap(z=result.heads, colorscale=["#ffffff", BLUE], zmin=0, zmax=1, showscale=False, row=2, col=1)
-    fig.update_xaxes(title_text="layer", row=1)
+    fig.update_xaxes(title_text="layer", range=[-1.5, len(result.typical_norm) - 0.5], row=1)
     fig.update_yaxes(title_text="L2 norm", type="log", tickformat=",", nticks=8, row=1, col=1)
     fig.update_yaxes(title_text="share of the spike", tickformat=".0%", row=1, col=2)
     fig.update_xaxes(title_text="head", row=2, col=1)

@@ -81,7 +81,7 @@ def _mark(texts: SpikeTexts, members: Parts, others: float | None, sets: int) ->
     row = measure(case, texts, texts.spike.reading_layers if texts.whole else (), losses=False)
     if others is None:
         return row
-    beside = {"others": Mean(others, kind="share"), "sets": Mean(sets, kind="count")}
+    beside = {"others": Mean(others, kind="share"), "sets": Mean(float(sets), kind="count")}
     return replace(row, numbers=row.numbers | beside)
 
 
