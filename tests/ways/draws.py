@@ -13,6 +13,7 @@ from .calls import CALLS
 from .edits import EDITS, ROWS_SEEN, Draw
 from .families import ENDS, FAMILIES
 from .knockouts import knockouts
+from .layers import LAYERED
 from .masks import MASKS, POSITIONS
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import ASSISTED, OPTIONS, ROW_ALONE, SAMPLES
@@ -23,6 +24,7 @@ DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "family": FAMILIES,
     "attention": ATTENTIONS,
     "wrapper": WRAPPERS,
+    "layers": LAYERED,
     "rows": dict.fromkeys((1, 2, 3)),
     "padding": dict.fromkeys(("none", "left", "right")),
     "length": dict.fromkeys((20, 1, 2, 300, 600)),
@@ -79,6 +81,8 @@ def _meet(draw: Draw) -> bool:
     if draw["padding"] == "right" and draw["cache"] not in ("none", "gradients"):  # has no meaning for a cache
         return False
     if draw["options"] != "greedy" and draw["cache"] != "generate":
+        return False
+    if draw["options"] == "decay" and draw["ends"] in ("none", "pad is 0"):  # it raises the logit of the end
         return False
     if draw["options"] in ASSISTED and draw["wrapper"] == "offloaded":  # plain models cannot do it
         return False
@@ -169,6 +173,8 @@ RARE = {
         "dry",
         "assistant",
         "static",
+        "encoder grams",
+        "max time",
     ),
     "edit": (
         *"guard h2o snapkv streaming tova loopserve zero;full add;zero".split(),

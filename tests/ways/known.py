@@ -13,6 +13,7 @@ from typing import Any
 from .draws import draw_of
 from .edits import EDITS, ROWS_SEEN, Draw
 from .families import INSIDE
+from .layers import LAYERED
 from .masks import MASKS, reads_documents
 from .texts import ASSISTED
 
@@ -108,6 +109,7 @@ REFUSED = [
         "rows of the cache changed places",
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and _owns_cache(draw), "use_cache=False"),
+    Refusal(lambda draw: draw["options"] == "second text" and "guard" in draw["edit"], "guidance_scale", always=True),
     Refusal(lambda draw: draw["options"] in ASSISTED and _owns_cache(draw), "assisted generation"),
     Refusal(lambda draw: "static" in (draw["cache"], draw["options"]) and _attends(draw), "the cache is StaticCache"),
     Refusal(lambda draw: draw["cache"] == "pickled", "tokens were read before this run was entered"),
@@ -139,6 +141,13 @@ REFUSED = [
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
     Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
+    *[
+        Refusal(lambda draw, name=name: draw["layers"] == name, one.refused)
+        for name, one in LAYERED.items()
+        if one.refused is not None
+    ],
+    Refusal(lambda draw: draw["layers"] == "silent" and draw["edit"] == "knock in heads", "has no softmax attention"),
+    Refusal(lambda draw: LAYERED[draw["layers"]].always(draw), "", always=True),
 ]
 """A refusal that stands here is no failure; any other one is."""
 

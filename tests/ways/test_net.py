@@ -85,7 +85,7 @@ def test_an_edit_that_is_forgotten_is_noticed_in_half_precision_too(monkeypatch)
 )
 def test_what_rounding_excuses_can_still_fail(draw, instead, monkeypatch):
     monkeypatch.setitem(EDITS, draw["edit"], replace(EDITS[draw["edit"]], make=instead))
-    assert (check(draw, 1) or "").startswith("right: o")
+    assert (check(draw, 2) or "").startswith("right: o")
 
 
 @pytest.mark.parametrize("cache", ["reordered", "selected", "conversation"])

@@ -41,12 +41,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dry": {"logits_processor": [DRY(multiplier=4.0, allowed_length=1)]},
     "bad words": {"bad_words_ids": [[5], [7, 9]]},
     "stop text": {"stopping_criteria": [MaxTimeCriteria(3_600)]},
+    "begin suppress": {"begin_suppress_tokens": [1, 5, 9]},
+    "decay": {"exponential_decay_length_penalty": (2, 1.5)},
+    "encoder grams": {"encoder_no_repeat_ngram_size": 1},
+    "max time": {"max_time": 3_600.0},
+    "second text": {"guidance_scale": 1.5},
 }
 SAMPLES = ("drawn", "nucleus")
 ASSISTED = ("lookup", "assistant")
 BY_TOKENS = ("beams", "returned", *ASSISTED)
 """Options with which the logits of steps are not those of the rows."""
-ROW_ALONE = ("greedy", "min", "suppress", "no eos", "no cache", "penalty", "dry", *ASSISTED)
+FROM_PROMPT = ("begin suppress", "decay", "encoder grams", "max time")
+"""Options that count from the prompt."""
+ROW_ALONE = ("greedy", "min", "suppress", "no eos", "no cache", "penalty", "dry", *FROM_PROMPT, *ASSISTED)
 """Options under which a row says the same alone."""
 AS_GREEDY = ("no cache", "static", *ASSISTED)
 """Options which say the same as none."""
