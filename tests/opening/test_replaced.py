@@ -125,6 +125,23 @@ def test_a_hook_that_changes_what_the_mlp_gives_is_refused_where_neurons_are_rea
         view_layer(target_of(model), LAYER, IDS, where)
 
 
+def test_experts_whose_output_a_hook_changes_are_refused_where_their_neurons_are_read_or_edited():
+    model = copy.deepcopy(tiny_model("mixtral")[0])
+    experts = model.model.layers[LAYER].mlp.experts
+    handle = experts.register_forward_hook(lambda _module, _args, _output: None)
+    edit = ss.Ablate(sites=f"L{LAYER}.E1.N3")
+    where = torch.ones_like(IDS, dtype=torch.bool)
+    with edit.on(model):
+        model(IDS)
+    view_layer(target_of(model), LAYER, IDS, where)
+    handle.remove()
+    experts.register_forward_hook(lambda _module, _args, output: 1.5 * output)
+    with pytest.raises(UnsupportedError, match="changes what the experts of a layer give"), edit.on(model):
+        model(IDS)
+    with pytest.raises(UnsupportedError, match="changes what the experts of a layer give"):
+        view_layer(target_of(model), LAYER, IDS, where)
+
+
 def test_an_mlp_with_a_forward_of_its_own_is_refused_also_after_its_base_was_proved():
     target_of(llama())
     model = llama()
