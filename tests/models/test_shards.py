@@ -103,7 +103,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
     assert printed.count("Conclusion: ") == 1 and printed.splitlines()[-1] == whole.out.splitlines()[-1]
     one, split = (json.loads((tmp_path / name).read_text())["result"] for name in ("whole.json", "sinks.json"))
     assert split["first_token_norm"] == pytest.approx(one["first_token_norm"], rel=1e-5)
-    made = [[site["neuron"] for site in result["spikes"][0]["needed"]["neurons"]] for result in (one, split)]
+    made = [result["spikes"][0]["needed"] for result in (one, split)]
     assert made[0] == made[1] and len(made[0]) == 2
 
 
