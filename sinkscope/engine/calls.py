@@ -125,8 +125,7 @@ class Calls:
     def _begin_parts(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note what a model of several parts is told, before it makes masks of queries and keys."""
         told = by_name(module, args, kwargs)
-        mask = told.get("attention_mask")
-        if self.acts_here and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        if self.acts_here and _says_tokens(told):
             self._told = told
 
     def note_told(self, told: Mapping[str, Any]) -> None:
@@ -156,7 +155,9 @@ class Calls:
             if cache is not None:
                 arguments = with_cache(module, arguments, cache)
                 changed = (), arguments
-        told = self._told or arguments
+        told = arguments
+        if self._told is not None and not _says_tokens(arguments):
+            told = self._told
         self._told = None
         step = begin_step(self.number, next(self._steps), arguments, cache, told, acts=self._acts)
         self._step = step
@@ -271,6 +272,12 @@ class Calls:
                 f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
                 "or install the versions in constraints.txt"
             )
+
+
+def _says_tokens(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call says which tokens are real, or nothing, and no masks of queries and keys were made of it."""
+    mask = arguments.get("attention_mask")
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
 
 
 def _in_backward() -> bool:
