@@ -444,10 +444,15 @@ class _Followed:
             for run in runs:
                 run.prompting = False
 
-    def candidates(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin assisted generation."""
+    def candidates(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Begin assisted generation, but not by the model's own first layers: transformers says so in its settings."""
+        if generation_config.assistant_early_exit is not None:
+            raise UnsupportedError(
+                f"assistant_early_exit={generation_config.assistant_early_exit}: the first layers of the model would "
+                "draft while an edit, a policy or a guard acts in all of them: generate without it"
+            )
         self._begun("_get_candidate_generator", {}, None)
-        return self.own["_get_candidate_generator"](*args, **kwargs)
+        return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:
         """Refuse to put several texts into one row."""

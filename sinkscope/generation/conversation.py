@@ -172,6 +172,7 @@ class Conversation:
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = target_of(model, tokenizer)
+        self.target.check_head()
         if tokenizer is not None:
             self.target = replace(self.target, tokenizer=tokenizer)
         check_finite(self.target.hf)
@@ -274,7 +275,7 @@ class Conversation:
             )
         sequences: Tensor = getattr(output, "sequences", output)
         answer = gold or sequences[0, len(whole) :].tolist()
-        text = self._text_of(answer)
+        text = self._text_of(answer, generation.get("eos_token_id", end_ids(target)))
         assert recorder.after_answer is not None
         read = meter_of(recorder.after_answer).usage().mean_read
         self._keep(cache, len(whole), recorder)
@@ -296,12 +297,13 @@ class Conversation:
             self._messages = [*self._messages, asked, answered]
         return turn
 
-    def _text_of(self, answer: list[int]) -> str | None:
-        """The text of an answer without its end; None without a tokenizer."""
+    def _text_of(self, answer: list[int], ends: Any) -> str | None:
+        """The text of an answer without its end, which is one of some ids; None without a tokenizer."""
         tokenizer = self.target.available_tokenizer
         if tokenizer is None:
             return None
-        if answer and answer[-1] in end_ids(self.target):  # not every tokenizer knows that this token is special
+        # Not every tokenizer knows that this token is special.
+        if answer and answer[-1] in torch.as_tensor([] if ends is None else ends):
             answer = answer[:-1]
         return str(tokenizer.decode(answer, skip_special_tokens=True))
 

@@ -108,6 +108,7 @@ def generate(
             invalid, the policy does not exist, or its budget is too small for a prompt.
     """
     target = target_of(model, tokenizer)
+    target.check_head()
     tokenizer_of(target)  # a model without one is refused
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(

@@ -154,6 +154,7 @@ def _site(target: Target, name: str) -> Site:
                 f"site 'logits': {target.name} is read layer by layer, without its unembedding; load it whole with "
                 "sinkscope.load(...)"
             )
+        target.check_head()
         return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)
     layer = int(number)

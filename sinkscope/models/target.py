@@ -224,6 +224,18 @@ class Target:
         if reason is not None:
             raise UnsupportedError(f"the neurons of layer {layer} of {self.name} are not offered: {reason}")
 
+    def check_head(self) -> None:
+        """Refuse to read the logits of each token from a model that has a head of another kind, or none.
+
+        Raises:
+            UnsupportedError: It is such a model.
+        """
+        if self.hf.get_output_embeddings() is None:
+            raise UnsupportedError(
+                f"a {type(self.hf).__name__} has no language head, which gives the logits of each token: load it with "
+                "AutoModelForCausalLM"
+            )
+
     @property
     def device(self) -> torch.device:
         """Device on which token ids are expected."""
@@ -314,13 +326,15 @@ class Target:
         is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
 
         Raises:
-            UnsupportedError: The unembedding is wanted of a model that is read layer by layer, without it.
+            UnsupportedError: The unembedding is wanted of a model that has none, or is read layer by layer, without it.
         """
         if unembed and not self.resident:
             raise UnsupportedError(
                 f"{self.name} is read layer by layer, without its unembedding, so that it has no logits: load it whole "
                 'with sinkscope.load(...), or give loading="whole"'
             )
+        if unembed:
+            self.check_head()
         kwargs.setdefault("use_cache", False)
         model = self.hf if unembed else self.base
         ids = ids.to(self.device)

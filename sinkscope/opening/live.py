@@ -160,10 +160,7 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
             "make it with dispatch=True (nnsight)"
         )
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
-    adapter = adapter_of(target)
-    if not adapter.base or not hasattr(hf, adapter.base.partition(".")[0]):
-        raise UnsupportedError(f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM")
-    target = replace(target, adapter=adapter)
+    target = replace(target, adapter=adapter_of(target))
     if is_misread(target):
         warn(
             f"{label} runs with SDPA attention, which PyTorch gets wrong on {target.device} at the last token of rows "

@@ -190,3 +190,12 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
         logits(chat.ask(said(1), max_new_tokens=6, output_logits=True, return_dict_in_generate=True)),
         one_prompt("llama")[1][1],
     )
+
+
+def test_an_end_that_is_asked_for_ends_the_text():
+    model, tokenizer = tiny_model("llama")
+    plain = Conversation(model, tokenizer=tokenizer).ask([5, 17, 8], max_new_tokens=6)
+    for end in (plain.ids[3], [95, plain.ids[3]]):
+        ended = Conversation(model, H2O(40), tokenizer=tokenizer).ask([5, 17, 8], max_new_tokens=6, eos_token_id=end)
+        assert ended.ids == plain.ids[: plain.ids.index(plain.ids[3]) + 1]
+        assert ended.text == tokenizer.decode(ended.ids[:-1])
