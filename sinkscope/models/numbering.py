@@ -29,13 +29,18 @@ def check_numbering(target: Target) -> None:
 
 
 def check_caches_filled(target: Target) -> None:
-    """Refuse a model of which a layer fills no cache although the configuration gives it one.
+    """Refuse a model of which a layer fills no cache although the configuration gives it one, or sees what it drops.
 
     Raises:
-        UnsupportedError: A layer without softmax attention keeps no state either.
+        UnsupportedError: A layer without softmax attention keeps no state either, or a layer attends beyond its window.
     """
-    states = layers_with_states(target)
+    states, unproved = layers_with_states(target), dict(target.adapter.unproved)
     for place in range(target.n_layers):
+        reason = unproved.get(f"blocks.{place}.cache")
+        if reason is not None:
+            raise UnsupportedError(
+                f"layer {place} of {target.name} {reason}: use another model for cache policies, guards and observers"
+            )
         if place not in target.attending and place not in states:
             raise UnsupportedError(
                 f"layer {place} of {target.name} has no attention, and its configuration counts it among those with a "

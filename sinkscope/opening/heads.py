@@ -15,6 +15,7 @@ from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Hook, on_hidden, on_input
 from sinkscope.models.numbering import misnumbered
 from sinkscope.models.target import Target
+from sinkscope.models.windows import ChunkWindow, layer_window
 from sinkscope.opening.sample import TOKENS
 
 ROWS = 6
@@ -173,6 +174,9 @@ class HeadProof:
         rows = torch.cat(self._chunks, 2)
         if rows.shape[-2:] != (TOKENS, TOKENS):
             raise UnsupportedError(f"recomputed attention has shape {tuple(rows.shape)}")
+        window = layer_window(target.config, self.layer)
+        if window is not None and not isinstance(window, ChunkWindow) and bool((rows.tril(-window) > 0).any()):
+            self.problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
         if self._own is not None and self._value is not None:
             weighted = (rows.float() @ per_query_head(self._value, self._count)).transpose(1, 2)
             if not relative_error(weighted, self._own) <= self._attended:
