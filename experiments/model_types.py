@@ -61,7 +61,7 @@ A type is **in full** if
 
 **In part** means that everything passed except what the last column names. Of the {total} types, {full} are served in
 full, {part} in part, and {refused} are refused in one line.{wrong} [The table](../figures/model_types.md)
-has every type; for another one, use `--check`.
+has every type; another one says what is refused when it is opened.
 
 ## Models that are split, moved or quantised
 
