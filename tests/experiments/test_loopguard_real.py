@@ -1,4 +1,4 @@
-"""What counts as a loop in the tables of real models, and what the page of outputs shows."""
+"""What counts as a loop in the tables of real models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from experiments.loopguard.alarms import behind
 from experiments.loopguard.real import first_alarm
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
-from experiments.loopguard.side_by_side import excerpt
 from experiments.loopguard.variants import OneSignal
 
 
@@ -77,12 +76,6 @@ def test_halves_share_no_opening_and_have_as_many_of_each_kind():
     assert not {text for _, text in choose} & {text for _, text in report}
     for half in (choose, report):
         assert [sum(kind == one for kind, _ in half) for one in KINDS] == [12] * 4
-
-
-def test_an_excerpt_begins_before_the_seam_and_says_where_the_text_ends():
-    ended = output(range(30), ended=True)
-    assert excerpt(ended, 20, Words()).startswith("```text\nw8 w9.") and "(the end)" in excerpt(ended, 20, Words())
-    assert "(the end)" not in excerpt(output(range(300)), 20, Words())
 
 
 @pytest.mark.slow
