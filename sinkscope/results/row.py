@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from sinkscope.results.notation import percent
 from sinkscope.results.tables import Table
@@ -144,7 +144,7 @@ def table_of(rows: Iterable[Row]) -> Table:
     """Return rows with a column for each number and each margin, as CSV and pages have them."""
     made: Table = []
     for row in rows:
-        columns = {"about": row.about, "table": row.table, "name": row.name, "note": row.note}
+        columns: dict[str, Any] = {"about": row.about, "table": row.table, "name": row.name, "note": row.note}
         for name, mean in row.numbers.items():
             columns[name] = mean.value
             if mean.margin is not None:
