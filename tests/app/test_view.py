@@ -69,10 +69,10 @@ def test_a_measurement_of_a_stranger_is_in_the_view(bundled, tmp_path):
         alone = getattr(ss, stranger.NAME)()
         assert (measured.name, measured.sentence) == (stranger.KIND, alone.conclusion())
         (grid,) = alone.grids()
-        assert list(measured.columns) == list(grid.columns) and "head" in measured.columns
+        assert list(measured.columns) == list(grid.columns) and "entropy" in measured.columns
         assert list(zip(*measured.columns.values(), strict=True)) == grid.rows()
     (tmp_path / "failing").mkdir()
-    failing = source.replace("    rows = trace(", "    raise ValueError('no rows')\n    rows = trace(")
+    failing = source.replace("    traced = trace(", "    raise ValueError('no rows')\n    traced = trace(")
     with stranger.installed(tmp_path / "failing", failing):
         (measured,) = replace(bundled).others
     assert measured.sentence == "Not measured, because it failed (ValueError: no rows)." and not measured.columns
