@@ -56,8 +56,8 @@ def pick(scores: Tensor, held: Tensor, budgets: Any, first: list[int], last: lis
 
 def streaming(policy: Any, seen: Seen) -> Tensor:
     """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
-    first = [policy.first if budget > policy.first else budget // 2 for budget in seen.budgets]
-    return pick(torch.zeros(seen.held.shape), seen.held, seen.budgets, first, [policy.last] * len(first))
+    rows = len(seen.budgets)
+    return pick(torch.zeros(seen.held.shape), seen.held, seen.budgets, [policy.first] * rows, [policy.last] * rows)
 
 
 def h2o(policy: Any, seen: Seen) -> Tensor:

@@ -343,6 +343,10 @@ class Run(Calls):
         """Number of events of each kind."""
         return Counter(event.kind for event in self.events)
 
+    def __repr__(self) -> str:
+        names = " | ".join(type(part).__name__ for part in self.parts)
+        return f"{names} on {self.target.name}: {self.summary()}"
+
     def summary(self) -> str:
         """Return what the interventions did, in one line."""
         sentences = [part.summary(self) for part in self.parts]

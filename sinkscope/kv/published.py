@@ -64,8 +64,7 @@ class StreamingLLM(Policy):
     Tokens keep the positions at which they were read; the paper counts positions anew within the cache.
 
     Attributes:
-        first: Number of attention sinks; four in the paper. A budget of no more tokens is half sinks and half latest
-            tokens.
+        first: Number of attention sinks; four in the paper.
 
     Example:
         >>> StreamingLLM(budget=1024).first
@@ -73,10 +72,6 @@ class StreamingLLM(Policy):
     """
 
     first: int = 4
-
-    def always_kept(self, budget: int) -> tuple[int, int]:
-        """Return `first`, or half of a budget that it would fill, and `last`."""
-        return self.first if budget > self.first else budget // 2, self.last
 
     def scores(self, at: LayerMoment) -> Int[Tensor, "batch kv_head slot"]:
         """Score later positions higher."""

@@ -75,11 +75,11 @@ def told(method: str) -> list[tuple[list[int], object, object]]:
 def test_a_cache_a_context_manager_and_a_policy_are_methods():
     full = told("full")
     assert told("mine_caches:whole") == told("mine_caches:press") == full
-    assert told("mine_caches:policy:4") == told("streaming:4")
+    assert told("mine_caches:policy:6") == told("streaming:6")
     assert str(read_method("mine_caches:latest", 0.5)) == "mine_caches:latest:0.5"
     of_three = told("mine_caches:latest:0.5")
     assert [(read, peak) for _, read, peak in of_three] == [(3.0, 3.0)] * 2, "half of the longest prompt"
-    assert read_method("mine_caches:policy:4").make()(target_of(*tiny()), 6) == StreamingLLM(4)
+    assert read_method("mine_caches:policy:6").make()(target_of(*tiny()), 8) == StreamingLLM(6)
 
 
 @pytest.mark.parametrize(

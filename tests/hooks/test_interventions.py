@@ -15,6 +15,7 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
+import sinkscope as ss
 from sinkscope.engine.rows import put_rows
 from sinkscope.engine.step import begin_step
 from sinkscope.errors import SinkscopeError
@@ -240,3 +241,12 @@ def test_wrong_ablations_are_refused(model_type, settings, words):
     model, _ = tiny_model(model_type)
     with refused(words=words), Ablate(**settings).on(model):
         pass
+
+
+def test_the_neurons_of_a_result_are_zeroed_and_the_run_says_so():
+    model = ss.load("bundled")
+    made = Ablate.from_result(ss.find_sinks(model))
+    assert made == Ablate("L1.N338") == Ablate(layer=1, neurons=[338])
+    with torch.no_grad(), made.on(model) as run:
+        model(torch.tensor([[0, 35, 1956]]))
+    assert str(run) == "Ablate on bundled: Ablate ablated 3 values."

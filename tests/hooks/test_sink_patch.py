@@ -205,7 +205,7 @@ def test_patch_from_result(tmp_path):
     assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
     assert SinkPatch.from_result(found, spike=0) == patch
     for spikes in ((), (replace(first, needed=()),), (replace(first, needed=("mlp 2",)),)):
-        with pytest.raises(SinkscopeError, match="nothing to patch"):
+        with pytest.raises(SinkscopeError, match="nothing to edit"):
             SinkPatch.from_result(replace(found, spikes=spikes))
     with pytest.raises(SinkscopeError, match="not at the first token"):
         SinkPatch.from_result(replace(found, spikes=(elsewhere,)))

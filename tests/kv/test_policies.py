@@ -32,8 +32,6 @@ def settings_of(name: str, draw: Random) -> dict[str, Any]:
         return {"every": draw.choice([2, 3]), "after": draw.choice([0, 1]), "mode": "evict"}
     own: dict[str, dict[str, list[Any]]] = {"h2o": {"recent": [0.5, 0.25, 0.9]}, "adakv": {"floor": [0.2, 0.0, 1.0]}}
     choices = {"every": [1, 3, "prefill"], "first": [0, 2], "last": [0, 3], **own.get(name, {})}
-    if name == "streaming":
-        choices["first"] = [4, 14, 99]
     if name in ("snapkv", "adakv", "pyramid"):
         choices |= {"window": [None, 3, 6], "kernel": [3, 5], "pooling": ["avg", "max"]}
     if name == "pyramid":

@@ -147,7 +147,7 @@ class NeuronEdit(PlacedEdit):
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
 
-    sites: Sequence[SiteLike] = ()
+    sites: Sequence[SiteLike] = field(default=(), kw_only=False)
     layer: InitVar[int | None] = None
     neurons: InitVar[int | Sequence[int]] = ()
     site: Where = "post"
@@ -253,6 +253,37 @@ class NeuronEdit(PlacedEdit):
                 )
 
 
+def spike_of(result: Any, spike: int | None) -> Any:
+    """Return the spike of the first token that an edit is made from.
+
+    Args:
+        result: The result of `find_sinks` or `why_sink`.
+        spike: Number of the spike in `result.spikes`. None: the most read spike of the first token that needs neurons.
+
+    Raises:
+        SinkscopeError: There is no such spike, it is not at the first token, no neurons are needed for it, or `result`
+            is another object.
+    """
+    if not hasattr(result, "first_spikes"):
+        raise SinkscopeError(
+            f"a {type(result).__name__} has no spikes: give the result of find_sinks or why_sink, or "
+            "ss.Result.load(path) of its file"
+        )
+    chosen = [candidate for candidate in result.first_spikes if candidate.needed_neurons]
+    if spike is not None:
+        if not 0 <= spike < len(result.spikes):
+            raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")
+        chosen = [candidate for candidate in chosen if candidate is result.spikes[spike]]
+    if not chosen and result.spikes and not result.first_spikes:
+        raise SinkscopeError(
+            f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and only "
+            "neurons of a spike there are taken from a result: give the neurons yourself with sites=[...]"
+        )
+    if not chosen:
+        raise SinkscopeError("no neurons were found that a spike of the first token needs, so there is nothing to edit")
+    return chosen[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ablate(NeuronEdit):
     """Switch neurons or attention heads off.
@@ -268,7 +299,7 @@ class Ablate(NeuronEdit):
     Example:
         >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
         Neuron(layer=1, expert=None, neuron=3)
-        >>> Ablate(sites="L1.N338").sites[0]
+        >>> Ablate("L1.N338").sites[0]
         Neuron(layer=1, expert=None, neuron=338)
         >>> Ablate(heads=["L0.H4", (2, 1)]).heads
         ((0, 4), (2, 1))
@@ -286,6 +317,11 @@ class Ablate(NeuronEdit):
         value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "positions", checked_positions(self.positions))
+
+    @classmethod
+    def from_result(cls, result: Any, spike: int | None = None) -> Ablate:
+        """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`)."""
+        return cls(spike_of(result, spike).needed_neurons)
 
     @property
     def _heads(self) -> Sequence[tuple[int, int]]:

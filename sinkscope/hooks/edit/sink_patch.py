@@ -18,7 +18,7 @@ from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
-from sinkscope.hooks.edit.edits import NeuronEdit, Values
+from sinkscope.hooks.edit.edits import NeuronEdit, Values, spike_of
 from sinkscope.hooks.edit.sites import Where, python_numbers, site_of
 from sinkscope.models.checkpoints.fingerprint import check_made_for
 from sinkscope.models.target import Target
@@ -97,26 +97,8 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: There is no such spike, it is not at the first token, no neurons are needed for it, or
                 `result` is another object.
         """
-        if not hasattr(result, "first_spikes"):
-            raise SinkscopeError(
-                f"a {type(result).__name__} has no spikes: give the result of find_sinks or why_sink, or "
-                "ss.Result.load(path) of its file"
-            )
-        chosen = [candidate for candidate in result.first_spikes if candidate.needed_neurons]
-        if spike is not None:
-            if not 0 <= spike < len(result.spikes):
-                raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")
-            chosen = [candidate for candidate in chosen if candidate is result.spikes[spike]]
-        if not chosen and result.spikes and not result.first_spikes:
-            raise SinkscopeError(
-                f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and this patch keeps "
-                "the first token's value alone: give the neurons yourself with SinkPatch(sites=...)"
-            )
-        if not chosen:
-            raise SinkscopeError(
-                "no neurons were found that a spike of the first token needs, so there is nothing to patch"
-            )
-        calibrated = chosen[0].calibrated
+        chosen = spike_of(result, spike)
+        calibrated = chosen.calibrated
         return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
