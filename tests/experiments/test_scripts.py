@@ -86,10 +86,11 @@ def costs_on_every_kind(made: Any) -> bool:
 
 
 def finds_loops_and_no_honest_text(made: Any) -> bool:
-    """Ours, the first, has no false alarm on these texts, and none of the others finds more loops without one."""
-    ours, *others = made["detectors"]
+    """Ours has no false alarm on these texts, also with what is suspicious, and no rival finds more without one."""
+    ours, suspicious, *others = made["detectors"]
     rivals = [one["recall"] for one in others if one["false_alarms"] == 0]
-    return len(rivals) == 6 and ours["false_alarms"] == 0 and ours["recall"] >= max(rivals) > 0
+    honest = ours["false_alarms"] == suspicious["false_alarms"] == 0
+    return len(rivals) == 6 and honest and suspicious["recall"] >= ours["recall"] >= max(rivals) > 0
 
 
 FILES = {  # prompts of LongEval's form, and dialogues of MT-bench's
