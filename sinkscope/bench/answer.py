@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -191,7 +192,17 @@ def answer_rows(
     """
     started = time.perf_counter()
     ends = end_ids(target)
-    options = _options(target, rows, new, sampler, along, samplers)
+    pad = max(0, min(ends, default=0))
+    ids, mask = padded(rows, pad, target.device)
+    processors: list[Any] = [] if samplers is None else samplers.processors(pad)
+    if sampler is not None:
+        processors.append(sampler)
+    if along:
+        new = max(map(len, along))
+        processors.append(ForcedAnswer(list(along), ids.shape[1], pad))
+    options = decoding(target, do_sample=False, pad_token_id=pad)
+    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
+    options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "logits_processor": processors}
     values: dict[str, list[Tensor]] = {}
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
@@ -200,12 +211,12 @@ def answer_rows(
 
     if edit is not None and not isinstance(edit, Intervention):
         edit = edit(target, max(map(len, rows)))
-    output, events, held = _generated(target, edit, keep, **options)
+    output, events, held = _generated(target, edit, keep, options)
     seconds = (time.perf_counter() - started) / len(rows)
     by_step = {name: torch.stack(value).round(decimals=6) for name, value in values.items()}
-    answers: list[Answer] = []
     windows = [layer_window(target.config, layer) for layer in target.attending]
-    for row, written in enumerate(output[:, options["input_ids"].shape[1] :].tolist()):
+    answers: list[Answer] = []
+    for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
         cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
@@ -213,6 +224,7 @@ def answer_rows(
         if edit is not None:
             read = [float(call.read_by_row()[row]) for call in held[1:length]]
             cached = [float(call.held_by_row()[row]) for call in held[1:length]]
+        less = [step for step, (count, full) in enumerate(zip(read, whole, strict=False), 1) if count < full - 1e-6]
         costs: Metrics = {
             "prompt_tokens": prompt,
             "length": length,
@@ -224,40 +236,9 @@ def answer_rows(
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
         ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
         steps = {name: tuple(value[:length, row].tolist()) for name, value in by_step.items()}
-        less = _first_less(read, whole)
-        answers.append(Answer(tokens, text, ended, costs, row_events(events, row, length), steps, less))
+        acted = row_events(events, row, length)
+        answers.append(Answer(tokens, text, ended, costs, acted, steps, next(iter(less), None)))
     return answers
-
-
-def _options(
-    target: Target,
-    rows: Sequence[list[int]],
-    new: int,
-    sampler: LogitsProcessor | None,
-    along: Sequence[list[int]],
-    samplers: Sampler | None,
-) -> dict[str, Any]:
-    """What `generate` takes for these prompts; the arguments are those of `answer_rows`."""
-    pad = max(0, min(end_ids(target), default=0))
-    ids, mask = padded(rows, pad, target.device)
-    processors: list[Any] = [] if samplers is None else samplers.processors(pad)
-    if sampler is not None:
-        processors.append(sampler)
-    if along:
-        new = max(map(len, along))
-        processors.append(ForcedAnswer(list(along), ids.shape[1], pad))
-    options = decoding(target, do_sample=False, pad_token_id=pad)
-    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
-    options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}
-    return {**options, "logits_processor": processors}
-
-
-def _first_less(read: Sequence[float], whole: Sequence[float]) -> int | None:
-    """The first step, from 1, that read less than with a full cache."""
-    for step, (count, full) in enumerate(zip(read, whole, strict=False), 1):
-        if count < full - 1e-6:
-            return step
-    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,39 +256,31 @@ class _HeldAfterCalls(Actor):
         return None
 
 
-class _Generated(NamedTuple):
-    """What a model wrote, the events on the way, and what the cache held after each call."""
+def _generated(
+    target: Target, edit: Any, keep: Callable[..., None], options: dict[str, Any]
+) -> tuple[Tensor, Sequence[Event], list[HeldTokens]]:
+    """What the model writes under an edit or with a cache, the events on the way, and what was held after each call.
 
-    ids: Tensor
-    events: Sequence[Event]
-    held: list[HeldTokens]
-
-
-def _generated(target: Target, edit: Any, keep: Callable[..., None], **options: Any) -> _Generated:
-    """What the model writes under an edit or with a cache."""
-    if edit is not None and not isinstance(edit, Intervention):
-        return _generated_with_cache(target, edit, keep, **options)
-    held: list[HeldTokens] = []
-    with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
-        if run is not None:
-            keeper = CacheKeeper.of(run)
-            run.act(_HeldAfterCalls(held, keeper.windows))
-        return _Generated(target.hf.generate(**options), [] if run is None else run.events, held)
-
-
-def _generated_with_cache(target: Target, subject: Any, keep: Callable[..., None], **options: Any) -> _Generated:
-    """The same with a cache of somebody else's, whose slots count as tokens, but no more than a row has."""
+    Slots of a cache of somebody else's count as tokens, but no more than a row has.
+    """
     held: list[HeldTokens] = []
     lengths: Tensor = options["attention_mask"].sum(1).double()
-    with entered(subject, target.hf) as cache, torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
+        if edit is None or isinstance(edit, Intervention):
+            run = stack.enter_context(under(edit, target))
+            if run is not None:
+                run.act(_HeldAfterCalls(held, CacheKeeper.of(run).windows))
+            stack.enter_context(target.hooks((target.hf, "post", keep)))
+            return target.hf.generate(**options), [] if run is None else run.events, held
+        cache = stack.enter_context(entered(edit, target.hf))
 
         def count(*_: Any) -> None:
             slots = [float(layer.keys.shape[-2]) for layer in cache.layers if getattr(layer, "keys", None) is not None]
             tokens = torch.stack([(lengths + len(held)).clamp(max=size) for size in slots]).sum(0)
             held.append(HeldTokens(len(slots), tokens, tokens))
 
-        with target.hooks((target.hf, "post", keep), (target.hf, "post", count)):
-            return _Generated(target.hf.generate(**options, past_key_values=cache), [], held)
+        stack.enter_context(target.hooks((target.hf, "post", keep), (target.hf, "post", count)))
+        return target.hf.generate(**options, past_key_values=cache), [], held
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

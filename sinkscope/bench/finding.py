@@ -80,7 +80,7 @@ class BenchGroup:
         """The distance from the score to the farther end of its interval."""
         if isnan(self.low):
             return None
-        return max(self.high - self.score, self.score - self.low)
+        return Interval(self.score, self.low, self.high).margin
 
 
 def mean_score(task: str, scores: Sequence[float]) -> Interval:
@@ -141,16 +141,14 @@ def finding(groups: Sequence[BenchGroup]) -> str:
         return f"In {groups[0].title}, {control_score}; no other method was run."
     best, *others = compared
     if at_floor(best, control):
-        shown = f"{task.value_in_words(best.score)} ({task.shown.format(best.low)}-{task.shown.format(best.high)})"
+        shown = f"{task.value_in_words(best.score)} ({range_of(best)})"
         return (
             f"Nothing can be told of methods in {best.title} ({task.unit}): the best, {best.method}, has {shown}, like "
             f"chance; {control_score}; give larger budgets or easier prompts."
         )
     notes = cost_words(best, groups)
-    if task.main in PERCENT and best.margin is not None:
-        notes.insert(0, f"{task.shown.format(best.low)}-{task.shown.format(best.high)}")
-    elif best.margin is not None:
-        notes.insert(0, f"±{task.shown.format(best.margin)}")
+    if best.margin is not None:
+        notes.insert(0, range_of(best) if task.main in PERCENT else f"±{task.shown.format(best.margin)}")
     score = _with_notes(task.value_in_words(best.score), notes)
     best_score = f"{best.method} has {score} in {best.title} ({task.unit})"
     rivals = others or ([] if control is None else [control])
@@ -168,6 +166,12 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     for of_rival in (cost_words(rival, groups), []):
         sentences.append(f"{best_score}, {lead_in_words(best, rival, bool(end), of_rival)}{end}; {control_score}.")
     return short_sentence(sentences)
+
+
+def range_of(group: BenchGroup) -> str:
+    """Return the interval of a score, as in "78%-100%"."""
+    shown = task_class(group.task).shown
+    return f"{shown.format(group.low)}-{shown.format(group.high)}"
 
 
 def too_few(groups: Sequence[BenchGroup]) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
@@ -193,8 +194,6 @@ class BenchTable(Result):
             control, best = control_of(groups), ranked(groups)[:1]
             for group in sorted(groups, key=lambda group: group not in best):
                 task = task_class(group.task)
-                if group.score is None:
-                    continue
                 kind: Kind = "share" if task.main in PERCENT else "number"
                 score = Mean(group.score, group.margin, tuple(group.scores.values()), kind)
                 contrast = task.control if control is None else str(control.method)
@@ -217,38 +216,36 @@ def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> Be
     return tabulate_records([read_run(Path(folder)) for folder in folders], beside=beside)
 
 
-def tabulate_records(runs: Sequence[BenchRun], by: str = "part", beside: str | None = None) -> BenchTable:
+def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> BenchTable:
     """Group the records of runs by task, model, set and method; runs under other conditions stay apart.
 
     A record that several runs have counts once.
 
     Args:
         runs: The runs.
-        by: What the columns after the score stand for: part (such as the position of a question), turn, or a field of
-            the prompts such as depth, length or period.
         beside: As for `bench_table`.
 
     Raises:
-        SinkscopeError: No record has such a field, or no method has that name.
+        SinkscopeError: No method has that name.
     """
     started = time.perf_counter()
-    differing = conditions_that_differ([run.settings for run in runs])
-    grouped: dict[tuple[Any, ...], dict[Hashable, BenchRecord]] = {}
+    settings = [run.settings for run in runs]
+    differing = conditions_that_differ(settings)
+    places: dict[tuple[Any, ...], dict[Method, dict[Hashable, BenchRecord]]] = {}
     for run in runs:
         differs = tuple((name, conditions(run.settings)[name]) for name in differing)
         for record in run:
             about = record.settings
             place = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], differs)
-            grouped.setdefault((*place, record.method), {}).setdefault(record.key, record)
-    _check_field(by, [record for records in grouped.values() for record in records.values()])
+            places.setdefault(place, {}).setdefault(record.method, {}).setdefault(record.key, record)
     groups: list[BenchGroup] = []
-    for key in sorted(grouped, key=lambda key: key[:5]):  # methods stay in the order in which they answered
-        full = grouped.get((*key[:5], Method(FULL)), {})
-        groups.append(_group(key, [*grouped[key].values()], [*full.values()], by))
-    methods = dict.fromkeys(str(group.method) for group in groups)
-    if beside is not None and beside not in methods:
-        raise SinkscopeError(f"--beside {beside}: expected {', '.join(methods)}")
-    settings = [run.settings for run in runs]
+    for place, methods in sorted(places.items(), key=itemgetter(0)):  # methods stay in the order of their answers
+        full = [*methods.get(Method(FULL), {}).values()]
+        for method, records in methods.items():
+            groups.append(_group(place, method, [*records.values()], full))
+    known = dict.fromkeys(str(group.method) for group in groups)
+    if beside is not None and beside not in known:
+        raise SinkscopeError(f"--beside {beside}: expected {', '.join(known)}")
     origin = provenance(
         started=started,
         device=_each(settings, "device"),
@@ -287,52 +284,32 @@ def _each(settings: Sequence[Mapping[str, Any]], name: str) -> str:
     return ", ".join(dict.fromkeys(str(setting[name]) for setting in settings))
 
 
-def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
+def _group(
+    place: tuple[Any, ...], method: Method, records: Sequence[BenchRecord], full: Sequence[BenchRecord]
+) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
-    of_task, model, of_set, temperature, differs, method = key
-    task = task_class(of_task)
+    *about, differs = place
+    task = task_class(place[0])
     by_prompt: dict[str, list[float]] = {}
     by_part: dict[str, list[float]] = {}
     for record in records:
         for value in known_numbers([record.metrics.get(task.main)]):
             by_prompt.setdefault(record.prompt, []).append(value)
-            by_part.setdefault(str(_fields(record).get(by, "")), []).append(value)
+            by_part.setdefault(str(record.settings.get("part", "")), []).append(value)
     scores = {prompt: fmean(values) for prompt, values in by_prompt.items()}
-    mean = mean_score(of_task, [*scores.values()])
+    mean = mean_score(place[0], [*scores.values()])
     metrics: Metrics = {}
     for name in ("read", "cells", "time", "cached_peak", *task.columns):
         metrics[name] = mean_known(record.metrics.get(name) for record in records)
-    if full and _seconds_per_token(full):
-        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
+    whole = _seconds_per_token(full)
+    if whole:
+        metrics["time"] = _seconds_per_token(records) / whole
     alarms = known_numbers(record.metrics.get("alarm") for record in records)
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
-    return BenchGroup(
-        of_task,
-        model,
-        of_set,
-        temperature,
-        method,
-        answers=len(records),
-        score=mean.mean,
-        low=mean.low,
-        high=mean.high,
-        differs=dict(differs),
-        scores=scores,
-        parts={part: fmean(values) for part, values in by_part.items() if part},
-        metrics=metrics,
-    )
-
-
-def _fields(record: BenchRecord) -> dict[str, Any]:
-    """What the columns after the score may stand for."""
-    return {"turn": record.turn + 1, **record.settings}
-
-
-def _check_field(by: str, records: Sequence[BenchRecord]) -> None:
-    known = dict.fromkeys(name for record in records for name in _fields(record) if name not in ("set", "temperature"))
-    if records and by not in known:
-        raise SinkscopeError(f"by={by!r}: expected {', '.join(known)}")
+    parts = {part: fmean(values) for part, values in by_part.items() if part}
+    costs = {"scores": scores, "parts": parts, "metrics": metrics, "differs": dict(differs)}
+    return BenchGroup(*about, method, len(records), mean.mean, mean.low, mean.high, **costs)
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

@@ -17,8 +17,8 @@ from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.results.result import Result
 
 
-def table(*records, by: str = "part") -> BenchTable:
-    return tabulate_records([BenchRun(list(records), SETTINGS)], by)  # type: ignore[arg-type]
+def table(*records) -> BenchTable:
+    return tabulate_records([BenchRun(list(records), SETTINGS)])  # type: ignore[arg-type]
 
 
 FULL = [made_record("full", f"p{i}", settings={"part": "ab"[i % 2]}) for i in range(4)]
@@ -45,11 +45,6 @@ def test_a_group_is_recomputed():
     costs = h2o.metrics
     assert (costs["read"], costs["cells"], costs["cached_peak"], costs["chance"]) == (5.5, 0.5, 10.0, 0.25)
     assert costs["time"] == pytest.approx((12 / 10) / (4 / 8))  # seconds of a token: 12 s of 10 tokens, 4 s of 8
-
-
-@pytest.mark.parametrize(("by", "parts"), [("turn", {"1": 0.5, "2": 0.0}), ("depth", {"0.0": 0.5, "0.5": 0.0})])
-def test_columns_by_turn_or_by_a_field_of_the_prompts(by: str, parts: dict[str, float]):
-    assert table(*H2O, by=by).groups[0].parts == parts
 
 
 def test_details_of_a_table():
@@ -173,11 +168,6 @@ def test_two_models_are_two_rows_and_a_record_of_two_folders_counts_once():
     found = tabulate_records([run_of(*right), run_of(*right), other])
     assert [(group.model, group.answers) for group in found.groups] == [("other", 4), ("tiny", 4)]
     assert found.differs() == [] and found.model.name == "tiny, other"
-
-
-def test_columns_by_an_unknown_field_are_refused():
-    with refused(words=["by='tunr'", "turn", "depth"]):
-        table(*H2O, by="tunr")
 
 
 def test_the_margin_of_several_answers_to_a_prompt_is_over_prompts():
