@@ -215,24 +215,17 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     paper = PAPER in parts and hasattr(cls, PAPER)
     if paper:
         parts.remove(PAPER)
-    if name in SAMPLERS:
-        types = setting_types(cls)
-        return Method(name, settings=tuple(read_settings(parts, types, f"method {text!r}", cls.unnamed).items()))
-    if _is_intervention(cls):
-        types = setting_types(cls)
-    else:
+    types = setting_types(cls)
+    if name not in SAMPLERS and not _is_intervention(cls):
         types = {"budget": Budget} if parameters(cls).keys() & {"budget", "share"} else {}
     _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
-    options = read_settings(parts, types, f"method {text!r}", "budget")
+    options = read_settings(parts, types, f"method {text!r}", getattr(cls, "unnamed", "budget"))
     own = options.pop("budget", None)
-    if own is None and takes_budget and not (_is_shape(cls) and (options or isinstance(budget, int))):
+    is_shape = isinstance(cls, type) and issubclass(cls, Shape)
+    if own is None and takes_budget and not (is_shape and (options or isinstance(budget, int))):
         own = budget
     return Method(name, own, paper, tuple(options.items()))
-
-
-def _is_shape(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, Shape)
 
 
 def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:

@@ -62,7 +62,7 @@ def f1(text: str, answers: Sequence[str]) -> float:
 
 def contains(text: str, answers: Sequence[str]) -> float:
     """Return 1 if an answer occurs in the output, ignoring case."""
-    return float(any(answer.lower() in text.lower() for answer in answers))
+    return float(share(text, answers) > 0)
 
 
 def share(text: str, answers: Sequence[str]) -> float:

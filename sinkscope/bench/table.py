@@ -288,8 +288,8 @@ def _group(
     place: tuple[Any, ...], method: Method, records: Sequence[BenchRecord], full: Sequence[BenchRecord]
 ) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
-    *about, differs = place
-    task = task_class(place[0])
+    name, model, of_set, temperature, differs = place
+    task = task_class(name)
     by_prompt: dict[str, list[float]] = {}
     by_part: dict[str, list[float]] = {}
     for record in records:
@@ -297,10 +297,10 @@ def _group(
             by_prompt.setdefault(record.prompt, []).append(value)
             by_part.setdefault(str(record.settings.get("part", "")), []).append(value)
     scores = {prompt: fmean(values) for prompt, values in by_prompt.items()}
-    mean = mean_score(place[0], [*scores.values()])
+    mean = mean_score(name, [*scores.values()])
     metrics: Metrics = {}
-    for name in ("read", "cells", "time", "cached_peak", *task.columns):
-        metrics[name] = mean_known(record.metrics.get(name) for record in records)
+    for metric in ("read", "cells", "time", "cached_peak", *task.columns):
+        metrics[metric] = mean_known(record.metrics.get(metric) for record in records)
     whole = _seconds_per_token(full)
     if whole:
         metrics["time"] = _seconds_per_token(records) / whole
@@ -308,8 +308,21 @@ def _group(
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
     parts = {part: fmean(values) for part, values in by_part.items() if part}
-    costs = {"scores": scores, "parts": parts, "metrics": metrics, "differs": dict(differs)}
-    return BenchGroup(*about, method, len(records), mean.mean, mean.low, mean.high, **costs)
+    return BenchGroup(
+        name,
+        model,
+        of_set,
+        temperature,
+        method,
+        len(records),
+        mean.mean,
+        mean.low,
+        mean.high,
+        differs=dict(differs),
+        scores=scores,
+        parts=parts,
+        metrics=metrics,
+    )
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

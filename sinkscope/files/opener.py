@@ -1,23 +1,17 @@
 """The one opener of files that a user or another file names: regular files within a bound, inside their folder.
 
-A named pipe waits for a writer, and a device need not end, so neither is opened. Standard input, where a command takes
-it, is read up to the same bound.
+A named pipe waits for a writer, and a device need not end, so neither is opened.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import sys
-from io import BytesIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO
 
 from sinkscope.errors import SinkscopeError
 
-MOST = 1 << 30
-"""Bytes that are read of a file which is read whole."""
-_BLOCK = 1 << 20
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -48,38 +42,6 @@ def open_regular(file: Path, shown: str, remedy: str) -> BinaryIO:
     except OSError as error:
         raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
     raise SinkscopeError(f"cannot read {shown}: it is {kind}, not a regular file; {remedy}")
-
-
-def read_whole(file: Path, shown: str, remedy: str, most: int = MOST) -> bytes:
-    """Return the content of a regular file of at most `most` bytes; the arguments are those of `open_regular`.
-
-    Raises:
-        SinkscopeError: As for `open_regular`, or it is longer.
-    """
-    with open_regular(file, shown, remedy) as source:
-        try:
-            return _up_to(source, most, shown, remedy)
-        except OSError as error:
-            raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
-
-
-def read_stdin(remedy: str, most: int = MOST) -> bytes:
-    """Return what standard input holds, of at most `most` bytes.
-
-    Raises:
-        SinkscopeError: It holds more.
-    """
-    source = getattr(sys.stdin, "buffer", BytesIO())  # there is none if it is closed
-    return _up_to(source, most, "standard input", remedy)
-
-
-def _up_to(source: BinaryIO, most: int, shown: str, remedy: str) -> bytes:
-    content = bytearray()
-    while block := source.read(_BLOCK):
-        content += block
-        if len(content) > most:
-            raise SinkscopeError(f"cannot read {shown}: it is longer than {most:,} bytes; {remedy}")
-    return bytes(content)
 
 
 def inside(folder: Path, name: str, said_by: str, roots: tuple[Path, ...] = ()) -> Path:

@@ -6,18 +6,23 @@ import errno
 import os
 import re
 import secrets
+import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.opener import read_stdin, read_whole, reason_of
+from sinkscope.files.opener import open_regular, reason_of
 from sinkscope.files.plain import parse_json, pathless
 
 PathName = str | os.PathLike[str]
 """How a file or folder is named."""
+MOST = 1 << 30
+"""Bytes that are read of a file which is read whole."""
+_BLOCK = 1 << 20
 WRITTEN = frozenset({"out", "resume"})
 """Parameters of functions, and options of commands, that name a file or folder for writing."""
 KIND_MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
@@ -191,9 +196,20 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
         SinkscopeError: The file cannot be read, is no regular file, or is too long.
     """
     name = os.fspath(path)
-    if name == "-":
-        return read_stdin(remedy)
-    return read_whole(path_of(name, remedy), pathless(name) or "a file without a name", remedy)
+    shown = "standard input" if name == "-" else pathless(name) or "a file without a name"
+    opened: Any = nullcontext(getattr(sys.stdin, "buffer", BytesIO()))  # there is none if it is closed
+    if name != "-":
+        opened = open_regular(path_of(name, remedy), shown, remedy)
+    content = bytearray()
+    with opened as source:
+        try:
+            while block := source.read(_BLOCK):
+                content += block
+                if len(content) > MOST:
+                    raise SinkscopeError(f"cannot read {shown}: it is longer than {MOST:,} bytes; {remedy}")
+        except OSError as error:
+            raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
+    return bytes(content)
 
 
 def read_text(path: PathName, remedy: str = "give the path of a text file") -> str:
