@@ -117,7 +117,7 @@ def _words(name: str) -> str:
 
 
 def cell(value: Any, *, percent: bool = False) -> str:
-    """Return a value as text: four significant digits or per cent, yes or no, and a dash for None."""
+    """Return a value as text: four digits or per cent, yes or no, a dash for None; outer spaces stand in quotes."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -130,7 +130,8 @@ def cell(value: Any, *, percent: bool = False) -> str:
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
         return ", ".join(cell(item, percent=percent) for item in value)
-    return visible(str(value)).replace("\n", "\\n")
+    text = visible(str(value)).replace("\n", "\\n")
+    return text if text == text.strip() else f'"{text}"'
 
 
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> dict[str, list[str]]:

@@ -30,7 +30,7 @@ class TextFile(click.ParamType):
 
 
 class Commas(click.ParamType):
-    """Values of a type with commas between them; one that stands alone keeps the spaces around it."""
+    """Values of a type with commas between them; one that stands alone keeps the spaces around it, and so do tokens."""
 
     name = "list"
 
@@ -41,7 +41,9 @@ class Commas(click.ParamType):
         """Split at the commas."""
         words = [value]
         if "," in value or not value.strip():
-            words = [word.strip() for word in value.split(",") if word.strip()]
+            words = [word for word in value.split(",") if word.strip()]
+            if param is None or param.name != "tokens":
+                words = [word.strip() for word in words]
         if not words:
             flag = "" if param is None else param.opts[0]
             raise SinkscopeError(f"{flag} {value!r}: no name stands between the commas; give at least one")
