@@ -29,8 +29,6 @@ from sinkscope.opening.live import target_of
 FAMILIES = (
     "gpt2 gpt_neox opt phi phi3 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 gpt_oss"
 ).split()
-WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
-"""Their windows are 16; Phi-3 gets one by `model_of`."""
 
 
 def model_of(family: str, **overrides):

@@ -2,7 +2,7 @@
 
 A packing takes a Hugging Face model whose layers have `mlp.gate_proj`, `up_proj`, `down_proj` and `self_attn.q_proj` to
 `o_proj`, changes it in place, and returns `Names`. `GAUGES` change no shape, so that any of them can follow another;
-`composed` draws some of them. The others add neurons, heads or layers, or need weights without q and k norms.
+`composed` draws some of them. The others add neurons.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Names:
-    """New names of neurons, heads and layers; what is missing keeps its own."""
+    """New names of neurons and heads; what is missing keeps its own."""
 
     neurons: Mapping[Place, Place] = field(default_factory=dict)
     heads: Mapping[Place, Place] = field(default_factory=dict)
-    layers: Mapping[int, int] = field(default_factory=dict)
 
     def then(self, other: Names) -> Names:
         """The names after another packing."""
-        return Names(
-            _joined(self.neurons, other.neurons), _joined(self.heads, other.heads), _joined(self.layers, other.layers)
-        )
+        return Names(_joined(self.neurons, other.neurons), _joined(self.heads, other.heads))
 
     def neuron(self, layer: int, number: int) -> Place:
-        return self.neurons.get((layer, number), (self.layers.get(layer, layer), number))
+        return self.neurons.get((layer, number), (layer, number))
 
     def head(self, layer: int, number: int) -> Place:
-        return self.heads.get((layer, number), (self.layers.get(layer, layer), number))
+        return self.heads.get((layer, number), (layer, number))
 
 
 def _joined(first: Mapping[Any, Any], then: Mapping[Any, Any]) -> dict[Any, Any]:

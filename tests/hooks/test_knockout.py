@@ -46,14 +46,12 @@ def cells(keys, queries=None):
     ],
     ids=["first", "positions", "queries", "itself", "pairs"],
 )
-@pytest.mark.parametrize("kind", ["hf", "bridge"])
-def test_a_knockout_is_a_mask(edit, hidden, kind):
-    model = tiny_model("llama")[0]
-    want = under(model, hidden)
-    given = bridge_of(*tiny_model("llama")) if kind == "bridge" else model
-    with torch.no_grad(), edit.on(given):
-        got = given(IDS) if kind == "bridge" else given(input_ids=IDS).logits
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+def test_a_knockout_of_a_bridge_is_a_mask(edit, hidden):
+    """Of plain models the net draws this (`tests/ways`)."""
+    bridge = bridge_of(*tiny_model("llama"))
+    with torch.no_grad(), edit.on(bridge):
+        got = bridge(IDS)
+    torch.testing.assert_close(got, under(tiny_model("llama")[0], hidden), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +102,6 @@ def test_other_heads_see_the_key():
     want = under(model, hidden)
     with torch.no_grad(), ss.Knockout("first", heads=[1, 2]).on(model):
         torch.testing.assert_close(model(input_ids=IDS).logits, want, atol=2e-5, rtol=1e-4)
-
-
-def test_the_values_of_a_hidden_key_do_not_matter():
-    """Whatever the first token is, later ones give the same logits where nobody sees it."""
-    model = tiny_model("llama")[0]
-    other = IDS.clone()
-    other[:, 0] = 40
-    with torch.no_grad(), ss.Knockout("first").on(model):
-        torch.testing.assert_close(model(input_ids=IDS).logits[:, 1:], model(input_ids=other).logits[:, 1:])
 
 
 @pytest.mark.parametrize(

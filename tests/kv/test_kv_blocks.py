@@ -8,7 +8,6 @@ import re
 import threading
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -179,32 +178,6 @@ def test_unsupported_models_are_refused_at_the_with(name, edit, said):
 def test_a_model_inside_a_with_takes_no_other_policy(model):
     with unchanged(model), refused("already inside a `with`"), Full().on(model), STREAMING.on(model):
         pass
-
-
-def test_one_thread_steers_a_model_at_a_time(model):
-    """A second thread that enters a run, or measures, waits; a bare call in one gets a line."""
-    edits = STREAMING, LoopGuard(40), TOVA(budget=8)
-
-    def write():
-        return model.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
-
-    def alone(edit):
-        with edit.on(model):
-            return write()
-
-    want = [alone(edit) for edit in edits]
-    traced = ss.trace(model, IDS[:1], "logits")["logits"]
-    with unchanged(model), ThreadPoolExecutor(4) as pool:
-        waiting = list(pool.map(alone, edits))
-        with edits[0].on(model):
-            with refused(r"inside a `with` of thread 'MainThread', .*enter a `with` in this one, which waits"):
-                pool.submit(write).result(60)
-            late = pool.submit(alone, edits[1])
-            measuring = pool.submit(ss.trace, model, IDS[:1], "logits")
-            assert torch.equal(write(), want[0]) and not late.done() and not measuring.done()
-        assert torch.equal(late.result(60), want[1])
-        assert torch.equal(measuring.result(60)["logits"], traced)
-    assert all(torch.equal(one, other) for one, other in zip(want, waiting, strict=True))
 
 
 def test_whoever_waits_for_long_says_for_whom(model, monkeypatch):

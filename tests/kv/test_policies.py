@@ -97,19 +97,6 @@ def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
     assert seen == {(layer, queries): times for layer in layers for queries, times in ((PROMPT, 1), (1, 3))}
 
 
-@pytest.mark.parametrize("policy", [H2O(budget=6)], ids=str)
-def test_attention_that_a_model_returns_is_returned_of_every_token(policy, model):
-    model.set_attn_implementation("eager")
-    ids, _ = prompts([9], 1)
-    with policy.on(model):
-        found = model.generate(
-            ids[:, :9], max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
-        )
-    assert len(found.attentions) == 4
-    assert all(len(of_token) == model.config.num_hidden_layers for of_token in found.attentions)
-    assert all(rows is not None and rows.shape[2] == 1 for of_token in found.attentions[1:] for rows in of_token)
-
-
 def test_a_layers_budget_below_what_is_protected_is_refused():
     with refused(r"layer 2 has a budget of 2 tokens, which is below the 4 tokens that are always kept: raise"):
         run_policy(Stepped(budget=6, first=2, last=2), model_of("llama", num_hidden_layers=3), *prompts([30], 1), 30)
