@@ -18,7 +18,7 @@ from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
-from sinkscope.files.progress import Progress, silent
+from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
 from sinkscope.files.store import Folder, json_lines
 from sinkscope.generation.generate import Temperature
@@ -103,24 +103,17 @@ def run(
         "prompts": sha256(json_lines(prompts).encode()).hexdigest()[:16],
     }
     with Folder(out, {"command": COMMAND, **settings}, BenchRecord, option="--out") as folder:
-        _answer(task, target, batches, folder, progress or silent)
+        warm: set[Method] = set()
+        for done, batch in enumerate(batches, 1):
+            if not all(key in folder.records for key in batch.keys):
+                first = [conversation_ids(target, batch.prompts[0], 0, task.chat)]
+                for method in batch.methods:
+                    if method not in warm:  # what is made at first use is not of the time of the first answer
+                        answer_rows(target, first, 2, method.make())
+                        warm.add(method)
+                folder.append(task.answers(target, batch))
+            (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
-
-
-def _answer(
-    task: Task, target: Target, batches: Sequence[Batch], folder: Folder[BenchRecord], progress: Progress
-) -> None:
-    """Answer the batches that a folder does not hold yet."""
-    warm: set[Method] = set()
-    for done, batch in enumerate(batches, 1):
-        if not all(key in folder.records for key in batch.keys):
-            first = [conversation_ids(target, batch.prompts[0], 0, task.chat)]
-            for method in batch.methods:
-                if method not in warm:  # what is made at first use is not of the time of the first answer
-                    answer_rows(target, first, 2, method.make())
-                    warm.add(method)
-            folder.append(task.answers(target, batch))
-        progress("batches", done, len(batches))
 
 
 def check_sampling(task: Task, methods: Sequence[Method], temperature: float, seed: int) -> None:

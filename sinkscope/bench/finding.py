@@ -117,8 +117,12 @@ def difference(group: BenchGroup, other: BenchGroup) -> Interval | None:
 
 def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
     """Return the groups of one place without controls, the best first."""
-    compared = [group for group in groups if group.method.name not in NOT_RANKED]
-    return sorted(compared, key=lambda group: group.score, reverse=not task_class(groups[0].task).low_is_good)
+    return [group for group in best_first(groups) if group.method.name not in NOT_RANKED]
+
+
+def best_first(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
+    """Return the groups of one place in the order of their scores, the best first."""
+    return sorted(groups, key=lambda group: group.score, reverse=not task_class(groups[0].task).low_is_good)
 
 
 def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
@@ -177,7 +181,7 @@ def range_of(group: BenchGroup) -> str:
 def too_few(groups: Sequence[BenchGroup]) -> str:
     """Return the counts, or scores, of methods that answered too few prompts to be ranked; the best come first."""
     task = task_class(groups[0].task)
-    order = sorted(groups, key=lambda group: group.score, reverse=not task.low_is_good)
+    order = best_first(groups)
     scores: list[str] = []
     for group in order:
         value = task.value_in_words(group.score)

@@ -107,7 +107,7 @@ class BenchTable(Result):
         """Return one row per group."""
         rows: Table = []
         for group in self.groups:
-            lead = self.lead(group)
+            _, lead = self.lead(group)
             row = {
                 "task": group.task,
                 "model": group.model,
@@ -142,21 +142,18 @@ class BenchTable(Result):
             grids.append(Grid(constant_last(columns), important=(*sets, *shown)))
         return grids
 
-    def reference(self, group: BenchGroup) -> BenchGroup | None:
-        """Return the method with which a method of the same place is compared."""
-        references = [candidate for candidate in self.groups if candidate.place == group.place]
-        if self.beside is None:
-            references = ranked(references)
-        else:
-            references = [candidate for candidate in references if str(candidate.method) == self.beside]
-        return next(iter(references), None)
+    def lead(self, group: BenchGroup) -> tuple[BenchGroup, Interval | None]:
+        """Return the method of the same place with which one is compared, and how far its score is above that one's.
 
-    def lead(self, group: BenchGroup) -> Interval | None:
-        """Return how far a score is above that of the method it is compared with; None: not known."""
-        reference = self.reference(group)
-        if reference is None or reference is group:
-            return None
-        return difference(group, reference)
+        That is None where it is not known, as of a method that is compared with no other.
+        """
+        candidates = [candidate for candidate in self.groups if candidate.place == group.place]
+        if self.beside is None:
+            candidates = ranked(candidates)
+        for reference in candidates:
+            if self.beside in (None, str(reference.method)):
+                return reference, None if reference is group else difference(group, reference)
+        return group, None
 
     def differs(self) -> list[str]:
         """Return the conditions in which the runs of the table differ."""
@@ -181,8 +178,8 @@ class BenchTable(Result):
         if self.groups and all(group.metrics.get("time") is None for group in self.groups):
             lines.append(f"time is empty: it compares with {FULL}, which was not run.")
         for group in self.groups:
-            lead, reference = self.lead(group), self.reference(group)
-            if lead is not None and reference is not None:
+            reference, lead = self.lead(group)
+            if lead is not None:
                 moved = in_points(lead.mean, lead, task_class(group.task).main in PERCENT)
                 lines.append(f"{group.title}: {group.method} - {reference.method}: {moved}")
         return lines
@@ -274,8 +271,7 @@ def conditions_that_differ(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     names: set[str] = set()
     for first, other in combinations(runs, 2):
         if (first.get("task"), first["model"]["name"]) == (other.get("task"), other["model"]["name"]):
-            own, others = conditions(first), conditions(other)
-            names.update(name for name in own if own[name] != others.get(name))
+            names.update(dict(conditions(first).items() - conditions(other).items()))
     return sorted(names)
 
 

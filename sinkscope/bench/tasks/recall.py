@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product, takewhile, zip_longest
+from itertools import accumulate, chain, pairwise, product, takewhile, zip_longest
 from operator import eq
 from typing import Literal, get_args
 
@@ -165,10 +165,9 @@ def recall_dialogue(
     facts_by_turn = _placed(rng, lengths, chains, facts, keys[::-1])
     questions: list[Turn] = []
     for number, chained in enumerate(chains):
-        pieces = _pieces(rng, facts_by_turn[number], lengths[number] - _FRAME)
         answer = [word for key in chained for word in facts[key][2:]]
-        pieces.insert(_place(pieces, position), [ASK, chained[0], *QUESTION_END])
-        words = " ".join(" ".join(piece) for piece in pieces)
+        question = [ASK, chained[0], *QUESTION_END]
+        words = _context(rng, facts_by_turn[number], lengths[number] - _FRAME, question, position)
         questions.append(Turn(f"{TURNS[number]} {words} {ANSWER}", (" ".join(answer),)))
     return Prompt(f"recall-{seed} {position}", tuple(questions), "recall", position)
 
@@ -226,8 +225,8 @@ def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int,
     return tuple(least + end - start for start, end in pairwise([0, *cuts, spare]))
 
 
-def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[list[str]]:
-    """A context of `size` words in pieces, between which a question may stand: single filler words and whole facts."""
+def _context(rng: random.Random, facts: Sequence[list[str]], size: int, question: list[str], position: Position) -> str:
+    """A context of `size` words and a question between its pieces: single filler words and whole facts."""
     spare = size - GAP - len(facts) * (_FACT + GAP)
     shuffled = rng.sample(facts, len(facts))
     cuts = [0, *sorted(rng.randint(0, spare) for _ in facts), spare]
@@ -236,16 +235,10 @@ def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[l
         pieces += [[rng.choice(FILLER)] for _ in range(GAP + end - start)]
         if fact is not None:
             pieces.append(fact)
-    return pieces
-
-
-def _place(pieces: Sequence[list[str]], position: Position) -> int:
-    """The piece before which the question stands."""
-    if position != "middle":
-        return {"begin": 0, "end": len(pieces)}[position]
     starts = [0, *accumulate(map(len, pieces))]
-    middle = starts[-1] // 2
     # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
     # question never follows a fact directly.
     places = [place for place, piece in enumerate(pieces, 1) if len(piece) == 1]
-    return min(places, key=lambda place: abs(starts[place] - middle))
+    middle = min(places, key=lambda place: abs(starts[place] - size // 2))
+    pieces.insert({"begin": 0, "middle": middle, "end": len(pieces)}[position], question)
+    return " ".join(chain(*pieces))
