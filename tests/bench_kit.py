@@ -10,8 +10,7 @@ import torch
 from organisms.tiny import tiny_model
 
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.prompt import Prompt, Turn
-from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.record import BenchRecord, Prompt, Turn
 from sinkscope.bench.task import PromptFile
 
 WORDS = "the cat is in a box and it is so that no one can see what we do now or then if you may be my own new".split()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sinkscope.bench import tasks as tasks  # which registers them
 from sinkscope.bench.benchmark import run
-from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.record import read_prompts
 from sinkscope.bench.table import bench_table
 from sinkscope.bench.tasks.loops import DATA as LOOPBENCH
 from sinkscope.bench.tasks.loops import Loops

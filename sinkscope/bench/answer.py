@@ -14,10 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.bench.methods import Method
-from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import BenchRecord, EndReason, Metrics
-from sinkscope.bench.samplers import Sampler
+from sinkscope.bench.methods import Method, Sampler
+from sinkscope.bench.record import BenchRecord, EndReason, Metrics, Prompt
 from sinkscope.conformance.subject import entered
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Event

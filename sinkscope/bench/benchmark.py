@@ -11,8 +11,7 @@ from pydantic import Field
 
 from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
 from sinkscope.bench.methods import SAMPLING, Method, read_methods
-from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun
+from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun, Prompt
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError

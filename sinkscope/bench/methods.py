@@ -8,25 +8,35 @@ A sampler takes its first setting alone: `temperature:0.7`, `dry`, `repetition-p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
-from sinkscope.bench.samplers import SAMPLERS, Sampler
 from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, made, parameters
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_settings, setting_types, share_of, with_own_settings
+from sinkscope.files.records import (
+    Budget,
+    Natural,
+    check_fields,
+    read_settings,
+    setting_types,
+    share_of,
+    with_own_settings,
+)
 from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import import_object, policies
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard.steer import DRY
 from sinkscope.models.target import Target
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
@@ -47,6 +57,95 @@ class RandomSlots(Policy):
         heads = torch.arange(pos.shape[1])[:, None]
         hashed = torch.sin(pos * 12.9898 + heads * 78.233 + at.layer * 37.719)
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler(ABC):
+    """Base of samplers: a frozen dataclass of settings.
+
+    Attributes:
+        unnamed: The setting that may stand alone after the name, as in "temperature:0.7".
+        temperature: The temperature; 0 is greedy, and None that of the run.
+    """
+
+    unnamed: ClassVar[str]
+    temperature: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @abstractmethod
+    def processors(self, pad: int) -> list[Any]:
+        """Return what changes the scores, for rows that are padded with an id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature(Sampler):
+    """Sampling at a temperature.
+
+    Attributes:
+        value: The temperature, above 0.
+    """
+
+    unnamed: ClassVar[str] = "value"
+
+    value: Positive = 0.7
+
+    @property
+    def temperature(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the temperature."""
+        return self.value
+
+    def processors(self, pad: int) -> list[Any]:
+        """Return nothing: the task draws, so that its draws depend on the seed and the prompt alone."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dry(Sampler):
+    """DRY, as `ss.loops.DRY` has it.
+
+    Attributes:
+        multiplier: As for `ss.loops.DRY`.
+        base: As for `ss.loops.DRY`.
+        allowed_length: As for `ss.loops.DRY`.
+    """
+
+    unnamed: ClassVar[str] = "multiplier"
+
+    multiplier: Positive = 0.8
+    base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.75
+    allowed_length: Natural = 2
+
+    def processors(self, pad: int) -> list[Any]:
+        """Return the sampler, for which padding repeats nothing."""
+        return [DRY(self.multiplier, self.base, self.allowed_length, ignore=(pad,))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionPenalty(Sampler):
+    """The repetition penalty of transformers (Keskar et al. 2019, CTRL, section 4.1).
+
+    Attributes:
+        penalty: Divides positive scores of tokens that were there, and multiplies negative ones.
+    """
+
+    unnamed: ClassVar[str] = "penalty"
+
+    penalty: Positive = 1.1
+
+    def processors(self, pad: int) -> list[Any]:
+        """Return the sampler."""
+        from transformers import RepetitionPenaltyLogitsProcessor
+
+        return [RepetitionPenaltyLogitsProcessor(self.penalty)]
+
+
+SAMPLERS: dict[str, type[Sampler]] = {"temperature": Temperature, "dry": Dry, "repetition-penalty": RepetitionPenalty}
+"""The samplers by the names of their methods."""
 
 
 ANYWHERE = {"shortest": 0}

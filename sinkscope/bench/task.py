@@ -15,8 +15,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.bench.answer import Answer, Batch, answer_rows, conversation_ids
 from sinkscope.bench.methods import FULL, SAMPLING
-from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
-from sinkscope.bench.record import BenchRecord, Metrics
+from sinkscope.bench.record import BenchRecord, Metrics, Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of

@@ -9,7 +9,7 @@ from refusals import refused
 
 from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.prompt import Turn
+from sinkscope.bench.record import Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, is_looping
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load

@@ -9,8 +9,7 @@ from refusals import refused
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from sinkscope.bench.benchmark import run as run_bench
-from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_method, read_methods
-from sinkscope.bench.samplers import SAMPLERS
+from sinkscope.bench.methods import ANYWHERE, SAMPLERS, RandomSlots, method_classes, read_method, read_methods
 from sinkscope.bench.table import tabulate_records
 from sinkscope.kv import H2O, SnapKV
 from sinkscope.loops.guard import LoopGuard, Steer

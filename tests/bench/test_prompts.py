@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
+from sinkscope.bench.record import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.scores import score
 from sinkscope.bench.task import PromptFile, read_task
 from sinkscope.bench.tasks.loops import Loops

@@ -15,7 +15,7 @@ from refusals import refused
 import sinkscope as ss
 from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.benchmark import run as run_bench
-from sinkscope.bench.prompt import Turn
+from sinkscope.bench.record import Turn
 from sinkscope.bench.table import tabulate_records
 from sinkscope.bench.tasks.recall import Recall, recall_dialogue, uneven
 from sinkscope.opening.live import target_of

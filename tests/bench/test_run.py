@@ -10,8 +10,7 @@ from bench_kit import dialogues, task, tiny, untimed
 from refusals import refused
 
 from sinkscope.bench.benchmark import run as run_bench
-from sinkscope.bench.prompt import Prompt, Turn
-from sinkscope.bench.record import BenchRecord, read_run
+from sinkscope.bench.record import BenchRecord, Prompt, Turn, read_run
 from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from refusals import refused
 
 import sinkscope.bench.task as registry
-from sinkscope.bench.prompt import Prompt, Turn
+from sinkscope.bench.record import Prompt, Turn
 from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class
 from sinkscope.bench.tasks.recall import Recall
 

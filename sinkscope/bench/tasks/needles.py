@@ -21,7 +21,7 @@ from functools import cache
 from itertools import chain, cycle, islice
 from typing import Any
 
-from sinkscope.bench.prompt import Prompt, Turn
+from sinkscope.bench.record import Prompt, Turn
 from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 

@@ -18,8 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.bench.answer import Answer, Batch, Logits, Measure, RowNumbers, answer_rows, conversation_ids
-from sinkscope.bench.prompt import Prompt, Turn, read_prompts
-from sinkscope.bench.record import BenchRecord, Metrics
+from sinkscope.bench.record import BenchRecord, Metrics, Prompt, Turn, read_prompts
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import to_end
