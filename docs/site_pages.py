@@ -46,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 def interactive_figures(root: Path) -> Iterator[tuple[str, str]]:
     """Name and content of a page for each picture that has data beside it, and plotly's script, which they share."""
     sys.path.insert(0, str(root))  # the scripts that draw some of them are in no package that is installed
-    from experiments.gallery import figure_of, pictures
+    from experiments.drawn import figure_of, pictures
 
     for picture in pictures(root / "figures"):
         try:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from experiments.record import Row
+from sinkscope.files.kinds import kind_modules
 from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
+from sinkscope.results.result import Result
 
 
 def draw(file: Path, figure: Callable[[Row], Any]) -> None:
@@ -51,3 +54,18 @@ def error_bars(rows: Sequence[Row], name: str, **style: Any) -> Row:
 
 PLACES = {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}
 """The positions of a question in words."""
+
+
+def pictures(folder: Path) -> list[Path]:
+    """The pictures of a folder that were drawn from a JSON file beside them."""
+    return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())
+
+
+def figure_of(picture: Path) -> Any:
+    """The plotly figure of a picture, from the JSON beside it: of a result, or of the script that drew it."""
+    file = picture.with_suffix(".json")
+    data = json.loads(file.read_text(encoding="utf-8"))
+    if data["kind"] in kind_modules():
+        return Result.load(file).figure()
+    argv = data["provenance"]["argv"]
+    return import_module(argv[argv.index("-m") + 1]).figure(data)

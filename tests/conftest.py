@@ -116,7 +116,6 @@ FIRST = (
     "test_marking_heads.py",
     "test_training.py",
     "test_placements.py",
-    "test_gpu_all.py",
     "test_not_finite.py",
     "test_mask.py",
     "test_conditions.py",

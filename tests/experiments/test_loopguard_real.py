@@ -7,8 +7,10 @@ import json
 import pytest
 from repository import ROOT
 
+import sinkscope as ss
 from experiments.loopguard import real, real_table, why
 from experiments.loopguard.alarms import behind
+from experiments.loopguard.overhead import overhead
 from experiments.loopguard.real import first_alarm
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
@@ -121,3 +123,9 @@ def test_why_is_asked_of_the_outputs_that_end_in_a_loop_without_a_remedy(tmp_pat
     changes += [{"tokens": loop, "arm": "rewind"}, {"tokens": loop, "model": "n"}]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps({**about, **change}) + "\n" for change in changes))
     assert why.loops_of(tmp_path, "m", "report") == [{**about, "tokens": loop, "opening": openings_of("report")[1][1]}]
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_guard_is_a_ratio_to_plain_generation():
+    rows = overhead(ss.load("bundled"), rounds=2)
+    assert rows["milliseconds"] > 0 and rows["guard"]["median"] > 0 < rows["plain again"]["median"]

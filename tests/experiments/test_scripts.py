@@ -104,21 +104,12 @@ def right_everywhere(made: Any) -> bool:
     return {row["score"] for row in made["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
 
 
-def cheap_at_the_interval(made: Any) -> bool:
-    """A measurement costs some steps, and at the interval of the default next to nothing."""
-    (row,) = made["rows"]
-    return row["with"] > row["without"] and row["share"] == row["steps_per_measurement"] / 500
-
-
 def packaged_recall() -> Any:
     """The configuration of the recall model in the package, which the script makes."""
     return json.loads((ROOT / "sinkscope/models/recall/config.json").read_text())
 
 
 CASES = {
-    "bench_callback": Case(
-        "--sizes 2x64 --rounds 1 --steps 2 --every 2 --out {out}/x.json", cheap_at_the_interval, "x.json"
-    ),
     "bench_figures": Case(
         "tiny --work {out}/w --out {out}",
         lambda made: {row["set"] for row in made["rows"]} == {"begin", "middle", "end"} and right_everywhere(made),
@@ -171,7 +162,12 @@ CASES = {
         lambda made: made["bundled, tables, 900, 1"]["0.3"]["kl"] > 0,
         "x.json",
     ),
-    "gallery": Case("--out {out}/x.md", lambda page: "## [find-sinks](measure/find-sinks.md)" in page, "x.md"),
+    "gpu.overhead": Case(
+        "--shape lines-128 --contexts 96 --batches 1 --new 4 --rounds 2 --budget 72 --device cpu --dtype float32 "
+        "--out {out}/x.json",
+        lambda made: {"full", "h2o"} <= {*made["96 tokens, batch 1"]},
+        "x.json",
+    ),
     "make_shape": Case(
         "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/circuit.json", quick=True
     ),

@@ -126,21 +126,6 @@ def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_bench_shards_counts_the_bytes_of_an_edit(tmp_path):
-    edited, plain = "generate, Ablate, a neuron", "generate, plain"
-    made = started(
-        "-m", "experiments.bench_shards", str(tmp_path), "--rounds", "1", "--only", edited, plain, "generate, AdaKV"
-    )
-    assert made.returncode == 0, made.stderr[-3000:]
-    result = json.loads((tmp_path / "bench_shards.json").read_text())
-    rows = {row["call"]: row for row in result["result"]["rows"]}
-    tokens = result["settings"]["prompt"] + result["settings"]["new"] - 1
-    assert rows[edited]["ours"] == 4 * tokens and rows[plain]["ours"] == 0
-    assert rows[edited]["model"] == rows[plain]["model"] > 0
-    assert set(rows["generate, AdaKV"]) == {"call"}  # it is refused
-
-
-@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others(tmp_path):
     """The process is killed before its first word with the other one."""
     program = tmp_path / "dies.py"
