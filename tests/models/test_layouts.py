@@ -40,7 +40,7 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(model_type):
 @torch.no_grad()
 def test_the_gain_of_a_norm_is_what_it_multiplies_by():
     model, _ = tiny_model("gemma2")
-    gain = torch.linspace(-0.5, 3.0, model.config.hidden_size)
+    gain = torch.linspace(-2.0, 3.0, model.config.hidden_size)
     norm = model.model.layers[1].post_feedforward_layernorm
     norm.weight.copy_(gain)
     assert_close(gain_of(target_of(model), norm), 1 + gain)  # Gemma stores the gain minus 1
