@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from kv_kit import Drawn, close, decode, model_of, prompts
+from kv_kit import Drawn, decode, model_of, prompts
 from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
@@ -222,16 +222,6 @@ def test_a_layer_of_which_all_is_taken_back_is_empty():
     layer.evict(torch.tensor([True, False, True, True]).expand(2, 2, 4))
     layer.crop(-4)
     assert state_of(layer) == "empty" and layer.slots == 0
-
-
-def test_a_cache_that_was_filled_before(model):
-    ids, mask = prompts([15, 9], 6)
-    policy, cache = Drawn(budget=7), DynamicCache()
-    with policy.on(model):
-        want = decode(model, ids, mask, 15)
-    stock = decode(model, ids[:, :15], mask[:, :15], 15, cache)
-    with policy.on(model):  # no piece of the prompt is read inside
-        close(torch.cat([stock, decode(model, ids, mask, 15, cache, [])], 1), want)
 
 
 def test_caches_that_cannot_be_taken_over():
