@@ -347,7 +347,7 @@ def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
 
 
 def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a file and its location, such as "chat.jsonl line 3".
+    """Return each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
         path: One JSON array, or one JSON value per line.
@@ -360,6 +360,15 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     name = os.path.basename(path)
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: give {expected}")
+    return rows_of(text, name, expected)
+
+
+def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a text: one JSON array, or one JSON value per line.
+
+    Raises:
+        SinkscopeError: A line is not JSON.
+    """
     if text.lstrip().startswith("["):
         for number, row in enumerate(_loads(text, name, 1, expected), 1):
             yield f"{name} row {number}", row
