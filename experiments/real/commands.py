@@ -1,4 +1,4 @@
-"""Run every command on two real models: CPU seconds, peak memory, and what it says, beside what plain hooks read.
+"""Run every command on two real models: CPU seconds, peak memory, and what it says.
 
     python -m experiments.real.commands --real FOLDER --out figures/real_models.json
 

@@ -23,7 +23,7 @@ TABLE, READINGS = ROOT / "figures/real_models.json", ROOT / "figures/real_readin
 FOUND = {"smollm2": ROOT / "figures/find_sinks_smollm2.json", "gemma3": ROOT / "figures/find_sinks_gemma3.json"}
 TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
 MOST = 204
-HEAD = ("command", "CPU s", "peak GB", "what it says", "what plain hooks read")
+HEAD = ("command", "CPU s", "peak GB", "what it says")
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     table, readings = earlier(TABLE), earlier(READINGS)
     found = {name: FindSinks.load(path) for name, path in FOUND.items()}
     put_table(PAGE, "real.page", numbers(found, readings))
-    put_table(COMMANDS_PAGE, "real.page", tables(table, readings))
+    put_table(COMMANDS_PAGE, "real.page", tables(table))
 
 
 def numbers(found: dict[str, FindSinks], readings: Row) -> str:
@@ -91,96 +91,28 @@ def names_of(parts: list[str]) -> str:
     return f"{shown} and {len(parts) - 2} more" if len(parts) > 2 else shown
 
 
-def tables(table: Row, readings: Row) -> str:
+def tables(table: Row) -> str:
     """A table for each model."""
     parts: list[str] = []
     for model, title in TITLES.items():
         rows: list[list[str]] = []
         for name in COMMANDS:
             if name in table:
-                plain = PLAIN[name](readings[model]) if name in PLAIN else ""
-                rows.append(row_of(name, table[name][model][COLUMN], plain))
+                rows.append(row_of(name, table[name][model][COLUMN]))
         parts.append(f"### {title}\n\n{markdown(HEAD, rows)}")
     return "\n\n".join(parts)
 
 
-def row_of(name: str, measured: Row, plain: str) -> list[str]:
+def row_of(name: str, measured: Row) -> list[str]:
     """A line of a table."""
     if "not_run" in measured:
-        return [f"`{name}`", "-", "-", f"not run: {measured['not_run']}", plain]
+        return [f"`{name}`", "-", "-", f"not run: {measured['not_run']}"]
     said = shorten(measured["said"], MOST, placeholder=" ...").replace("|", "\\|").replace("<", "&lt;") or "nothing"
     if measured["cut"]:
         said = f"cut after {measured['cpu_seconds']:.0f} CPU seconds, before it ended"
     elif measured["exit_code"]:
         said = f"exit code {measured['exit_code']}: {said}"
-    return [f"`{name}`", f"{measured['cpu_seconds']:.0f}", f"{measured['peak_bytes'] / 1e9:.1f}", said, plain]
-
-
-def spike(readings: Row) -> str:
-    """Where the norm is made, by which neurons, and who attends to it."""
-    spike, neurons = readings["spike"], []
-    for neuron, norm in zip(spike["neurons"][:2], spike["contributions"][:2], strict=True):
-        neurons.append(f"L{spike['layer']}.N{neuron} adds {norm:,.0f}")
-    counts = readings["attention"]
-    return (
-        f"norm {spike['norm']:,.0f} after layer {spike['layer']}, {spike['ratio']:.0f} times the typical one; "
-        f"{' and '.join(neurons)}; {counts['heads_bos']} heads give the first token more than 0.3 "
-        f"(without BOS {counts['heads_no_bos']})"
-    )
-
-
-def ablation(readings: Row) -> str:
-    """What is left without the needed neurons."""
-    intact, needed, random = (readings["ablation"][name] for name in ("intact", "needed", "random"))
-    names = " and ".join(f"L{layer}.N{neuron}" for layer, neuron in readings["ablation"]["neurons"])
-    return (
-        f"without {names} the norm is {needed['ratio']:.1f} times the typical one (from {intact['ratio']:.0f}), "
-        f"{needed['heads']} heads (from {intact['heads']}), perplexity times {needed['perplexity_ratio']:.2f}; without "
-        f"random ones {random['ratio']:.0f} times, {random['heads']} heads"
-    )
-
-
-def copies(readings: Row) -> str:
-    """The last copies of the words that the command repeats."""
-    read = readings["copies"]
-    parts = [f"'{word}' {read[word]['last_512']:.0%}" for word in ("the", "company", "cat") if word in read]
-    return f"the 512th copy has of the first token's norm: {', '.join(parts)}"
-
-
-def patch(readings: Row) -> str:
-    """What the patch of both neurons costs."""
-    read = readings["patch"]
-    return (
-        f"with the needed neurons at their median, perplexity {read['change']:+.2%} ± {read['margin']:.2%} and the "
-        f"400th copy of 'company' at {read['copies_left']:.0%} of the first token's norm"
-    )
-
-
-def lines(readings: Row) -> str:
-    """The mass on the heaviest lines."""
-    read = readings["lines"]
-    return (
-        f"{read['mass']:.1%} of the attention on {read['cells']:.1%} of the cells; two texts share {read['inputs']:.0%}"
-    )
-
-
-def loops(readings: Row) -> str:
-    """How the greedy continuation of the first prompt ends."""
-    period = readings["loops"]["periods"][0]
-    if period is None:
-        return "160 greedy tokens end in no exact loop"
-    return f"160 greedy tokens end in copies of {period} tokens"
-
-
-PLAIN = {
-    "find-sinks": spike,
-    "why-sink": ablation,
-    "repeat": copies,
-    "patch": patch,
-    "lines": lines,
-    "generate": loops,
-}
-"""What plain hooks read that a command should agree with, by the first command of a kind."""
+    return [f"`{name}`", f"{measured['cpu_seconds']:.0f}", f"{measured['peak_bytes'] / 1e9:.1f}", said]
 
 
 NUMBERS = (

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.real.commands import PROMPT
 from experiments.real.models import MODELS, opened
 from experiments.record import Row, earlier, write_record
 from experiments.script import run as run_script
@@ -25,11 +24,9 @@ from tests.real import plain, texts
 
 WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "book")
 SINK, HALF, LEAST, MOST, ETA = 0.3, 0.5, 0.1, 0.9, 0.1
-COPIES, PIECE, LONG, NEW = 1024, 64, 256, 160
+COPIES, PIECE, LONG = 1024, 64, 256
 REPEATED = ("poem", "company", "the")
 ATTENDED, ANSWERED = 400, (50, 400)  # copies whose attention is read, and after which the model answers
-OPENINGS = (PROMPT, "Once upon a time,", "The list of items:", "The company said that", "In this paper, we", "I like")
-"""Prompts that are continued greedily."""
 
 
 def main(*, real: Path, out: Path, parts: Sequence[str] = ()) -> None:
@@ -306,35 +303,7 @@ def lines(model: Any, _: Row) -> Row:
     return {"mass": fmean(mass), "cells": fmean(cells), "inputs": fmean(inputs), "halves": fmean(halves)}
 
 
-def loops(model: Any, _: Row) -> Row:
-    """How many greedy continuations end in exact copies, and their periods."""
-    tokenizer = model.tokenizer
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    batch = tokenizer(list(OPENINGS), return_tensors="pt", padding=True)
-    written = model.generate(**batch, max_new_tokens=NEW, do_sample=False)[:, batch.input_ids.shape[1] :]
-    periods: list[int | None] = []
-    for row in written.tolist():
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id} & {*row}
-        length = min([row.index(end) for end in ends], default=len(row))
-        periods.append(plain.period_at_end(row[:length]))
-    looping = [period for period in periods if period is not None]
-    return {"prompts": len(periods), "loops": len(looping), "periods": periods}
-
-
-READS = (
-    spike,
-    attention,
-    ablation,
-    mark,
-    copies,
-    patch,
-    repetition_attention,
-    repetition_output,
-    lines,
-    loops,
-)
+READS = (spike, attention, ablation, mark, copies, patch, repetition_attention, repetition_output, lines)
 PARTS = {read.__name__: read for read in READS}
 
 

@@ -80,4 +80,4 @@ def test_a_command_is_measured_in_a_process_of_its_own(tmp_path):
 def test_a_command_that_takes_too_long_is_cut(tmp_path):
     row = table.measured(table.Command("check-cache snapkv", bound=1), tmp_path)
     assert row["cut"] and 0.8 <= row["cpu_seconds"] < 7  # about 1 second, by two clocks, at the latest 5 later
-    assert re.search(r"cut after [1-6] CPU seconds", page.row_of("x", row, "")[3])
+    assert re.search(r"cut after [1-6] CPU seconds", page.row_of("x", row)[3])
