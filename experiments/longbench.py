@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import read_rows, rows_of
+from sinkscope.files.plain import parse_json
+from sinkscope.files.records import read_rows
 
 EXPECTED = "LongBench's JSON lines, or its data.zip"
 ANSWER_ALONE = (
@@ -47,18 +48,19 @@ def read_longbench(task: str, source: Path) -> list[LongBenchRecord]:
         SinkscopeError: The file cannot be read or has no records, or a record misses a field (names the line).
     """
     if source.suffix == ".zip":
-        rows = list(rows_of(_member(source, f"data/{task}.jsonl"), f"{task}.jsonl", EXPECTED))
+        rows = _rows_of_member(source, f"data/{task}.jsonl")
     else:
         rows = list(read_rows(source, EXPECTED))
     return [_record(row, where) for where, row in rows]
 
 
-def _member(source: Path, name: str) -> str:
-    """The text of a file in an archive."""
+def _rows_of_member(source: Path, name: str) -> list[tuple[str, Any]]:
+    """The rows of a file in an archive, and the location of each."""
     try:
         with zipfile.ZipFile(source) as archive:
-            return archive.read(name).decode()
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+            lines = archive.read(name).splitlines()
+        return [(f"{name} line {number}", parse_json(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise SinkscopeError(f"{source.name} cannot be read ({error}): give {EXPECTED}; download it again") from None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import pytest
 from refusals import refused
 from repository import ROOT
@@ -22,6 +24,9 @@ def records(count: int) -> list[LongBenchRecord]:
 def test_longbench_files_are_read_and_lines_are_named(tmp_path):
     found = read_longbench("multi_news", ROOT / "experiments/loopbench/news.jsonl")
     assert len(found) == 12 and found[0].context and not found[0].answers
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(ROOT / "experiments/loopbench/news.jsonl", "data/multi_news.jsonl")
+    assert read_longbench("multi_news", tmp_path / "data.zip") == found
     (tmp_path / "x.jsonl").write_text('{"_id": "a"}\n')
     with refused("line 1 has no 'context'"):
         read_longbench("multi_news", tmp_path / "x.jsonl")
