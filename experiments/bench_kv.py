@@ -11,8 +11,6 @@ Sections, each in a process of its own, on one thread:
   (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`, after
   `pip install kvpress==0.5.5 torch==2.13.0 jaxtyping lazy-loader pydantic rich click`), both compare with the plain
   model of their own environment, and only these ratios are compared.
-- `prompts`: time and memory of reading a prompt under `H2O`, which needs every row of attention, beside the plain
-  model, by the length of the prompt, on a small Llama with random weights (Linux alone).
 
 The arms are interleaved in rotating order. A ratio is the median over rounds of arm over plain in the same round, with
 a 95 % bootstrap interval. Time is the processor time of the thread that does all the work, because other programs on
@@ -21,7 +19,6 @@ the machine disturb it less than wall-clock time.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import statistics
 import time
@@ -34,7 +31,7 @@ from typing import Any, Literal
 
 from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
-from experiments.timing import child, interleaved, memory_growth, ratio, seconds_of, token_seconds
+from experiments.timing import child, interleaved, ratio, token_seconds
 from sinkscope.results.console import note
 
 SHAPE = {
@@ -52,27 +49,18 @@ DECODING = [
     (1024, 512, 129, 128, ("snapkv",)),
     (2048, 1024, 32, 1, ("streaming", "tova")),
 ]
-LENGTHS = (2048, 4096, 8192, 16384, 32768)
-NARROW = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": max(LENGTHS),
-}
-SECTIONS = ("overhead", "decoding", "prompts")
+SECTIONS = ("overhead", "decoding")
 Arm = Callable[[], Row]  # seconds by what was done
 
 
-def llama(**changes: int) -> Any:
+def llama() -> Any:
     """Random weights; the same architecture in both environments."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(LlamaConfig(**{**SHAPE, **changes}), attn_implementation="sdpa")
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa")
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -207,43 +195,6 @@ def decoding(rounds: int) -> Row:
     return {"environment": {name: version(name) for name in named}, "cases": out}
 
 
-def prompts(rounds: int) -> Row:
-    """The least time and the most memory of a few measurements."""
-    import torch
-    from transformers import DynamicCache
-
-    from sinkscope.kv import H2O
-
-    model = llama(**NARROW)
-
-    def arm(length: int, policy: Any) -> Arm:
-        ids = tokens(length)
-
-        def run() -> Row:
-            cache = DynamicCache()
-
-            def read(new: Any) -> None:
-                with torch.no_grad():
-                    model(new, past_key_values=cache, logits_to_keep=1)
-
-            with nullcontext() if policy is None else policy.on(model):
-                ctypes.CDLL(None).malloc_trim(0)  # what earlier prompts have left
-                held, (seconds, _) = memory_growth(lambda: seconds_of(lambda: read(ids)))
-                read(ids[:, :1])  # a policy that never acts warns
-            return {"seconds": seconds, "bytes": held}
-
-        return run
-
-    out: Row = {}
-    for length in LENGTHS:
-        arms = {"plain": arm(length, None), "h2o": arm(length, H2O(budget=256))}
-        out[str(length)] = {}
-        for name, made in interleaved(arms, min(rounds, 3)).items():
-            least, most = min(value_of_each(made, "seconds")), max(value_of_each(made, "bytes"))
-            out[str(length)][name] = {"seconds": least, "bytes": most}
-    return out
-
-
 # --- running and merging --------------------------------------------------------------------------------------------
 
 
@@ -279,25 +230,7 @@ def tables(result: Row) -> str:
         tables.append(markdown(head, rows))
         said = ", ".join(f"{min(values):.2f} to {max(values):.2f} for a {part}" for part, values in slower.items())
         tables.append(f"The ratio of kvpress, divided by ours: {said} (above 1, kvpress takes longer).")
-    if "prompts" in result:
-        tables.append(table_of_prompts(result["prompts"]))
     return "\n\n".join(tables)
-
-
-def table_of_prompts(lengths: Row) -> str:
-    """Seconds and megabytes by length, and by how many times they grew from the length before."""
-    from experiments.drawn import markdown  # not in the other environment
-
-    rows = []
-    before = None
-    for length, arms in lengths.items():
-        rows.append([f"{int(length):,}"])
-        for part, unit in (("seconds", 1), ("bytes", 1e6)):
-            for name, measured in arms.items():
-                growth = "" if before is None else f" ({measured[part] / before[name][part]:.1f})"
-                rows[-1].append(f"{measured[part] / unit:.3g}{growth}")
-        before = arms
-    return markdown(["tokens of the prompt", "plain, s", "h2o, s", "plain, MB", "h2o, MB"], rows)
 
 
 def main(
@@ -318,7 +251,7 @@ def main(
         section: Only run this, and print what it found, as the script does itself in processes of their own.
     """
     if section is not None:
-        sections = {"overhead": overhead, "decoding": decoding, "prompts": prompts}
+        sections = {"overhead": overhead, "decoding": decoding}
         print(json.dumps(sections[section](rounds)))
         return
     for name in only:
@@ -328,7 +261,7 @@ def main(
         if name == "decoding" and peer is not None:
             made = {"sinkscope": made, "kvpress": child("bench_kv", *words, python=peer)}
         result = {**earlier(out), name: made}
-        write_record(out, "bench-kv", result, {"shape": SHAPE, "decoding": DECODING, "narrow": NARROW})
+        write_record(out, "bench-kv", result, {"shape": SHAPE, "decoding": DECODING})
         if page is not None:
             from experiments.drawn import put_table  # not in the other environment
 

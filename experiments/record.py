@@ -12,7 +12,6 @@ from typing import Any
 
 from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, plain
-from sinkscope.files.progress import world_size
 from sinkscope.files.provenance import provenance
 
 STARTED = time.perf_counter()
@@ -54,10 +53,7 @@ def write_record(
         bos=True,
         seed=settings.get("seed", 0),
     )
-    starter = ["python"]
-    if world_size() > 1:
-        starter = ["torchrun", "--standalone", "--nproc-per-node", str(world_size())]
-    made = replace(made, argv=(*starter, "-m", *_module(), *map(pathless, sys.argv[1:])))
+    made = replace(made, argv=("python", "-m", *_module(), *map(pathless, sys.argv[1:])))
     envelope = {
         "schema": 1,
         "kind": kind,

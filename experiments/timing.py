@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from experiments.record import Row
@@ -49,28 +48,6 @@ def token_seconds(model: Any, edit: Any, inputs: Row, new: int) -> tuple[float, 
         seconds, output = seconds_of(write)
     events = 0 if run is None else len(run.events)
     return seconds / (output.shape[1] - inputs["input_ids"].shape[1]), events
-
-
-def memory(name: str, process: int | str = "self") -> int | None:
-    """A line of a process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
-    file = Path(f"/proc/{process}/status")
-    if file.exists():
-        for line in file.read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return 1024 * int(line.split()[1])
-    return None
-
-
-def memory_growth(work: Callable[[], Any]) -> tuple[int | None, Any]:
-    """Bytes by which this process's peak exceeds during a function what it holds before, and what it returns."""
-    before = memory("VmRSS")
-    if before is not None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    result = work()
-    peak = memory("VmHWM")
-    if peak is None or before is None:
-        return None, result
-    return peak - before, result
 
 
 def interleaved(arms: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
