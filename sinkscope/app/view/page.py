@@ -43,10 +43,17 @@ def view_page(view: Result | None, title: str) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    data = "null" if view is None else json.dumps(view.to_dict(), allow_nan=False, separators=(",", ":"))
+    data = "null" if view is None else json.dumps(_shown(view.to_dict()), allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # no token of a text can end the element
     name = "app/view/view.html"
     return render(name, kind="view", policy=policy, title=title, style=style, data=data, script=script)
+
+
+def _shown(part: Any) -> Any:
+    """What a page shows of a part of a view: not the number of each text, from which a margin was made."""
+    if isinstance(part, dict):
+        return {name: _shown(value) for name, value in part.items() if name != "by_text"}
+    return [_shown(value) for value in part] if isinstance(part, list | tuple) else part
 
 
 def _hash(text: str) -> str:
