@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.head_lines import HeadLines
+from sinkscope.sparse.bands import Lines
 
 Line = tuple[str, int]
 """Its kind, and its key or distance."""
 
 
-def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:
+def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> Lines:
     """Random lines, with the main diagonal: each with these probabilities."""
     generator = torch.Generator().manual_seed(seed)
-    lines = HeadLines.of(
+    lines = Lines.of(
         torch.rand(heads, keys, generator=generator) < vertical,
         torch.rand(heads, keys, generator=generator) < slash,
         queries,
     )
-    lines.slash[:, :1] = True
+    lines.offsets[:, :1] = True
     return lines
 
 
@@ -50,12 +50,12 @@ def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
     return cells
 
 
-def on_lines(lines: HeadLines) -> Tensor:
+def on_lines(lines: Lines) -> Tensor:
     """Which cells `[head query key]` lie on lines, line by line."""
-    heads, keys = lines.vertical.shape
-    found = torch.zeros(heads, lines.queries, keys, dtype=torch.bool)
-    for (kind, place), cells in lines_of(lines.queries, keys).items():
-        found |= getattr(lines, kind)[:, place, None, None] & cells
+    heads, keys = lines.columns.shape
+    found = torch.zeros(heads, lines.grid.queries, keys, dtype=torch.bool)
+    for (kind, place), cells in lines_of(lines.grid.queries, keys).items():
+        found |= (lines.columns if kind == "vertical" else lines.offsets)[:, place, None, None] & cells
     return found
 
 

@@ -20,10 +20,10 @@ from test_sparse_attention import inputs
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from sinkscope.sparse import band_attention, select_bands
+from sinkscope.sparse import line_attention, select_bands
 from sinkscope.sparse import triton as kernel
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, Bands
+from sinkscope.sparse.bands import BAND, Lines
 from sinkscope.sparse.choice import StoredRows, choose_bands, kept_columns, sampled_rows
 from sinkscope.sparse.triton_sums import ComputedRows
 
@@ -33,7 +33,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-9))
 
 
-def drawn(queries: int, past: int, width: int, kv: int, dtype: torch.dtype) -> tuple[Scores, Tensor, Bands]:
+def drawn(queries: int, past: int, width: int, kv: int, dtype: torch.dtype) -> tuple[Scores, Tensor, Lines]:
     """Queries, keys and values; a dense head among others, one without columns, and dense rows."""
     chosen = random_bands(4, queries, queries + past, 0, min(16, queries // 20))
     chosen.columns[2] = False
@@ -45,7 +45,7 @@ def case(queries: int, past: int, width: int, kv: int, dtype: str) -> dict[str, 
     scores, value, chosen = drawn(queries, past, width, kv, getattr(torch, dtype))
     at = torch.arange(queries) + past
     wanted = dense(scores, chosen.rows(at)) @ per_head(value, 4)
-    found: dict[str, Any] = {"attention": off(band_attention(scores, value, chosen), wanted)}
+    found: dict[str, Any] = {"attention": off(line_attention(scores, value, chosen), wanted)}
     found["narrow"] = off(kernel.attention_on(scores, value, chosen, kernel.TILINGS[-1:]).transpose(0, 1), wanted)
     rows = sampled_rows(chosen.grid, 70, 0, chosen.dense_rows)
     if len(rows):

@@ -36,7 +36,7 @@ from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import NEAR, TILE, Bands, BlockGrid
+from sinkscope.sparse.bands import NEAR, TILE, BlockGrid, Lines
 from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
 from sinkscope.sparse.serve import LoopServe
 
@@ -49,14 +49,14 @@ def drawn(heads: int, kv: int, queries: int, keys: int, width: int, dtype: str, 
     return Scores(query, key, 1.5 * width**-0.5), value
 
 
-def bands_of(heads: int, queries: int, keys: int, share: float, device: str, seed: int = 0) -> Bands:
+def bands_of(heads: int, queries: int, keys: int, share: float, device: str, seed: int = 0) -> Lines:
     """Random bands in runs of four and columns, about half of the share each; all bands if it is 1."""
     grid, generator = BlockGrid(queries, keys), torch.Generator().manual_seed(seed)
     bands = (torch.rand(heads, -(-grid.blocks // 4), generator=generator) < share / 2).repeat_interleave(4, 1)
     bands = bands[:, : grid.blocks] | (torch.arange(grid.blocks) < NEAR) | (share >= 1)
     columns = torch.rand(heads, keys, generator=generator) < (share / 2 if share < 1 else 0)
     columns[:, :4] = True
-    return Bands(columns.to(device), bands.to(device), grid, 16)
+    return Lines(columns.to(device), bands.to(device), grid, 16)
 
 
 def milliseconds(work: Callable[[], Any], device: str, rounds: int) -> float:
@@ -113,7 +113,7 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
     chosen = step_by_step()
     if device != "cpu":
         columns, bands, *_ = replayed()
-        found["same"] = bool(torch.equal(columns, chosen.columns) and torch.equal(bands, chosen.bands))
+        found["same"] = bool(torch.equal(columns, chosen.columns) and torch.equal(bands, chosen.offsets))
     for name, work in (("ms", step_by_step), ("replayed_ms", replayed)):
         found[name] = time_of(work)
         began = time.perf_counter()

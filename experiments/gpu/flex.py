@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, PER, TILE, Bands
+from sinkscope.sparse.bands import BAND, PER, TILE, Lines
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -35,11 +35,11 @@ class FlexBands:
         place: Key of each gathered column, `[head slot]`; the number of keys where there is none.
     """
 
-    chosen: Bands
+    chosen: Lines
     place: Tensor
 
     @classmethod
-    def of(cls, chosen: Bands) -> FlexBands:
+    def of(cls, chosen: Lines) -> FlexBands:
         """List the columns of each head."""
         most = int(chosen.columns.sum(1).max())  # waits for the device
         number = torch.arange(chosen.grid.keys, device=chosen.columns.device).expand_as(chosen.columns)
@@ -54,7 +54,7 @@ class FlexBands:
 
     def mask(self) -> Mask:
         """Return what says whether a query sees a slot in a head."""
-        place, bands, sparse = self.place, self.chosen.bands, self.chosen.sparse_tiles
+        place, bands, sparse = self.place, self.chosen.offsets, self.chosen.sparse_tiles
         slots = place.shape[1]
 
         def sees(_batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class FlexBands:
         grid, sparse, slots = self.chosen.grid, self.chosen.sparse_tiles, self.place.shape[1]
         tile = torch.arange(grid.tiles, device=self.place.device)
         back = tile[:, None] - tile  # blocks of 64 keys
-        four = pad(self.chosen.bands, (0, PER)).unflatten(1, (-1, PER))
+        four = pad(self.chosen.offsets, (0, PER)).unflatten(1, (-1, PER))
         some, whole = four.any(2)[:, back.clamp(min=0)], four.all(2)[:, back.clamp(min=0)]
         dense = (tile >= sparse)[:, None]
         full = (whole | dense) & (back > 0)
@@ -89,7 +89,7 @@ class FlexBands:
         )
 
 
-def flex_bands(scores: Scores, value: Tensor, chosen: Bands, attend: Callable[..., Any], **options: Any) -> Tensor:
+def flex_bands(scores: Scores, value: Tensor, chosen: Lines, attend: Callable[..., Any], **options: Any) -> Tensor:
     """Attention `[head query d_value]` on columns and bands by FlexAttention, as given or compiled."""
     flex = FlexBands.of(chosen)
     given = scores.query[None], flex.gathered(scores.key)[None], flex.gathered(value)[None]

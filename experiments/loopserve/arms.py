@@ -36,7 +36,7 @@ from sinkscope.sparse.bands import BlockGrid, Copies
 from sinkscope.sparse.choice import StoredRows, choose_bands, draw_of, kept_columns, sampled_rows, unsampled_queries
 from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
-from sinkscope.sparse.sparse import band_attention, recovered
+from sinkscope.sparse.sparse import line_attention, recovered
 
 ALPHA = 0.955  # of both samples: the paper's
 LAST = 16  # dense rows
@@ -79,7 +79,7 @@ def prompt(target: Target, ids: Tensor) -> Row:
         chosen = timed(
             "search", partial(choose_bands, own, LoopServe.alpha, always, LoopServe.dense_above, LAST, copies)
         )
-        timed("attention", partial(band_attention, scores, scores.key, chosen))
+        timed("attention", partial(line_attention, scores, scores.key, chosen))
         cells.append(float(chosen.attended().mean()))
 
     def measure(layer: int, scores: Scores) -> None:

@@ -31,9 +31,8 @@ from sinkscope.measure.attention_texts import records_of, texts_of
 from sinkscope.measure.margin import interval_of
 from sinkscope.results.style import BLUE, GREEN, ORANGE, panels
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import NEAR, Bands, BlockGrid, Copies
+from sinkscope.sparse.bands import NEAR, BlockGrid, Copies, Lines
 from sinkscope.sparse.choice import densities, draw_of, kept_columns, query_rows, sampled_rows
-from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse_prompts import SparsePrompts
@@ -46,7 +45,7 @@ LEAST = 4 * NEAR * 8
 """Tokens of a text; in a shorter one near keys are nearly all."""
 Cells = dict[int, Float[Tensor, " head"]]
 """Share of the cells that each head computes, by layer."""
-Choose = Callable[[Scores, int, Copies | None], HeadLines | Bands]
+Choose = Callable[[Scores, int, Copies | None], Lines]
 
 
 def main(
@@ -111,7 +110,7 @@ class Along(SparsePrompts):
 
     choose: Choose
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
         """What the function chooses."""
         return self.choose(scores, layer, copies)
 
@@ -134,7 +133,7 @@ class Reading:
         """The loss of a text along chosen lines, and the cells of each head by layer."""
         cells: Cells = {}
 
-        def chosen(scores: Scores, layer: int, copies: Copies | None) -> HeadLines | Bands:
+        def chosen(scores: Scores, layer: int, copies: Copies | None) -> Lines:
             lines = choose(scores, layer, copies)
             cells[layer] = lines.attended().cpu()
             return lines
@@ -142,9 +141,9 @@ class Reading:
         with Along(choose=chosen).on(self.target):
             return self.full(text), cells
 
-    def lines_of(self, text: int, wanted: Sequence[Cells], served: Sequence[LoopServe]) -> list[dict[int, Bands]]:
+    def lines_of(self, text: int, wanted: Sequence[Cells], served: Sequence[LoopServe]) -> list[dict[int, Lines]]:
         """The heaviest lines of a text that the model reads with its own attention, of as many cells as wanted."""
-        ids, by_alpha = self.rows[text], [dict[int, Bands]() for _ in wanted]
+        ids, by_alpha = self.rows[text], [dict[int, Lines]() for _ in wanted]
         copies = Copies.of(ids, len(ids), self.target.device)
 
         def see(layer: int, scores: Scores) -> None:
@@ -168,21 +167,21 @@ def partners(kinds: Sequence[str]) -> list[int]:
 @torch.no_grad()
 def bands_of_cells(
     scores: Scores, layer: int, cells: Float[Tensor, " head"], served: LoopServe, copies: Copies
-) -> Bands:
+) -> Lines:
     """Choose columns and bands like `LoopServe`, for each head as few as have at least so many cells."""
     grid = BlockGrid(scores.queries, scores.keys)
     drawn = draw_of(served.seed, layer, scores.queries, scores.keys)
     rows = sampled_rows(grid, served.sample, drawn, served.dense_rows, copies)
     sample = query_rows(scores, rows)
     always = kept_columns(scores, grid.sparse_queries(served.dense_rows), served.begin, served.checked)
-    chosen: Bands | None = None
+    chosen: Lines | None = None
     for _ in range(2):  # at first by all of a line's cells, then by those that the other kind leaves to it
         by_column, by_band = densities(sample, chosen, always)
         rank = torch.cat([by_column, by_band], 1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
-        def heaviest(number: Int[Tensor, "head 1"], rank: Tensor = rank) -> Bands:
+        def heaviest(number: Int[Tensor, "head 1"], rank: Tensor = rank) -> Lines:
             columns, bands = (rank < number).split([grid.keys, grid.blocks], 1)
-            return Bands(columns, bands, grid, served.dense_rows)
+            return Lines(columns, bands, grid, served.dense_rows)
 
         fixed = by_column.isinf().sum(1, keepdim=True) + by_band.isinf().sum(1, keepdim=True)
         chosen = heaviest(fewest(fixed, rank.shape[1], heaviest, cells))
@@ -190,12 +189,12 @@ def bands_of_cells(
     return chosen
 
 
-def near_bands(grid: BlockGrid, cells: Float[Tensor, " head"], served: LoopServe) -> Bands:
+def near_bands(grid: BlockGrid, cells: Float[Tensor, " head"], served: LoopServe) -> Lines:
     """Take the first columns and the nearest bands of each head, as few as have at least so many cells."""
     key, band = torch.arange(grid.keys), torch.arange(grid.blocks)
 
-    def lines(first: Int[Tensor, "head 1"], nearest: Int[Tensor, "head 1"]) -> Bands:
-        return Bands(key < first, band < nearest, grid, served.dense_rows)
+    def lines(first: Int[Tensor, "head 1"], nearest: Int[Tensor, "head 1"]) -> Lines:
+        return Lines(key < first, band < nearest, grid, served.dense_rows)
 
     begin = torch.full((len(cells), 1), served.begin)
     reached = fewest(torch.full_like(begin, NEAR), grid.blocks, lambda nearest: lines(begin, nearest), cells)
@@ -204,7 +203,7 @@ def near_bands(grid: BlockGrid, cells: Float[Tensor, " head"], served: LoopServe
 
 
 def fewest(
-    least: Int[Tensor, "head 1"], most: int, lines: Callable[[Tensor], Bands], cells: Float[Tensor, " head"]
+    least: Int[Tensor, "head 1"], most: int, lines: Callable[[Tensor], Lines], cells: Float[Tensor, " head"]
 ) -> Int[Tensor, "head 1"]:
     """Search for the smallest number of lines of each head, from `least` to `most`, that compute so many cells."""
     low, high = least, torch.full_like(least, most)

@@ -13,20 +13,18 @@ LoopServe, section 3.1; Jiang et al. 2024, MInference).
 """
 
 from sinkscope.sparse.attention import Scores, line_sums
-from sinkscope.sparse.bands import Bands
+from sinkscope.sparse.bands import Lines
 from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.head_lines import HeadLines, minference_lines, select_lines
+from sinkscope.sparse.head_lines import minference_lines, select_lines
 from sinkscope.sparse.shapes import AShape, MInference, TriShape
-from sinkscope.sparse.sparse import band_attention, line_attention, recovered
+from sinkscope.sparse.sparse import line_attention, recovered
 
 __all__ = [
     "AShape",
-    "Bands",
-    "HeadLines",
+    "Lines",
     "MInference",
     "Scores",
     "TriShape",
-    "band_attention",
     "line_attention",
     "line_sums",
     "minference_lines",

@@ -7,13 +7,13 @@ their queries. Band 0 is the diagonal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -35,17 +35,26 @@ ByBand = Float[Tensor, "head block"]
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Tiles of 64 queries, and blocks of 16 keys, which begin where tiles do.
+    """Tiles of queries, 64 if nothing else is said, and blocks of 16 keys, which begin where tiles do.
 
     The last key of a tile is in its band 0, and band b of all tiles are the blocks b blocks before.
 
     Attributes:
         queries: Number of queries, which are the last of the positions.
         keys: Number of keys.
+        tile: Queries in a tile; 1 for single lines.
+        block: Keys in a block, which divide these.
     """
 
     queries: int
     keys: int
+    tile: int = TILE
+    block: int = BAND
+
+    @property
+    def per(self) -> int:
+        """Number of bands that lie in the diagonal block."""
+        return self.tile // self.block
 
     @property
     def past(self) -> int:
@@ -55,22 +64,22 @@ class BlockGrid:
     @property
     def before(self) -> int:
         """Number of blocks of keys before the first query."""
-        return -(-self.past // BAND)
+        return -(-self.past // self.block)
 
     @property
     def lead(self) -> int:
         """Number of keys that the first of these blocks lacks."""
-        return BAND * self.before - self.past
+        return self.block * self.before - self.past
 
     @property
     def tiles(self) -> int:
         """Number of blocks of queries."""
-        return -(-self.queries // TILE)
+        return -(-self.queries // self.tile)
 
     @property
     def short(self) -> int:
         """Number of queries that the last tile lacks."""
-        return -self.queries % TILE
+        return -self.queries % self.tile
 
     @property
     def cells(self) -> int:
@@ -81,24 +90,24 @@ class BlockGrid:
         """Number of queries before those that see everything: `dense_rows` at the end, and those of the same tile."""
         if not dense_rows:
             return self.queries
-        return max(0, self.queries - dense_rows) // TILE * TILE
+        return max(0, self.queries - dense_rows) // self.tile * self.tile
 
     @property
     def blocks(self) -> int:
         """Number of blocks of keys, and of bands."""
-        return self.before + PER * self.tiles
+        return self.before + self.per * self.tiles
 
     def last_block(self, at: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
         """Return the last block of keys of the tile of the query at a position; its band 0."""
-        return self.before + (at - self.past) // TILE * PER + PER - 1
+        return self.before + (at - self.past) // self.tile * self.per + self.per - 1
 
     def blocked(self, by_key: Tensor) -> Tensor:
         """Split the last dimension, of keys, into blocks, of which the first and the last are filled with zeros."""
-        return rearrange(pad(by_key, (self.lead, self.short)), "... (block own) -> ... block own", own=BAND)
+        return rearrange(pad(by_key, (self.lead, self.short)), "... (block own) -> ... block own", own=self.block)
 
     def by_key(self, by_block: Tensor) -> Tensor:
         """Repeat the last dimension, of blocks, for the keys of each block."""
-        every = repeat(by_block, "... block -> ... (block own)", own=BAND)
+        every = repeat(by_block, "... block -> ... (block own)", own=self.block)
         return every[..., self.lead : self.lead + self.keys]
 
 
@@ -127,18 +136,18 @@ def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
     if known is not None:
         return known
     position = torch.arange(grid.keys)
-    to_end = torch.minimum(TILE - (position - grid.past) % TILE, grid.keys - position)
+    to_end = torch.minimum(grid.tile - (position - grid.past) % grid.tile, grid.keys - position)
     own = torch.where(position >= grid.past, to_end, 0)
-    near = grid.blocked(own)[grid.before :].sum(1).view(-1, PER).sum(0).flip(0)
+    near = grid.blocked(own)[grid.before :].sum(1).view(-1, grid.per).sum(0).flip(0)
     far = crossed(grid, grid.blocked(torch.ones(1, grid.keys, dtype=torch.double)).sum(2))[0].long()
     columns = torch.arange(grid.keys, 0, -1).clamp(max=grid.queries)
-    lengths = Lengths(columns.to(device), own.to(device), torch.cat([near, far[PER:]]).to(device))
+    lengths = Lengths(columns.to(device), own.to(device), torch.cat([near, far[grid.per :]]).to(device))
     _LENGTHS[grid, device] = lengths
     return lengths
 
 
-def crossed(grid: BlockGrid, counts: ByBand) -> ByBand:
-    """Count the cells of a line that lines of the other kind cross, if the latter are of bands from `PER` on.
+def crossed(grid: BlockGrid, counts: Shaped[Tensor, "*n block"]) -> Shaped[Tensor, "*n block"]:
+    """Count the cells of a line that lines of the other kind cross, if the latter are of bands from `grid.per` on.
 
     Args:
         grid: The tiles.
@@ -147,12 +156,12 @@ def crossed(grid: BlockGrid, counts: ByBand) -> ByBand:
     Returns:
         For a column of each block, or for each band.
     """
-    # Every PER-th of them meets the same line. The sums are along the last dimension, which is faster on a GPU.
-    steps = pad(counts, (0, -grid.blocks % PER)).unflatten(1, (-1, PER)).mT.cumsum(2)
-    so_far = steps.mT.flatten(1)[:, : grid.blocks]
-    met = so_far.flip(1)
-    met[:, : grid.before] -= so_far[:, : grid.before].flip(1)
-    return TILE * met - grid.short * counts.flip(1)
+    # Every `per`-th of them meets the same line. The sums are along the last dimension, which is faster on a GPU.
+    steps = pad(counts, (0, -grid.blocks % grid.per)).unflatten(-1, (-1, grid.per)).mT.cumsum(-1)
+    so_far = steps.mT.flatten(-2)[..., : grid.blocks]
+    met = so_far.flip(-1)
+    met[..., : grid.before] -= so_far[..., : grid.before].flip(-1)
+    return grid.tile * met - grid.short * counts.flip(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,12 +231,16 @@ def copies_in(ids: Int[Tensor, " pos"]) -> tuple[Int[Tensor, " copy"], Int[Tenso
 
 
 @dataclass(frozen=True, eq=False)
-class Bands:
-    """The columns and bands chosen for every head of a layer in one sequence.
+class Lines:
+    """The lines chosen for every head of a layer in one sequence, or several such choices.
+
+    In blocks of 16 keys these are columns and bands, in blocks of 1 vertical and slash lines. All are restricted to the
+    causal cells of the queries.
 
     Attributes:
         columns: Whether each key position is chosen.
-        bands: Whether each band is chosen. All heads have the first `PER` bands; a dense head has all.
+        offsets: Whether each offset (query position less key position) is chosen, in blocks: each band. Where blocks
+            have 16 keys, all heads have the first `PER` bands.
         grid: The tiles.
         dense_rows: So many queries at the end see everything, as do those of the same tile.
         copies: Single blocks that all heads see besides.
@@ -235,60 +248,71 @@ class Bands:
         lists: What `triton.lists_of` returns for these, if it is known.
     """
 
-    columns: Bool[Tensor, "head key"]
-    bands: Bool[Tensor, "head block"]
+    columns: Bool[Tensor, "*choice head key"]
+    offsets: Bool[Tensor, "*choice head block"]
     grid: BlockGrid
     dense_rows: int = 0
     copies: Copies | None = None
-    share: Float[Tensor, " head"] | None = None
+    share: Float[Tensor, "*choice head"] | None = None
     lists: tuple[Tensor, ...] = ()
 
+    @classmethod
+    def of(cls, columns: Tensor, offsets: Tensor, queries: int, dense_rows: int = 0) -> Lines:
+        """Return the vertical and slash lines at these positions and offsets, of as many keys, in blocks of 1."""
+        return cls(columns, offsets, BlockGrid(queries, columns.shape[-1], 1, 1), dense_rows)
+
     @property
-    def dense(self) -> Bool[Tensor, " head"]:
-        """Which heads have all bands."""
-        return self.bands.all(1)
+    def both(self) -> Bool[Tensor, "*choice head kind key"]:
+        """Columns and offsets together, in blocks of 1."""
+        return torch.stack([self.columns, self.offsets], -2)
+
+    @property
+    def dense(self) -> Bool[Tensor, "*choice head"]:
+        """Which heads have all lines of a kind, and so all cells."""
+        return self.offsets.all(-1) | self.columns.all(-1)
 
     @property
     def sparse_tiles(self) -> int:
         """Number of tiles before those that see everything."""
-        return -(-self.grid.sparse_queries(self.dense_rows) // TILE)
+        return -(-self.grid.sparse_queries(self.dense_rows) // self.grid.tile)
 
-    def attended(self) -> Float[Tensor, " head"]:
+    def attended(self) -> Float[Tensor, "*choice head"]:
         """Return the share of the causal cells that is computed, with the dense rows."""
         if self.share is not None:
             return self.share
         grid, sparse = self.grid, self.grid.sparse_queries(self.dense_rows)
         if not sparse:
-            return torch.ones(len(self.bands), device=self.bands.device)
-        before = BlockGrid(sparse, grid.past + sparse)
-        part = Bands(self.columns[:, : before.keys], self.bands[:, : before.blocks], before, copies=self.copies)
-        on_lines = part.cells()
-        return (on_lines + grid.cells - before.cells) / grid.cells
+            return torch.ones(self.offsets.shape[:-1], device=self.offsets.device)
+        before = replace(grid, queries=sparse, keys=grid.past + sparse)
+        part = Lines(self.columns[..., : before.keys], self.offsets[..., : before.blocks], before, copies=self.copies)
+        return (part.cells() + grid.cells - before.cells) / grid.cells
 
-    def cells(self) -> Float[Tensor, " head"]:
-        """Return the number of cells on columns and bands, each counted once, without what dense rows see besides."""
-        lengths = lengths_of(self.grid, self.columns.device)
-        far = self.bands.float()
-        far[:, :PER].zero_()
-        left = lengths.columns - lengths.own - self.grid.by_key(crossed(self.grid, far))
-        on_lines = (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
+    def cells(self) -> Int[Tensor, "*choice head"]:
+        """Return the number of cells on the lines, each counted once, without what dense rows see besides."""
+        grid, lengths = self.grid, lengths_of(self.grid, self.columns.device)
+        near = self.offsets[..., : grid.per].all(-1, keepdim=True)
+        far = self.offsets.long()
+        far[..., : grid.per].zero_()
+        left = lengths.columns - lengths.own * near - grid.by_key(crossed(grid, far))
+        on_lines = (self.offsets * lengths.bands).sum(-1) + (self.columns * left).sum(-1)
         if self.copies is None:
             return on_lines
-        grid, copies = self.grid, self.copies
+        copies = self.copies
         inside = copies.tile < grid.tiles
         back = grid.before + copies.tile * PER + PER - 1 - copies.block
-        alone = inside & ~self.bands[:, back * inside]
-        others = grid.blocked((~self.columns).float()).sum(2)[:, copies.block * inside]
+        alone = inside & ~self.offsets[:, back * inside]
+        others = grid.blocked((~self.columns).long()).sum(2)[:, copies.block * inside]
         queries = (grid.queries - copies.tile * TILE).clamp(max=TILE)
         return on_lines + (alone * others * queries).sum(1)
 
-    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
+    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Return which keys the queries at these positions see."""
         grid = self.grid
         back = grid.last_block(at)[:, None] - torch.arange(grid.blocks, device=at.device)
-        tile = (at - grid.past) // TILE
+        tile = (at - grid.past) // grid.tile
         more = (tile >= self.sparse_tiles)[:, None]
         if self.copies is not None:
             more = more | self.copies.rows(tile, grid)
-        in_band = grid.by_key(self.bands[:, back.clamp(min=0)] | more)
-        return (self.columns[:, None] | in_band) & (at[:, None] >= torch.arange(grid.keys, device=at.device))
+        on_offset = grid.by_key(self.offsets[..., back.clamp(min=0)] | more)
+        causal = at[:, None] >= torch.arange(grid.keys, device=at.device)
+        return (self.columns[..., None, :] | on_offset) & causal

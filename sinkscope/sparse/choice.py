@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, check_values
 from sinkscope.sparse.attention import Scores, attention_of, sample_queries
-from sinkscope.sparse.bands import NEAR, Bands, BlockGrid, ByBand, Copies, crossed, lengths_of
+from sinkscope.sparse.bands import NEAR, BlockGrid, ByBand, Copies, Lines, crossed, lengths_of
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse import triton_module
 
@@ -56,7 +56,7 @@ def select_bands(
     dense_rows: int = 0,
     dense_above: float = math.inf,
     copies: Copies | None = None,
-) -> Bands:
+) -> Lines:
     """Choose columns and bands that hold alpha of the attention, for all heads of a layer; nothing waits for a GPU.
 
     Args:
@@ -92,13 +92,13 @@ def bands_from(
     dense_rows: int,
     dense_above: float,
     copies: Copies | None,
-) -> Bands:
+) -> Lines:
     """Choose like `select_bands`, from the attention of queries with these indices; everything, if there are none."""
     grid, device = BlockGrid(scores.queries, scores.keys), scores.key.device
     if alpha == 1 or not len(rows):
         columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
         bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
-        return Bands(columns, bands, grid, dense_rows)
+        return Lines(columns, bands, grid, dense_rows)
     always = kept_columns(scores, grid.sparse_queries(dense_rows), begin, checked)
     return choose_bands(query_rows(scores, rows), alpha, always, dense_above, dense_rows, copies)
 
@@ -111,7 +111,7 @@ def query_rows(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
 
 
 def recorded_bands(
-    choose: Callable[[Scores, Tensor], Bands],
+    choose: Callable[[Scores, Tensor], Lines],
     scores: Scores,
     arguments: tuple[Tensor, Tensor, Tensor],
     dense_rows: int,
@@ -136,7 +136,7 @@ def recorded_bands(
         assert lengths  # a recording reads their memory, so they last as long
         chosen = choose(Scores(query, key, scores.scaling), rows)
         lists = () if module is None else module.lists_of(chosen)
-        return chosen.columns, chosen.bands, chosen.attended(), *lists
+        return chosen.columns, chosen.offsets, chosen.attended(), *lists
 
     return kind(work, arguments)
 
@@ -222,9 +222,9 @@ class StoredRows:
         back = last - torch.arange(grid.blocks, device=last.device)[:, None]
         self._back: Int[Tensor, "block row"] = back.clamp(min=0)  # blocks after a row have no weight
 
-    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
+    def sums(self, chosen: Lines) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
-        outside = (~chosen.bands).float()[:, self._back]
+        outside = (~chosen.offsets).float()[:, self._back]
         by_column = (outside[:, :, None] @ self._probs).flatten(1)
         left = self.grid.blocked((~chosen.columns).float())
         by_block = (self._probs @ left[..., None]).flatten(1)
@@ -253,7 +253,7 @@ def choose_bands(
     dense_above: float,
     dense_rows: int,
     copies: Copies | None = None,
-) -> Bands:
+) -> Lines:
     """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
 
     Args:
@@ -268,7 +268,7 @@ def choose_bands(
     columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
     bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
     for number in range(2):
-        of_columns, of_bands = densities(sample, None if not number else Bands(columns, bands, grid), always)
+        of_columns, of_bands = densities(sample, None if not number else Lines(columns, bands, grid), always)
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
         # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
         # first only attention that is not a number is not enough: such heads are dense, as without a choice.
@@ -276,12 +276,12 @@ def choose_bands(
             bands = torch.ones_like(bands)
         columns = torch.where(enough, of_columns >= least, columns)
         bands = torch.where(enough, of_bands >= least, bands)
-    chosen = Bands(columns, bands, grid, copies=copies)
+    chosen = Lines(columns, bands, grid, copies=copies)
     dense = chosen.cells() > dense_above * grid.cells
-    return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows, copies)
+    return Lines(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows, copies)
 
 
-def densities(sample: StoredRows, chosen: Bands | None, always: Bool[Tensor, "head key"]) -> tuple[ByColumn, ByBand]:
+def densities(sample: StoredRows, chosen: Lines | None, always: Bool[Tensor, "head key"]) -> tuple[ByColumn, ByBand]:
     """Return the weight per cell of each line outside the chosen lines of the other kind; infinite for what stays.
 
     Args:
@@ -293,10 +293,10 @@ def densities(sample: StoredRows, chosen: Bands | None, always: Bool[Tensor, "he
     column_left, band_left = lengths.columns, lengths.bands
     if chosen is None:
         none = torch.zeros(len(always), grid.blocks, dtype=torch.bool, device=always.device)
-        column_weight, band_weight = sample.sums(Bands(torch.zeros_like(always), none, grid))
+        column_weight, band_weight = sample.sums(Lines(torch.zeros_like(always), none, grid))
     else:
         column_weight, band_weight = sample.sums(chosen)
-        column_left = column_left - grid.by_key(crossed(grid, chosen.bands.float()))
+        column_left = column_left - grid.by_key(crossed(grid, chosen.offsets.float()))
         band_left = band_left - crossed(grid, grid.blocked(chosen.columns.float()).sum(2))
     of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
     of_columns.masked_fill_(always, torch.inf)

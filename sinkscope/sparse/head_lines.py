@@ -19,124 +19,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.files.records import Natural, PositiveShare, check_values
-from sinkscope.models.draws import draws
 from sinkscope.sparse.attention import Scores, attention_of, line_sums, sample_queries, slash_sums
+from sinkscope.sparse.bands import Lines, lengths_of
 
 # MInference's numbers of lines, and how many of them are always the first columns and the nearest offsets.
 VERTICAL, SLASH, EARLIEST, NEAREST = 1000, 6096, 30, 100
 
 
-@dataclass(frozen=True, eq=False)
-class HeadLines:
-    """Vertical and slash lines chosen for every head of a layer in one sequence, or several such choices.
-
-    Queries are the last `queries` of the positions. A vertical line is a key position, a slash line an offset (query
-    position less key position). Both are restricted to causal cells of these queries.
-
-    Attributes:
-        chosen: Whether each key position is chosen, and each offset.
-        queries: Number of rows of the matrix.
-        dense_rows: So many queries at the end see everything.
-    """
-
-    chosen: Bool[Tensor, "*choice head kind key"]
-    queries: int
-    dense_rows: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        vertical: Bool[Tensor, "*choice head key"],
-        slash: Bool[Tensor, "*choice head key"],
-        queries: int,
-        dense_rows: int = 0,
-    ) -> HeadLines:
-        """Return the lines at these key positions and offsets."""
-        return cls(torch.stack([vertical, slash], -2), queries, dense_rows)
-
-    @property
-    def vertical(self) -> Bool[Tensor, "*choice head key"]:
-        """Whether each key position is chosen; a view of `chosen`."""
-        return self.chosen[..., 0, :]
-
-    @property
-    def slash(self) -> Bool[Tensor, "*choice head key"]:
-        """Whether each offset is chosen; a view of `chosen`."""
-        return self.chosen[..., 1, :]
-
-    @property
-    def past(self) -> int:
-        """Number of positions before the first query."""
-        return self.chosen.shape[-1] - self.queries
-
-    def lengths(self) -> Int[Tensor, " key"]:
-        """Return the number of cells of line i; it is the same for both kinds."""
-        keys = self.chosen.shape[-1]
-        return torch.arange(keys, 0, -1, device=self.chosen.device).clamp(max=self.queries)
-
-    @property
-    def dense(self) -> Bool[Tensor, "*choice head"]:
-        """Which heads have all cells."""
-        return self.attended() == 1
-
-    def cells(self) -> Int[Tensor, "*choice head"]:
-        """Return the number of cells on the lines, each counted once, without what dense rows see besides."""
-        both = self.chosen.sum(-2) * self.lengths()
-        return (both - self.vertical * crossing_counts(self.slash, self.past)).sum(-1)
-
-    def attended(self) -> Float[Tensor, "*choice head"]:
-        """Return the share of all causal cells on the lines or in dense rows."""
-        every, rows = self.lengths().sum(), min(self.dense_rows, self.queries)
-        body = HeadLines(self.chosen[..., : self.chosen.shape[-1] - rows], self.queries - rows)
-        return (body.cells() + every - body.lengths().sum()) / every
-
-    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
-        """Return which keys the queries at positions `at` see."""
-        keys = self.chosen.shape[-1]
-        offset = at[:, None] - torch.arange(keys, device=at.device)
-        dense = (at >= keys - self.dense_rows)[:, None]
-        return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)] | dense) & (offset >= 0)
-
-    def random(self, seed: int, purpose: str, *, cells: bool) -> HeadLines:
-        """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths.
-
-        Seed and purpose are those of `models.draws.draws`.
-        """
-        generator = draws(seed, purpose)
-        length = self.lengths()
-        if not cells:
-            length = torch.ones_like(length)
-        order = torch.rand(2, self.chosen.shape[-3], len(length), generator=generator).argsort(-1).transpose(0, 1)
-        drawn = length[order]
-        reached = drawn.cumsum(-1) - drawn / 2  # a line is taken if more than half of it still fits
-        wanted = (self.chosen * length).sum(-1, keepdim=True)
-        order = order.to(wanted.device).expand_as(self.chosen)
-        return HeadLines(torch.zeros_like(self.chosen).scatter_(-1, order, reached < wanted), self.queries)
-
-
-def near_lines(scores: Scores, first: int, local: int, dense_rows: int = 0) -> HeadLines:
+def near_lines(scores: Scores, first: int, local: int, dense_rows: int = 0) -> Lines:
     """Choose the first columns and the nearest offsets of every head, and the last rows."""
     index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
-    return HeadLines.of(index < first, index < local, scores.queries, dense_rows)
+    return Lines.of(index < first, index < local, scores.queries, dense_rows)
 
 
-def crossing_counts(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:
-    """Count, for each line of the other kind, how many of these cross it, if the first query is at position `past`."""
-    # Lines j and o meet in row j + o, if that row is a query: o runs from past - j to keys - 1 - j.
-    count = lines.cumsum(-1).flip(-1)
-    count[..., :past] -= lines[..., :past].cumsum(-1).flip(-1)
-    return count
-
-
-def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> HeadLines:
+def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> Lines:
     """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
 
     Args:
@@ -147,7 +50,8 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
     both, keys = weights.flatten(1), weights.shape[2]
     most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
     chosen = heaviest(both, torch.tensor(most, device=both.device)[:, None, None], 0) & (both > 0)
-    return HeadLines(chosen.unflatten(-1, (2, keys)), keys)
+    columns, offsets = chosen.split(keys, -1)
+    return Lines.of(columns, offsets, keys)
 
 
 def last_votes(scores: Scores, last: int) -> tuple[Tensor, ...]:
@@ -165,7 +69,7 @@ def minference_lines(
     last: int = 64,
     first: int = EARLIEST,
     local: int = NEAREST,
-) -> HeadLines:
+) -> Lines:
     """Choose fixed numbers of lines by the votes of the last queries: MInference's pattern (Jiang et al. 2024).
 
     The authors' kernel computes whole blocks around the slash lines; here only the lines themselves are kept.
@@ -184,7 +88,7 @@ def minference_lines(
     check_values(Natural, vertical=vertical, slash=slash, last=last, local=local)
     column_votes, offset_votes = last_votes(scores, last)
     columns = heaviest(column_votes, vertical, min(first, vertical))
-    return HeadLines.of(columns, heaviest(offset_votes, slash, min(local, slash)), scores.queries)
+    return Lines.of(columns, heaviest(offset_votes, slash, min(local, slash)), scores.queries)
 
 
 def heaviest(
@@ -198,7 +102,7 @@ def heaviest(
 
 
 @torch.no_grad()
-def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed: int = 0, begin: int = 1) -> HeadLines:
+def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed: int = 0, begin: int = 1) -> Lines:
     """Run algorithm 5 as printed for all heads of a layer: vertical and slash lines that hold alpha of the attention.
 
     Args:
@@ -216,15 +120,13 @@ def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed
     scores.check_plain()
     start = near_lines(scores, begin, 1)
     if alpha == 1:
-        start.vertical[:] = True
+        start.columns[:] = True
         return start
     rows = sample_queries(scores.queries, sample, seed)
     return faithful_lines(attention_of(scores, rows), (rows + scores.past).to(scores.key.device), alpha, start)
 
 
-def faithful_lines(
-    probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"], alpha: float, lines: HeadLines
-) -> HeadLines:
+def faithful_lines(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"], alpha: float, lines: Lines) -> Lines:
     """Run algorithm 5: add lines to those of each head until they hold `alpha` of the sample; else it becomes dense.
 
     Numbers in comments are lines of the algorithm. `w` are weights of lines in the sample, `l` their lengths in the
@@ -241,16 +143,19 @@ def faithful_lines(
     largest_s = torch.zeros_like(probs[:, 0])
     largest_s.scatter_reduce_(1, offset.flatten().expand(len(probs), -1), probs.flatten(1), "amax")
     weight = torch.stack([probs.sum(1), slash_sums(probs, at)], 1)  # 5
-    order = weight.masked_fill(lines.chosen, torch.inf).argsort(dim=2, descending=True, stable=True)  # 6
+    order = weight.masked_fill(lines.both, torch.inf).argsort(dim=2, descending=True, stable=True)  # 6
     w = pad(weight.gather(2, order), (0, 1), value=-torch.inf)  # a list that has ended offers nothing
     w_max = torch.stack([probs.amax(1), largest_s], 1).double().gather(2, order)
     ol = pad(w_max.cumsum(2), (1, 0))  # 8: after so many lines of the list
-    length = pad(lines.lengths()[order], (0, 1))
+    length = pad(lengths_of(lines.grid, at.device).columns[order], (0, 1))
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
         (w_v, w_s), (ol_v, ol_s), (l_v, l_s) = w[head].tolist(), ol[head].tolist(), length[head].tolist()
-        v, s = lines.chosen[head].sum(1).tolist()  # 7: numbers of chosen lines, and where the lists begin
+        v, s = (
+            int(lines.columns[head].sum()),
+            int(lines.offsets[head].sum()),
+        )  # 7: numbers of chosen lines, and where the lists begin
         while total < target and min(v, s) < probs.shape[2]:  # 9
             dw_s, dw_v = w_s[s] - ol_v[v], w_v[v] - ol_s[s]  # 10, 11
             if dw_s / max(1, l_s[s] - v) >= dw_v / max(1, l_v[v] - s):  # 12
@@ -258,8 +163,8 @@ def faithful_lines(
             else:
                 total, v = total + max(0.0, dw_v), v + 1  # 16, 17
         if total >= target:
-            lines.vertical[head, order[head, 0, :v]] = True
-            lines.slash[head, order[head, 1, :s]] = True
+            lines.columns[head, order[head, 0, :v]] = True
+            lines.offsets[head, order[head, 1, :s]] = True
         else:  # the lists ended, or the attention is not a number
-            lines.vertical[head] = True
+            lines.columns[head] = True
     return lines  # 18

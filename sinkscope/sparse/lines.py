@@ -16,7 +16,7 @@ import numpy as np
 import plotly.graph_objects as go
 import torch
 from einops import einsum, rearrange, reduce
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 from torch.nn.functional import pad
@@ -30,13 +30,15 @@ from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import check_data, texts_of
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.draws import draws
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.results.row import row_beside
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 from sinkscope.sparse.attention import Scores, in_blocks, line_sums
-from sinkscope.sparse.head_lines import HeadLines, top_lines
+from sinkscope.sparse.bands import Lines, lengths_of
+from sinkscope.sparse.head_lines import top_lines
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
@@ -233,8 +235,8 @@ def lines(
     wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
     measured: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
-    chosen: list[HeadLines] = []
-    random: list[HeadLines] = []
+    chosen: list[Lines] = []
+    random: list[Lines] = []
 
     def see(layer: int, scores: Scores) -> None:
         drawn = setup.seed, f"lines of layer {layer} in text {len(chosen) // len(wanted)}"
@@ -242,8 +244,8 @@ def lines(
         own, numbers = weighed(scores, shares, before, *drawn)
         for name, values in numbers.items():
             measured.setdefault(name, []).append(values.double().cpu())
-        chosen.append(HeadLines(own.chosen.cpu(), own.queries))
-        random.append(chosen[-1].random(*drawn, cells=False))
+        chosen.append(Lines.of(own.columns.cpu(), own.offsets.cpu(), scores.keys))
+        random.append(drawn_like(chosen[-1], *drawn, cells=False))
         setup.progress("layers", len(chosen), len(wanted) * len(rows))
 
     with setup.edited(), scores_of(target, see, wanted):
@@ -264,24 +266,24 @@ def lines(
 
 
 def weighed(
-    scores: Scores, etas: Sequence[float], before: HeadLines | None, seed: int, purpose: str
-) -> tuple[HeadLines, dict[str, Float[Tensor, "eta head"]]]:
+    scores: Scores, etas: Sequence[float], before: Lines | None, seed: int, purpose: str
+) -> tuple[Lines, dict[str, Float[Tensor, "eta head"]]]:
     """The heaviest lines of one layer and text, and what is measured of them, under the names of `LineWeights`."""
     keys, half = scores.keys, scores.keys // 2
     first_sums, late = line_sums(scores.part(0, half)), scores.part(half, keys)
     second_sums = line_sums(late)
     sums = second_sums + pad(first_sums, (0, keys - half))
     own = top_lines(sums, etas)
-    as_long = own.random(seed, f"{purpose}, as long", cells=True)
-    others = {"mass": own.chosen, "random_mass": as_long.chosen, "near_mass": nearest_of(own).chosen}
+    as_long = drawn_like(own, seed, f"{purpose}, as long", cells=True)
+    others = {"mass": own.both, "random_mass": as_long.both, "near_mass": nearest_of(own).both}
     if before is not None:  # of lines that only the longer text has, none is in the other
-        there = before.chosen.to(own.chosen.device)
+        there = before.both.to(own.columns.device)
         others["other_mass"] = pad(there[..., :keys], (0, max(0, keys - there.shape[-1])))
-    weights = weight_on(scores, HeadLines(torch.cat(list(others.values())), keys)) / sums[:, 0].sum(1)
+    weights = weight_on(scores, torch.cat(list(others.values()))) / sums[:, 0].sum(1)
     first, second = top_lines(first_sums, etas), top_lines(second_sums, etas, keys - half)
     inside = top_lines(line_sums(late, since=half), etas)
-    first_random = first.random(seed, f"{purpose}, first half", cells=False)
-    second_random = second.random(seed, f"{purpose}, second half", cells=False)
+    first_random = drawn_like(first, seed, f"{purpose}, first half", cells=False)
+    second_random = drawn_like(second, seed, f"{purpose}, second half", cells=False)
     return own, {
         **dict(zip(others, weights.split(len(etas)), strict=True)),
         "cells": own.attended(),
@@ -291,19 +293,37 @@ def weighed(
     }
 
 
-def nearest_of(lines: HeadLines) -> HeadLines:
+def drawn_like(lines: Lines, seed: int, purpose: str, *, cells: bool) -> Lines:
+    """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths.
+
+    Seed and purpose are those of `models.draws.draws`.
+    """
+    generator, both = draws(seed, purpose), lines.both
+    length = lengths_of(lines.grid, both.device).columns.cpu()
+    if not cells:
+        length = torch.ones_like(length)
+    order = torch.rand(2, both.shape[-3], len(length), generator=generator).argsort(-1).transpose(0, 1)
+    drawn = length[order]
+    reached = drawn.cumsum(-1) - drawn / 2  # a line is taken if more than half of it still fits
+    wanted = (both.cpu() * length).sum(-1, keepdim=True)
+    taken = torch.zeros_like(both, device="cpu").scatter_(-1, order.expand_as(both), reached < wanted)
+    columns, offsets = taken.to(both.device).unbind(-2)
+    return Lines.of(columns, offsets, lines.grid.queries)
+
+
+def nearest_of(lines: Lines) -> Lines:
     """Return the first column and the nearest offsets, as few as cover at least as many cells as the lines."""
-    length = lines.lengths()
+    length = lengths_of(lines.grid, lines.columns.device).columns
     with_column = len(length) + (length - 1).cumsum(0)  # each offset crosses the first column once
     number = (with_column < lines.cells()[..., None]).sum(-1, keepdim=True) + 1
     index = torch.arange(len(length), device=length.device)
-    first = (index == 0).expand_as(lines.vertical)
-    return HeadLines.of(first, index < number, lines.queries)
+    first = (index == 0).expand_as(lines.columns)
+    return Lines.of(first, index < number, lines.grid.queries)
 
 
-def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:
+def agreement(lines: Sequence[Lines]) -> Float[Tensor, "eta head"]:
     """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
-    by_key = [rearrange(text.chosen, "eta head kind key -> key kind eta head") for text in lines]
+    by_key = [rearrange(text.both, "eta head kind key -> key kind eta head") for text in lines]
     chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
     both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
     counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
@@ -312,22 +332,24 @@ def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:
     return overlap[first, second].double().mean(0)
 
 
-def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
+def shared_by_second(a: Lines, b: Lines) -> Float[Tensor, "eta head"]:
     """Return the number of lines in both over number of lines of `b`."""
-    keys = min(a.chosen.shape[-1], b.chosen.shape[-1])  # lines that only one can have are not shared
-    both = a.chosen[..., :keys] & b.chosen[..., :keys]
-    return both.sum((-2, -1)) / b.chosen.sum((-2, -1)).clamp(min=1)
+    keys = min(a.grid.keys, b.grid.keys)  # lines that only one can have are not shared
+    both = a.both[..., :keys] & b.both[..., :keys]
+    return both.sum((-2, -1)) / b.both.sum((-2, -1)).clamp(min=1)
 
 
-def weight_on(scores: Scores, lines: HeadLines) -> Float[Tensor, "choice head"]:
+def weight_on(scores: Scores, lines: Bool[Tensor, "choice head kind key"]) -> Float[Tensor, "choice head"]:
     """Sum the attention of the cells on the lines, for several choices.
 
     Cells where lines cross count once.
     """
-    weights = torch.zeros(lines.chosen.shape[:2], device=scores.query.device)
+    weights = torch.zeros(lines.shape[:2], device=scores.query.device)
     for at, probs in in_blocks(scores):
-        for number, chosen in enumerate(lines.chosen):
-            seen = HeadLines(chosen[..., : probs.shape[2]], lines.queries).rows(at)
+        keys = probs.shape[2]
+        by_kind = lines[..., :keys].transpose(1, 2)
+        for number, (columns, offsets) in enumerate(by_kind):
+            seen = Lines.of(columns, offsets, keys).rows(at)
             weights[number] += (probs * seen).sum((1, 2))
     return weights
 

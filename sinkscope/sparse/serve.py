@@ -27,9 +27,9 @@ from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check
 from sinkscope.generation.progressive import Progressive, steps_summary
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Bands, BlockGrid, Copies
+from sinkscope.sparse.bands import BlockGrid, Copies, Lines
 from sinkscope.sparse.choice import bands_from, draw_of, recorded_bands, sampled_rows, unsampled_queries
-from sinkscope.sparse.head_lines import HeadLines, select_lines
+from sinkscope.sparse.head_lines import select_lines
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 
@@ -192,7 +192,7 @@ class LoopServe(SparsePrompts):
         if self.decode:
             self.decoding.enter(run, key)
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
         """Return columns and bands that hold `alpha` of the sampled attention, or what algorithm 5 chooses."""
         if self.variant == "faithful":
             seed = draw_of(self.seed, layer, scores.queries, scores.keys)
@@ -200,9 +200,7 @@ class LoopServe(SparsePrompts):
             return replace(lines, dense_rows=self.dense_rows)
         return self._bands(scores, self._sampled(scores, layer, copies), copies)
 
-    def chosen(
-        self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]
-    ) -> HeadLines | Bands:
+    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Lines:
         """Return the lines of a row; on a GPU, one launch chooses bands from the third layer on."""
         device = scores.key.device
         if self.variant == "faithful" or device.type not in RECORDED_ON:
@@ -214,9 +212,9 @@ class LoopServe(SparsePrompts):
             replayed[key] = recorded_bands(choose, scores, inputs, self.dense_rows, RECORDED_ON[device.type])
         columns, bands, attended, *lists = replayed[key](*inputs)
         grid = BlockGrid(scores.queries, scores.keys)
-        return Bands(columns, bands, grid, self.dense_rows, copies, attended.clone(), tuple(lists))
+        return Lines(columns, bands, grid, self.dense_rows, copies, attended.clone(), tuple(lists))
 
-    def _bands(self, scores: Scores, rows: Int[Tensor, " row"], copies: Copies | None) -> Bands:
+    def _bands(self, scores: Scores, rows: Int[Tensor, " row"], copies: Copies | None) -> Lines:
         """The choice of bands from the attention of some queries."""
         return bands_from(scores, rows, self.alpha, self.begin, self.checked, self.dense_rows, self.dense_above, copies)
 

@@ -25,13 +25,12 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Copies
+from sinkscope.sparse.bands import Copies, Lines
 from sinkscope.sparse.head_lines import (
     EARLIEST,
     NEAREST,
     SLASH,
     VERTICAL,
-    HeadLines,
     heaviest,
     last_votes,
     minference_lines,
@@ -70,7 +69,7 @@ class AShape(Shape):
     dense_rows: Whole = 0
     budget: PositiveShare | None = None
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
         """Return the first columns and the nearest offsets, and the last rows."""
         if self.budget is None:
             return near_lines(scores, self.first, self.local, self.dense_rows)
@@ -123,14 +122,14 @@ class MInference(Shape):
         """The queries that vote."""
         return self.last
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
         """Return the heaviest lines of each head, as many of each kind as given."""
         if self.budget is None:
             return minference_lines(scores, self.vertical, self.slash, last=self.last)
         return share_lines(scores, self.budget, self.last)
 
 
-def share_lines(scores: Scores, share: float, last: int) -> HeadLines:
+def share_lines(scores: Scores, share: float, last: int) -> Lines:
     """Choose lines like `minference_lines`, both numbers scaled so that their cells take up the given share.
 
     As many of the first positions and nearest offsets are always among them: 30 of 1,000 and 100 of 6,096.
@@ -142,14 +141,14 @@ def share_lines(scores: Scores, share: float, last: int) -> HeadLines:
     """
     column_votes, offset_votes = last_votes(scores, last)
 
-    def lines(slash: Int[Tensor, "head 1"]) -> HeadLines:
+    def lines(slash: Int[Tensor, "head 1"]) -> Lines:
         vertical, nearest = slash * VERTICAL // SLASH, (slash * NEAREST // SLASH).clamp(min=1)
         columns = heaviest(column_votes, vertical.clamp(min=1), vertical * EARLIEST // VERTICAL)
-        return HeadLines.of(columns, heaviest(offset_votes, slash, nearest), scores.queries)
+        return Lines.of(columns, heaviest(offset_votes, slash, nearest), scores.queries)
 
     fits = torch.ones(scores.heads, 1, dtype=torch.long, device=scores.key.device)
     too_many = torch.full_like(fits, scores.keys + 1)  # all slash lines and one
-    limit = share * float(lines(fits).lengths().sum())
+    limit = share * lines(fits).grid.cells
     while bool((too_many - fits > 1).any()):
         middle = (fits + too_many) // 2
         within = lines(middle).cells()[:, None] <= limit

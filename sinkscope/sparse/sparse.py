@@ -26,8 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.grouped_heads import kv_head_of
 from sinkscope.sparse.attention import ROWS, Scores, attention_of
-from sinkscope.sparse.bands import PER, TILE, Bands
-from sinkscope.sparse.head_lines import HeadLines
+from sinkscope.sparse.bands import TILE, Lines
 
 _ROWS = 1024  # queries at a time for which a mask is built
 _TILES = 64  # tiles at a time whose keys are listed
@@ -35,14 +34,12 @@ Values = Float[Tensor, "kv_head key d_value"]
 Attended = Float[Tensor, "head query d_value"]
 
 
-def recovered(
-    scores: Scores, lines: HeadLines | Bands, rows: Int[Tensor, " row"] | None = None
-) -> Float[Tensor, " head"]:
+def recovered(scores: Scores, lines: Lines, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:
     """Measure the share of attention that lies on the lines; every cell is counted once.
 
     Args:
         scores: As for `select_lines`.
-        lines: Lines of every head, or columns and bands.
+        lines: Lines of every head.
         rows: Indices of the queries to use. None uses all.
     """
     if rows is None:
@@ -56,65 +53,46 @@ def recovered(
     return (total / len(rows)).float()
 
 
-def band_attention(scores: Scores, value: Values, chosen: Bands) -> Attended:
-    """Compute causal attention on the columns and bands of every head; the queries are at the last positions.
+def line_attention(scores: Scores, value: Values, chosen: Lines) -> Attended:
+    """Compute causal attention on the lines of every head; the queries are at the last positions.
+
+    Single lines are computed under a mask, as slowly as dense attention or slower.
 
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
         value: Values of all positions.
-        chosen: Columns and bands of every query head.
+        chosen: Lines of every query head.
 
     Returns:
         The output, in the dtype of `value`, computed in float32 (Triton computes in the dtype of the values and
         accumulates in float32).
 
     Raises:
-        SinkscopeError: Shapes do not fit, or on a CPU a head lacks the first bands.
+        SinkscopeError: Shapes do not fit, or a head lacks the main diagonal or, on a CPU, the first bands.
         UnsupportedError: An input requires gradients, or triton is not installed on a GPU.
     """
     _check(scores, value, chosen.columns.shape, chosen.grid.queries)
-    module = triton_module(value.device, "triton")
+    is_single = chosen.grid.block == 1
+    module = None if is_single else triton_module(value.device, "triton")
     if module is not None:
         return module.attention_on(scores, value, chosen).transpose(0, 1)
-    if not bool(chosen.bands[:, :PER].all()):  # a GPU would have to wait for it
-        raise SinkscopeError("bands of a head lack their own tile: expected the first bands among them")
+    if not bool(chosen.offsets[:, : chosen.grid.per].all()):  # a GPU would have to wait for it
+        raise SinkscopeError("lines of a head lack the main diagonal: expected all offsets of its own tile among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
-    is_dense = chosen.dense.tolist()
+    is_dense = chosen.offsets.all(1).tolist()
+
+    at = torch.arange(scores.keys, device=value.device)
 
     def compute(head: int) -> None:
-        if is_dense[head]:
+        own = replace(chosen, columns=chosen.columns[head : head + 1], offsets=chosen.offsets[head : head + 1])
+        if is_single:
+            _by_torch(scores, value, head, out[head], _ROWS, lambda start, stop: own.rows(at[start:stop])[0, :, :stop])
+        elif is_dense[head]:
             _dense(scores, value, head, out[head])
         else:
-            _tiles(scores, value, chosen, head, out[head])
+            _tiles(scores, value, own, head, out[head])
 
     _side_by_side(compute, scores.heads)
-    return out
-
-
-def line_attention(scores: Scores, value: Values, lines: HeadLines) -> Attended:
-    """Compute causal attention on single lines of every head, under a mask: as slow as dense attention or slower.
-
-    Args:
-        scores: As for `band_attention`.
-        value: Values of all positions.
-        lines: Chosen lines of every query head. The main diagonal must be among them.
-
-    Raises:
-        SinkscopeError: Shapes do not fit, or a head lacks the main diagonal.
-        UnsupportedError: An input requires gradients.
-    """
-    _check(scores, value, lines.vertical.shape, lines.queries)
-    if not bool(lines.slash[:, 0].all()):
-        raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
-    out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
-    at = torch.arange(scores.keys, device=value.device)
-    for head in range(scores.heads):
-        own = replace(lines, chosen=lines.chosen[head : head + 1])
-
-        def seen(start: int, stop: int, own: HeadLines = own) -> Tensor:
-            return own.rows(at[start:stop])[0, :, :stop]
-
-        _by_torch(scores, value, head, out[head], _ROWS, seen)
     return out
 
 
@@ -134,11 +112,9 @@ def _check(scores: Scores, value: Tensor, lines: torch.Size, line_queries: int) 
         )
 
 
-def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[Tensor, "query d_value"]) -> None:
-    """Write the attention of one head, tile by tile."""
-    grid, width = chosen.grid, scores.key.shape[2]
-    own = slice(head, head + 1)
-    seen_by = Bands(chosen.columns[own], chosen.bands[own], grid, chosen.dense_rows, chosen.copies).rows
+def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tensor, "query d_value"]) -> None:
+    """Write the attention of one head on lines of its own, tile by tile."""
+    grid, width = own.grid, scores.key.shape[2]
     kv_head = kv_head_of(head, scores.heads, len(value))
     query = scores.query[head].float() * scores.scaling
     both = torch.cat([scores.key[kv_head].float(), value[kv_head].float()], 1)  # so that they are gathered at once
@@ -147,7 +123,7 @@ def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[T
     start = 0
     for some in stops.split(_TILES):
         # What a tile meets before its own keys, all of its queries see: it is what its last query sees.
-        for stop, seen in zip(some.tolist(), seen_by(grid.past + some - 1)[0], strict=True):
+        for stop, seen in zip(some.tolist(), own.rows(grid.past + some - 1)[0], strict=True):
             met = both.index_select(0, seen.nonzero().flatten())
             weights = query[start:stop] @ met[:, :width].T
             weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)

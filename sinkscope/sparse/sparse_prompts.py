@@ -27,11 +27,10 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import check_seen, check_servable, layer_of, own_attention
 from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Bands, BlockGrid, Copies
+from sinkscope.sparse.bands import BlockGrid, Copies, Lines
 from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.replay import Replayed
-from sinkscope.sparse.sparse import band_attention, lack_of_library, line_attention, recovered, triton_module
+from sinkscope.sparse.sparse import lack_of_library, line_attention, recovered, triton_module
 
 _MASK_ROWS = 1024  # queries at a time for which a mask is compared
 _UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
@@ -170,12 +169,10 @@ class SparsePrompts(Intervention):
     # To be written by a subclass ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
         """Return lines along which queries of a layer attend, or columns and bands; some queries are at copies."""
 
-    def chosen(
-        self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]
-    ) -> HeadLines | Bands:
+    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Lines:
         """Return the lines of a row, which a later layer of the call may overwrite.
 
         `replayed` are the choices that were recorded for the row.
@@ -302,10 +299,8 @@ class SparsePrompts(Intervention):
         else:
             lines = select_bands(scores, 1)
         attended, dense = lines.attended(), lines.dense
-        if isinstance(lines, HeadLines):
-            output, kernel = line_attention(scores, value, lines), "mask"
-        else:
-            output = band_attention(scores, value, lines)
+        output, kernel = line_attention(scores, value, lines), "mask"
+        if lines.grid.block > 1:
             kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
         shares = None
         if held_out is not None and len(held_out):

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from triton.runtime.errors import OutOfResources
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, PER, TILE, Bands, BlockGrid, Copies
+from sinkscope.sparse.bands import BAND, PER, TILE, BlockGrid, Copies, Lines
 
 LOG2_E = 1.4426950408889634  # kernels compute powers of two
 Options = Sequence[dict[str, int]]
@@ -68,9 +68,9 @@ def listed(chosen: Bool[Tensor, "head line"]) -> tuple[Int[Tensor, "head number"
     return torch.empty_like(below).scatter_(1, place.long(), number), below
 
 
-def lists_of(chosen: Bands) -> tuple[Tensor, ...]:
+def lists_of(chosen: Lines) -> tuple[Tensor, ...]:
     """List what the kernel reads of a choice: columns and bands, each as `listed` gives them."""
-    return *listed(chosen.columns), *listed(chosen.bands)
+    return *listed(chosen.columns), *listed(chosen.offsets)
 
 
 TILINGS = (
@@ -93,7 +93,7 @@ def _nothing_copied(grid: BlockGrid, device: torch.device) -> Copies:
 def attention_on(
     scores: Scores,
     value: Float[Tensor, "kv_head key d_value"],
-    chosen: Bands,
+    chosen: Lines,
     tilings: Options = TILINGS,
 ) -> Float[Tensor, "query head d_value"]:
     """Compute attention of all heads on columns and bands, in the dtype of the values."""
@@ -105,7 +105,7 @@ def attention_on(
     strides = (*query.stride()[:2], *key.stride()[:2], *values.stride()[:2])
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
     arguments = (
-        *(out, query, key, values, chosen.bands.view(torch.uint8), chosen.columns.view(torch.uint8)),
+        *(out, query, key, values, chosen.offsets.view(torch.uint8), chosen.columns.view(torch.uint8)),
         *(chosen.lists or lists_of(chosen)),
         *(copies.block, copies.start),
         *strides,

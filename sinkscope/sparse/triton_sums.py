@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, Bands, BlockGrid, ByBand
+from sinkscope.sparse.bands import BAND, BlockGrid, ByBand, Lines
 from sinkscope.sparse.choice import ByColumn, ByThreshold, StoredRows
 from sinkscope.sparse.triton import LOG2_E, fitting, launch
 
@@ -65,11 +65,13 @@ class ComputedRows(StoredRows):
         grid = (self._chunks, self.scores.heads, self._parts)
         launch(kernel, grid, *own, *self._arguments, options=options, **self._sizes, **sizes)
 
-    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
+    def sums(self, chosen: Lines) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         columns = self._total.new_empty(self.scores.heads, self._parts, self.grid.keys)
         bands = self._total.new_empty(self.scores.heads, SIZE * self._parts, self.grid.blocks)
-        self._run(_sums, columns, bands, self._total, chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8))
+        self._run(
+            _sums, columns, bands, self._total, chosen.columns.view(torch.uint8), chosen.offsets.view(torch.uint8)
+        )
         return columns.sum(1), bands.sum(1)
 
     def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:

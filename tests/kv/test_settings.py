@@ -79,4 +79,4 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     assert ss.LoopGuard(share).retention(prompt).budget == want
     empty = Scores(torch.zeros(1, prompt, 1), torch.zeros(1, prompt, 1), 1.0)
     shape = AShape(budget=share).lines(empty, 0)
-    assert shape.vertical.sum() + shape.slash.sum() == want
+    assert shape.columns.sum() + shape.offsets.sum() == want

@@ -34,7 +34,7 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, sample, sharp,
     lines = select_lines(scores, alpha, sample=sample, seed=seed)
     rows = sample_queries(queries, sample, seed)
     assert len(set(rows.tolist())) == min(sample, queries)
-    assert lines.vertical[:, 0].all() and lines.slash[:, 0].all()
+    assert lines.columns[:, 0].all() and lines.offsets[:, 0].all()
     found = on_lines(lines)
     assert torch.equal(found.sum((1, 2)), lines.cells())  # no cell twice
     assert torch.equal(found, lines.rows(past + torch.arange(queries)))
@@ -76,8 +76,8 @@ def test_it_is_the_printed_algorithm(queries, past, alpha):
         probs = dense(scores)
         for head in range(2):
             vertical, slash = printed(probs[head], alpha)
-            assert set(lines.vertical[head].nonzero().flatten().tolist()) == vertical
-            assert set(lines.slash[head].nonzero().flatten().tolist()) == slash
+            assert set(lines.columns[head].nonzero().flatten().tolist()) == vertical
+            assert set(lines.offsets[head].nonzero().flatten().tolist()) == slash
             whole += len(vertical) == queries + past
     assert (whole == 20) == (alpha > 0.9)  # with everything asked for, the lists end
 
@@ -85,8 +85,8 @@ def test_it_is_the_printed_algorithm(queries, past, alpha):
 def test_of_lines_that_add_the_same_the_slash_line_is_taken():
     """Attention is uniform: after the first lines of both kinds, the second ones hold 1/2 + 1/3 + 1/4 each."""
     lines = select_lines(Scores(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 1.0), 0.8)
-    assert lines.vertical.tolist() == [[True, False, False, False]]
-    assert lines.slash.tolist() == [[True, True, False, False]]
+    assert lines.columns.tolist() == [[True, False, False, False]]
+    assert lines.offsets.tolist() == [[True, True, False, False]]
 
 
 def test_minference_by_the_last_queries():
@@ -96,11 +96,11 @@ def test_minference_by_the_last_queries():
     for head in range(2):
         columns = probs[head].sum(0)
         columns[:3] = torch.inf
-        assert set(lines.vertical[head].nonzero().flatten().tolist()) == set(columns.topk(12).indices.tolist())
+        assert set(lines.columns[head].nonzero().flatten().tolist()) == set(columns.topk(12).indices.tolist())
         # Row r of these eight is position 52 + r; offset o is the diagonal 52 - o of them.
         offsets = torch.stack([probs[head].diagonal(52 - o).sum() for o in range(60)])
         offsets[:4] = torch.inf
-        assert set(lines.slash[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
+        assert set(lines.offsets[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
 
 
 @pytest.mark.parametrize("select", [select_lines, select_bands])

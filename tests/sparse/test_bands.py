@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from sinkscope.sparse import choice, recovered
 from sinkscope.sparse.attention import Scores, attention_of
-from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, Copies, lengths_of
+from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, BlockGrid, Copies, Lines, lengths_of
 from sinkscope.sparse.choice import StoredRows, sampled_rows, select_bands
 
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
@@ -29,23 +29,23 @@ def random_copies(grid: BlockGrid, generator: torch.Generator) -> Copies:
     return Copies.at_blocks(tile[:0], tile[is_before], block.long()[is_before], grid, tile.device)
 
 
-def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Bands:
+def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Lines:
     """A tenth of the columns, a fifth of the bands and single blocks; head 1 is dense."""
     grid, generator = BlockGrid(queries, keys), torch.Generator().manual_seed(seed)
     bands = torch.rand(heads, grid.blocks, generator=generator) < 0.2
     bands[:, :NEAR] = True
     bands[1:2] = True
     columns, copied = torch.rand(heads, keys, generator=generator) < 0.1, random_copies(grid, generator)
-    return Bands(columns, bands, grid, dense_rows, copied)
+    return Lines(columns, bands, grid, dense_rows, copied)
 
 
-def seen(chosen: Bands) -> Tensor:
+def seen(chosen: Lines) -> Tensor:
     """The cells `[head query key]`, from the definition: tiles of 64 queries, bands of 16 keys that end with them."""
     queries, keys = chosen.grid.queries, chosen.grid.keys
     key, query = torch.arange(keys), torch.arange(queries)[:, None]
     stop = (query // TILE + 1) * TILE  # one past the last query of the tile, which may not exist
     band = (keys - queries + stop - 1 - key) // BAND
-    cells = chosen.bands[:, band.clamp(min=0)] | chosen.columns[:, None]
+    cells = chosen.offsets[:, band.clamp(min=0)] | chosen.columns[:, None]
     if chosen.copies is not None:
         block = (key + -(keys - queries) % BAND) // BAND
         for one_tile, one_block in zip(chosen.copies.tile, chosen.copies.block, strict=True):
@@ -63,10 +63,10 @@ def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, s
     found = seen(chosen)
     assert torch.equal(chosen.rows(past + torch.arange(queries)), found)
     assert_close(chosen.attended(), found.sum((1, 2)) / chosen.grid.cells)
-    assert torch.equal(replace(chosen, dense_rows=0).cells(), seen(replace(chosen, dense_rows=0)).sum((1, 2)).float())
+    assert torch.equal(replace(chosen, dense_rows=0).cells(), seen(replace(chosen, dense_rows=0)).sum((1, 2)))
     grid = chosen.grid
     every = torch.eye(grid.blocks, dtype=torch.bool)
-    one_band = Bands(torch.zeros(grid.blocks, grid.keys, dtype=torch.bool), every, grid)
+    one_band = Lines(torch.zeros(grid.blocks, grid.keys, dtype=torch.bool), every, grid)
     assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device).bands)
 
 
@@ -81,18 +81,18 @@ def test_sums_are_those_under_masks(lengths, seed, sharp):
     grid, rows = chosen.grid, sampled_rows(chosen.grid, 20, seed, 0)
     at, probs, sample = rows + past, dense(scores)[:, rows], StoredRows(scores, rows)
     of_columns, of_bands = sample.sums(chosen)
-    no_columns, no_bands = torch.zeros_like(chosen.columns), torch.zeros_like(chosen.bands)
-    wanted = (probs * ~Bands(no_columns, chosen.bands, grid).rows(at)).sum(1)
+    no_columns, no_bands = torch.zeros_like(chosen.columns), torch.zeros_like(chosen.offsets)
+    wanted = (probs * ~Lines(no_columns, chosen.offsets, grid).rows(at)).sum(1)
     assert_close(of_columns.double(), wanted, atol=1e-5, rtol=0)
     for band in range(grid.blocks):
         one = no_bands.clone()
         one[:, band] = True
-        cells = Bands(no_columns, one, grid).rows(at) & ~chosen.columns[:, None]
+        cells = Lines(no_columns, one, grid).rows(at) & ~chosen.columns[:, None]
         assert_close(of_bands[:, band].double(), (probs * cells).sum((1, 2)), atol=1e-5, rtol=0)
     densities = torch.rand(4, grid.keys), torch.rand(4, grid.blocks)
     least = torch.rand(4, 3).sort().values
     for number, limit in enumerate(least.T[..., None]):
-        on = Bands(densities[0] >= limit, densities[1] >= limit, grid).rows(at)
+        on = Lines(densities[0] >= limit, densities[1] >= limit, grid).rows(at)
         assert_close(sample.held(*densities, least)[:, number].double(), (probs * on).sum((1, 2)), atol=1e-4, rtol=0)
 
 
@@ -113,7 +113,7 @@ def test_a_choice_holds_alpha_of_the_sample(lengths, alpha, sharp, begin, seed):
     held = (dense(scores) * chosen.rows(past + torch.arange(queries))).sum(2)
     assert (held[:, rows].mean(1) >= alpha - 1e-4).all()
     assert_close(recovered(scores, chosen).double(), held.mean(1), atol=1e-5, rtol=0)
-    assert chosen.bands[:, :NEAR].all() and (alpha == 1 or chosen.columns[:, :begin].all())
+    assert chosen.offsets[:, :NEAR].all() and (alpha == 1 or chosen.columns[:, :begin].all())
 
 
 @pytest.mark.parametrize("thresholds", [32, 512])  # as on a GPU, in two rounds, and as on a CPU, in one
@@ -142,9 +142,9 @@ def test_planted_lines_are_found_and_little_else():
     key[1, :, :16], query[1, :, :16] = turned, 8 * torch.cat([before.cos(), before.sin()], 1)
     chosen = select_bands(Scores(query, key, 1.0), 0.9, begin=0)
     assert chosen.columns[0].nonzero().flatten().tolist() == marked
-    assert not chosen.bands[0, NEAR:].any()
+    assert not chosen.offsets[0, NEAR:].any()
     wanted = set(range(200 // BAND, (200 + TILE) // BAND + 2))  # bands that offset 200 crosses
-    found = set(chosen.bands[1, NEAR:].add(0).nonzero().flatten().add(NEAR).tolist())
+    found = set(chosen.offsets[1, NEAR:].add(0).nonzero().flatten().add(NEAR).tolist())
     assert found <= wanted | set(range(NEAR, 200 // BAND)) and len(found & wanted) >= PER
     assert chosen.attended()[2] > 0.8 and (chosen.attended()[:2] < 0.2).all()
 

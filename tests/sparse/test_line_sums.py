@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.attention import ROWS, Scores, line_sums
-from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.lines import scores_of, weight_on
 
 
@@ -69,7 +68,7 @@ def test_nothing_of_query_times_key_is_kept():
     scores = Scores(torch.randn(heads, n, 8), torch.randn(1, n, 8), 0.4)
     with Sizes():
         line_sums(scores)
-        weight_on(scores, HeadLines(torch.rand(1, heads, 2, n) < 0.1, n))
+        weight_on(scores, torch.rand(1, heads, 2, n) < 0.1)
     assert largest <= block * heads * n < n * n / 5
 
 

@@ -16,7 +16,7 @@ from experiments.loopserve.lines_loss import bands_of_cells, main, measured, nea
 from sinkscope.files.store import json_lines
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
-from sinkscope.sparse.bands import Bands, BlockGrid, Copies
+from sinkscope.sparse.bands import BlockGrid, Copies, Lines
 from sinkscope.sparse.serve import LoopServe
 
 LENGTH = 320
@@ -63,10 +63,10 @@ def test_controls_have_at_least_as_many_cells_and_no_line_more(wanted):
     ):
         attended = chosen.attended()
         assert (attended >= own).all() and (attended < own + line * longest).all()
-        assert isinstance(chosen, Bands) and chosen.dense_rows == served.dense_rows
-        assert chosen.columns[:, : served.begin].all() and chosen.bands[:, :8].all()
+        assert isinstance(chosen, Lines) and chosen.dense_rows == served.dense_rows
+        assert chosen.columns[:, : served.begin].all() and chosen.offsets[:, :8].all()
     near = near_bands(BlockGrid(500, 500), own, served)
-    for lines in (near.columns.int(), near.bands.int()):
+    for lines in (near.columns.int(), near.offsets.int()):
         assert (lines.diff(dim=1) <= 0).all()  # the first ones, without a gap
 
 
@@ -75,9 +75,9 @@ def test_lines_of_another_text_are_its_own_where_as_many_are_wanted():
     scores, served = drawn_scores(4, 500, 500, 0), LoopServe(alpha=0.6, shortest=0, dense_above=2.0)
     none = Copies.of(torch.arange(500), 500, torch.device("cpu"))
     own = served.lines(scores, 3, none)
-    assert isinstance(own, Bands)
+    assert isinstance(own, Lines)
     again = bands_of_cells(scores, 3, own.attended(), served, none)
-    same = (own.columns == again.columns).float().mean(), (own.bands == again.bands).float().mean()
+    same = (own.columns == again.columns).float().mean(), (own.offsets == again.offsets).float().mean()
     assert min(same) > 0.9
 
 

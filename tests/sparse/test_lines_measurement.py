@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sinkscope.files.store import json_lines
 from sinkscope.measure.margin import margin_of
-from sinkscope.sparse.head_lines import HeadLines, top_lines
-from sinkscope.sparse.lines import LineWeights, lines, shared_by_second
+from sinkscope.sparse.bands import Lines
+from sinkscope.sparse.head_lines import top_lines
+from sinkscope.sparse.lines import LineWeights, drawn_like, lines, shared_by_second
 
 
 def ids_of(length: int) -> list[int]:
@@ -127,14 +128,15 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
     """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
     vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
     vertical[..., :10], slash[..., :4] = True, True
-    own = HeadLines.of(vertical, slash, 20)
-    a = own.random(0, "a", cells=False)
-    b = own.random(0, "b", cells=False)
-    torch.testing.assert_close(a.vertical[0].float().mean(0), torch.full((20,), 0.5), atol=0.04, rtol=0)
-    assert (a.vertical.sum(2) == 10).all() and (a.slash.sum(2) == 4).all()
-    long = own.random(0, "a", cells=True)  # the same total length of each kind, to within half a line
-    for drawn, chosen in ((long.vertical, vertical), (long.slash, slash)):
-        difference = (drawn * own.lengths()).sum(2) - (chosen * own.lengths()).sum(2)
+    own = Lines.of(vertical, slash, 20)
+    a = drawn_like(own, 0, "a", cells=False)
+    b = drawn_like(own, 0, "b", cells=False)
+    torch.testing.assert_close(a.columns[0].float().mean(0), torch.full((20,), 0.5), atol=0.04, rtol=0)
+    assert (a.columns.sum(2) == 10).all() and (a.offsets.sum(2) == 4).all()
+    long = drawn_like(own, 0, "a", cells=True)  # the same total length of each kind, to within half a line
+    lengths = torch.arange(20, 0, -1)
+    for drawn, chosen in ((long.columns, vertical), (long.offsets, slash)):
+        difference = (drawn * lengths).sum(2) - (chosen * lengths).sum(2)
         assert (difference.abs() <= 10).all()
     assert float(shared_by_second(a, b).mean()) == pytest.approx((10 * 10 / 20 + 4 * 4 / 20) / 14, abs=0.01)
 
@@ -142,11 +144,11 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
     """0.29 * 100 is a little less than 29 in floating point."""
     weights = torch.rand(1, 2, 50) + 0.1
-    assert int(top_lines(weights, [0.29]).chosen.sum()) == 29
+    assert int(top_lines(weights, [0.29]).both.sum()) == 29
     lines = top_lines(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), [1 / 6, 0.5, 1.0])
-    assert lines.chosen.sum((2, 3)).flatten().tolist() == [1, 3, 3]
-    assert lines.slash[0, 0].tolist() == [False, True, False]
-    assert lines.vertical[1, 0].tolist() == [True, False, True]
+    assert lines.both.sum((2, 3)).flatten().tolist() == [1, 3, 3]
+    assert lines.offsets[0, 0].tolist() == [False, True, False]
+    assert lines.columns[1, 0].tolist() == [True, False, True]
 
 
 def test_a_file_of_texts_and_the_command(tmp_path, typed):

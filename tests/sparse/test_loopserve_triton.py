@@ -22,7 +22,7 @@ from sinkscope.engine.attention import Attention
 from sinkscope.engine.stock import Stock
 from sinkscope.engine.visible import CausalMask
 from sinkscope.errors import UnsupportedError
-from sinkscope.sparse import band_attention, select_bands, sparse
+from sinkscope.sparse import line_attention, select_bands, sparse
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid, Copies
 from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
@@ -115,7 +115,7 @@ def test_without_triton_lines_are_refused_on_its_devices_and_it_is_said_once(mon
     with pytest.warns(UserWarning, match="install triton") as said:
         for _ in range(2):
             with pytest.raises(UnsupportedError, match="on cpu: triton is not installed"):
-                band_attention(*inputs(4, 1, 200, 200), random_bands(4, 200, 200, 0))
+                line_attention(*inputs(4, 1, 200, 200), random_bands(4, 200, 200, 0))
     assert len(said) == 1
     sparse._module.cache_clear()
 
@@ -170,7 +170,7 @@ def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
     scores = Scores(query.to(dtype), key.to(dtype), 0.25)
     there = Scores(scores.query.cuda(), scores.key.cuda(), 0.25)
     chosen = select_bands(there, 0.7, dense_rows=16)
-    out = band_attention(there, value.cuda(), chosen).cpu().double()
+    out = line_attention(there, value.cuda(), chosen).cpu().double()
     seen = chosen.rows(torch.arange(queries, device="cuda") + past).cpu()
     wanted = dense(scores, seen) @ per_head(value, 4)
     assert float((out - wanted).norm() / wanted.norm()) < error
@@ -193,5 +193,5 @@ def test_on_a_gpu_a_recorded_choice_is_the_one_that_is_launched_step_by_step(que
         replayed = replayed or recorded_bands(choose, scores, (scores.query, scores.key, rows), 16)
         columns, bands, attended, *_ = replayed(scores.query, scores.key, rows)
         wanted = choose(scores, rows)
-        assert torch.equal(columns, wanted.columns) and torch.equal(bands, wanted.bands), seed
+        assert torch.equal(columns, wanted.columns) and torch.equal(bands, wanted.offsets), seed
         torch.testing.assert_close(attended, wanted.attended())

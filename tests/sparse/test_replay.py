@@ -106,7 +106,7 @@ def launches(monkeypatch, edit, layers: int) -> int:
     monkeypatch.setattr(serve, "RECORDED_ON", {"cpu": Uncounted})
     made = sampled_rows(BlockGrid(400, 400), SERVE.sample, 0, SERVE.dense_rows)
     monkeypatch.setattr(serve, "sampled_rows", lambda *_: made)  # drawn on the host, where nothing is launched
-    attend = sparse.band_attention
+    attend = sparse.line_attention
 
     def kernel(scores, value, chosen, **_):
         with _disable_current_modes(), monkeypatch.context() as own:

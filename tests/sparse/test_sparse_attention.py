@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.head_lines import select_lines
-from sinkscope.sparse.sparse import band_attention, line_attention
+from sinkscope.sparse.sparse import line_attention
 
 
 def inputs(
@@ -45,7 +45,7 @@ def inputs(
 def test_on_bands_it_equals_attention_under_the_mask(queries, past, dense_rows, dtype, seed):
     scores, value = inputs(4, 2, queries, queries + past, seed, dtype)
     chosen = random_bands(4, queries, queries + past, seed, dense_rows)
-    out = band_attention(scores, value, chosen)
+    out = line_attention(scores, value, chosen)
     wanted = dense(scores, chosen.rows(past + torch.arange(queries))) @ per_head(value, 4)
     assert_close(out.double(), wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
     assert out.dtype == dtype
@@ -77,7 +77,7 @@ def test_gradients_are_refused_where_they_would_be_lost():
     scores.query.requires_grad_()
     for use in (
         lambda: line_attention(scores, value, select_lines(scores, 0.5)),
-        lambda: band_attention(scores, value, random_bands(4, 300, 300, 0)),
+        lambda: line_attention(scores, value, random_bands(4, 300, 300, 0)),
     ):
         with refused(r"under torch\.no_grad"):
             use()
@@ -86,11 +86,11 @@ def test_gradients_are_refused_where_they_would_be_lost():
 def test_heads_in_threads_are_the_same_and_leave_no_trace():
     scores, value = inputs(4, 2, 300, 300)
     chosen = random_bands(4, 300, 300, 0)
-    one = band_attention(scores, value, chosen)
+    one = line_attention(scores, value, chosen)
     torch.set_num_threads(3)
     try:
         with torch.inference_mode():
-            three = band_attention(scores, value, chosen)
+            three = line_attention(scores, value, chosen)
         threads = torch.get_num_threads()
     finally:
         torch.set_num_threads(1)
@@ -102,17 +102,16 @@ def test_heads_in_threads_are_the_same_and_leave_no_trace():
 def test_values_and_lines_of_other_shapes_are_refused(kv, values, heads, keys):
     scores, _ = inputs(4, 2, 6, 6)
     lines, bands = drawn(heads, keys, 6, 0.1, 0.1), random_bands(heads, 6, keys, 0)
-    for attend, chosen in ((line_attention, lines), (band_attention, bands)):
+    for chosen in (lines, bands):
         with refused("expected the same positions"):
-            attend(scores, torch.rand(kv, values, 12), chosen)
+            line_attention(scores, torch.rand(kv, values, 12), chosen)
 
 
 def test_lines_without_the_main_diagonal_and_bands_without_their_tile_are_refused():
     scores, value = inputs(4, 2, 6, 6)
     lines, bands = drawn(4, 6, 6, 0.1, 0.1), random_bands(4, 6, 6, 0)
-    lines.slash[-1, :1] = False
-    bands.bands[-1] = False
-    with refused("main diagonal"):
-        line_attention(scores, value, lines)
-    with refused("own tile"):
-        band_attention(scores, value, bands)
+    lines.offsets[-1, :1] = False
+    bands.offsets[-1] = False
+    for chosen in (lines, bands):
+        with refused("main diagonal"):
+            line_attention(scores, value, chosen)
