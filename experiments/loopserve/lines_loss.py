@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from experiments.drawn import draw, markdown
+from experiments.drawn import draw
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.measure.attention_texts import records_of, texts_of
 from sinkscope.measure.margin import interval_of
+from sinkscope.models.target import Target
 from sinkscope.results.style import BLUE, GREEN, ORANGE, panels
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, BlockGrid, Copies, Lines
@@ -43,9 +43,8 @@ MOST_LOGITS = 1 << 28
 """Numbers of the logits of a text: 1 GB in float32. Of a long text the last tokens count."""
 LEAST = 4 * NEAR * 8
 """Tokens of a text; in a shorter one near keys are nearly all."""
-Cells = dict[int, Float[Tensor, " head"]]
+Cells = dict[int, Tensor]
 """Share of the cells that each head computes, by layer."""
-Choose = Callable[[Scores, int, Copies | None], Lines]
 
 
 def main(
@@ -67,40 +66,40 @@ def main(
         length: tokens of each text, from its beginning.
         alphas: shares of the sampled attention that own lines hold, below 1.
     """
-    if length < LEAST:
-        raise SinkscopeError(f"--length {length}: expected at least {LEAST}, or near keys are nearly all")
     setup = Setup.open(model, loading="whole")
     kinds = [record.kind for record in records_of(data)[:count]]
     rows = texts_of(setup, None, data, count, length, cut="end")
-    if len(rows) < 2 or min(map(len, rows)) < length:
-        raise SinkscopeError(f"{data.name}: expected two texts or more of at least --length {length} tokens each")
-    result = measured(setup, torch.stack(rows), kinds, sorted(alphas))
+    if length < LEAST or len(rows) < 2 or min(map(len, rows)) < length:
+        raise SinkscopeError(f"{data.name}: expected two texts or more of --length {length}, at least {LEAST} tokens")
+    result = measured(setup.target, torch.stack(rows), kinds, sorted(alphas))
     settings = {"model": setup.target.name, "data": data.name, "count": count, "length": length, "seed": 0}
     write_record(out, "lines-loss", result, settings)
     draw(out, figure)
-    print(table(result))
 
 
-def measured(setup: Setup, rows: Int[Tensor, "text pos"], kinds: Sequence[str], alphas: Sequence[float]) -> Row:
+def measured(target: Target, rows: Tensor, kinds: Sequence[str], alphas: Sequence[float]) -> Row:
     """The loss of texts of equal length, and the share of cells, by alpha, lines and text."""
-    served = [LoopServe(alpha=alpha, decode=False, shortest=0, seed=setup.seed) for alpha in alphas]
-    counted = min(rows.shape[1] - 1, max(1, MOST_LOGITS // int(setup.target.config.vocab_size)))
-    reading = Reading(setup, rows, counted)
-    own = [[reading.along(text, method.lines) for method in served] for text in range(len(rows))]
-    full = np.array([reading.full(text) for text in range(len(rows))])
+    length = rows.shape[1]
+    counted = min(length - 1, max(1, MOST_LOGITS // int(target.config.vocab_size)))
     loss, cells = np.zeros((2, len(alphas), len(ARMS), len(rows)))
-    for text, other in enumerate(partners(kinds)):
-        borrowed = reading.lines_of(other, [wanted for _, wanted in own[text]], served)
-        for alpha, (own_loss, wanted) in enumerate(own[text]):
-            near = {layer: near_bands(reading.grid, each, served[alpha]) for layer, each in wanted.items()}
-            loss[alpha, 0, text], cells[alpha, 0, text] = own_loss, mean_share(wanted)
-            for arm, chosen in ((1, borrowed[alpha]), (2, near)):
-                value, attended = reading.along(text, lambda scores, layer, copies, of=chosen: of[layer])
-                loss[alpha, arm, text], cells[alpha, arm, text] = value, mean_share(attended)
-        setup.progress("texts", text + 1, len(rows))
+    layers: list[int] = []
+    for alpha, share in enumerate(alphas):
+        served = LoopServe(alpha=share, decode=False, shortest=0)
+        for text, ids in enumerate(rows):
+            own = along(target, ids, counted, served.lines)
+            layers = list(own[1])
+            other = lines_of(target, rows[partner(text, kinds)], own[1], served)
+            near = {layer: near_bands(BlockGrid(length, length), each, served) for layer, each in own[1].items()}
+            arms = [own]
+            for chosen in (other, near):
+                arms.append(along(target, ids, counted, lambda scores, layer, copies, of=chosen: of[layer]))
+            for arm, (nats, shares) in enumerate(arms):
+                loss[alpha, arm, text] = nats
+                cells[alpha, arm, text] = torch.stack(list(shares.values())).double().mean()
+    full = [loss_of(target, ids, counted) for ids in rows]
     return {
-        "alphas": list(alphas), "kinds": list(kinds), "tokens": rows.shape[1], "counted": counted,
-        "layers": list(own[0][0][1]), "full": full, "loss": loss, "cells": cells,
+        "alphas": list(alphas), "kinds": list(kinds), "tokens": length, "counted": counted,
+        "layers": layers, "full": full, "loss": loss, "cells": cells,
     }  # fmt: skip
 
 
@@ -108,103 +107,84 @@ def measured(setup: Setup, rows: Int[Tensor, "text pos"], kinds: Sequence[str], 
 class Along(SparsePrompts):
     """Reads prompts along lines that a function chooses for each layer."""
 
-    choose: Choose
+    choose: Any
 
     def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
         """What the function chooses."""
         return self.choose(scores, layer, copies)
 
 
-class Reading:
-    """Texts of equal length that are read along lines, and their loss over the last counted tokens."""
-
-    def __init__(self, setup: Setup, rows: Int[Tensor, "text pos"], counted: int) -> None:
-        self.target, self.rows, self.counted = setup.target, rows, counted
-        self.grid = BlockGrid(rows.shape[1], rows.shape[1])
-
-    def full(self, text: int) -> float:
-        """The loss of a text, as the model is."""
-        ids, length = self.rows[text : text + 1], self.rows.shape[1]
-        logits = self.target.logits_at(ids, torch.arange(length - 1 - self.counted, length - 1))[0]
-        following = ids[0, length - self.counted :].to(logits.device)
-        return float(cross_entropy(logits.float(), following, reduction="none").double().mean())
-
-    def along(self, text: int, choose: Choose) -> tuple[float, Cells]:
-        """The loss of a text along chosen lines, and the cells of each head by layer."""
-        cells: Cells = {}
-
-        def chosen(scores: Scores, layer: int, copies: Copies | None) -> Lines:
-            lines = choose(scores, layer, copies)
-            cells[layer] = lines.attended().cpu()
-            return lines
-
-        with Along(choose=chosen).on(self.target):
-            return self.full(text), cells
-
-    def lines_of(self, text: int, wanted: Sequence[Cells], served: Sequence[LoopServe]) -> list[dict[int, Lines]]:
-        """The heaviest lines of a text that the model reads with its own attention, of as many cells as wanted."""
-        ids, by_alpha = self.rows[text], [dict[int, Lines]() for _ in wanted]
-        copies = Copies.of(ids, len(ids), self.target.device)
-
-        def see(layer: int, scores: Scores) -> None:
-            for lines, cells, method in zip(by_alpha, wanted, served, strict=True):
-                lines[layer] = bands_of_cells(scores, layer, cells[layer].to(scores.key.device), method, copies)
-
-        with scores_of(self.target, see, list(wanted[0])):
-            self.full(text)
-        return by_alpha
+def loss_of(target: Target, ids: Tensor, counted: int) -> float:
+    """The loss of the last counted tokens of a text."""
+    first = len(ids) - counted
+    logits = target.logits_at(ids[None], torch.arange(first - 1, len(ids) - 1))[0].float()
+    return float(cross_entropy(logits, ids[first:].to(logits.device), reduction="none").double().mean())
 
 
-def partners(kinds: Sequence[str]) -> list[int]:
-    """Return for each text the next one of its kind, in a circle; or the next one, if its kind has no other."""
-    chosen: list[int] = []
-    for text, kind in enumerate(kinds):
-        after = [*range(text + 1, len(kinds)), *range(text)]
-        chosen.append(next((other for other in after if kinds[other] == kind), after[0]))
-    return chosen
+def along(target: Target, ids: Tensor, counted: int, choose: Any) -> tuple[float, Cells]:
+    """The loss of a text along chosen lines, and the share of the cells of each head by layer."""
+    cells: Cells = {}
+
+    def chosen(scores: Scores, layer: int, copies: Copies | None) -> Lines:
+        lines = choose(scores, layer, copies)
+        cells[layer] = lines.attended().cpu()
+        return lines
+
+    with Along(choose=chosen).on(target):
+        return loss_of(target, ids, counted), cells
+
+
+def lines_of(target: Target, ids: Tensor, wanted: Cells, served: LoopServe) -> dict[int, Lines]:
+    """The heaviest lines of a text that the model reads with its own attention, of as many cells as wanted."""
+    found: dict[int, Lines] = {}
+    copies = Copies.of(ids, len(ids), target.device)
+
+    def see(layer: int, scores: Scores) -> None:
+        found[layer] = bands_of_cells(scores, layer, wanted[layer].to(scores.key.device), served, copies)
+
+    with scores_of(target, see, list(wanted)):
+        loss_of(target, ids, 1)
+    return found
+
+
+def partner(text: int, kinds: Sequence[str]) -> int:
+    """Return the next text of the same kind, in a circle; or the next one, if its kind has no other."""
+    after = [*range(text + 1, len(kinds)), *range(text)]
+    return next((other for other in after if kinds[other] == kinds[text]), after[0])
 
 
 @torch.no_grad()
-def bands_of_cells(
-    scores: Scores, layer: int, cells: Float[Tensor, " head"], served: LoopServe, copies: Copies
-) -> Lines:
+def bands_of_cells(scores: Scores, layer: int, cells: Tensor, served: LoopServe, copies: Copies) -> Lines:
     """Choose columns and bands like `LoopServe`, for each head as few as have at least so many cells."""
-    grid = BlockGrid(scores.queries, scores.keys)
+    grid, dense_rows = BlockGrid(scores.queries, scores.keys), served.dense_rows
     drawn = draw_of(served.seed, layer, scores.queries, scores.keys)
-    rows = sampled_rows(grid, served.sample, drawn, served.dense_rows, copies)
-    sample = query_rows(scores, rows)
-    always = kept_columns(scores, grid.sparse_queries(served.dense_rows), served.begin, served.checked)
-    chosen: Lines | None = None
+    sample = query_rows(scores, sampled_rows(grid, served.sample, drawn, dense_rows, copies))
+    always = kept_columns(scores, grid.sparse_queries(dense_rows), served.begin, served.checked)
+    chosen: Any = None
     for _ in range(2):  # at first by all of a line's cells, then by those that the other kind leaves to it
-        by_column, by_band = densities(sample, chosen, always)
-        rank = torch.cat([by_column, by_band], 1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        density = torch.cat(densities(sample, chosen, always), 1)
+        rank = density.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
-        def heaviest(number: Int[Tensor, "head 1"], rank: Tensor = rank) -> Lines:
-            columns, bands = (rank < number).split([grid.keys, grid.blocks], 1)
-            return Lines(columns, bands, grid, served.dense_rows)
+        def heaviest(number: Tensor, rank: Tensor = rank) -> Lines:
+            return Lines(*(rank < number).split([grid.keys, grid.blocks], 1), grid, dense_rows)
 
-        fixed = by_column.isinf().sum(1, keepdim=True) + by_band.isinf().sum(1, keepdim=True)
-        chosen = heaviest(fewest(fixed, rank.shape[1], heaviest, cells))
-    assert chosen is not None
+        chosen = heaviest(fewest(density.isinf().sum(1, keepdim=True), rank.shape[1], heaviest, cells))
     return chosen
 
 
-def near_bands(grid: BlockGrid, cells: Float[Tensor, " head"], served: LoopServe) -> Lines:
+def near_bands(grid: BlockGrid, cells: Tensor, served: LoopServe) -> Lines:
     """Take the first columns and the nearest bands of each head, as few as have at least so many cells."""
-    key, band = torch.arange(grid.keys), torch.arange(grid.blocks)
 
-    def lines(first: Int[Tensor, "head 1"], nearest: Int[Tensor, "head 1"]) -> Lines:
-        return Lines(key < first, band < nearest, grid, served.dense_rows)
+    def lines(first: Tensor, nearest: Tensor) -> Lines:
+        return Lines(torch.arange(grid.keys) < first, torch.arange(grid.blocks) < nearest, grid, served.dense_rows)
 
     begin = torch.full((len(cells), 1), served.begin)
     reached = fewest(torch.full_like(begin, NEAR), grid.blocks, lambda nearest: lines(begin, nearest), cells)
-    nearest = torch.where(reached > NEAR, reached - 1, reached)  # columns fill what is less than a band
+    nearest = (reached - 1).clamp(min=NEAR)  # columns fill what is less than a band
     return lines(fewest(begin, grid.keys, lambda first: lines(first, nearest), cells), nearest)
 
 
-def fewest(
-    least: Int[Tensor, "head 1"], most: int, lines: Callable[[Tensor], Lines], cells: Float[Tensor, " head"]
-) -> Int[Tensor, "head 1"]:
+def fewest(least: Tensor, most: int, lines: Callable[[Tensor], Lines], cells: Tensor) -> Tensor:
     """Search for the smallest number of lines of each head, from `least` to `most`, that compute so many cells."""
     low, high = least, torch.full_like(least, most)
     while bool((low < high).any()):
@@ -214,41 +194,14 @@ def fewest(
     return low
 
 
-def mean_share(cells: Cells) -> float:
-    """The mean over heads and layers."""
-    return float(torch.stack(list(cells.values())).double().mean())
-
-
-def added(result: Row, alpha: int, arm: int) -> tuple[float, float, float | None]:
-    """Cells, loss beyond full attention, of a control beyond own lines, and the margin of this over texts."""
-    loss = np.array(result["loss"])
-    change = loss[alpha, arm] - (loss[alpha, 0] if arm else np.array(result["full"]))
-    interval = interval_of(change)
-    return float(np.mean(result["cells"][alpha][arm])), float(change.mean()), interval and interval.margin
-
-
-def table(result: Row) -> str:
-    """A row for each alpha: cells, what own lines cost in nats a token, and what each control costs beyond that."""
-    lines: list[Sequence[str]] = []
-    for alpha, value in enumerate(result["alphas"]):
-        row = [f"{value:g}", f"{added(result, alpha, 0)[0]:.0%}"]
-        for arm in range(len(ARMS)):
-            _, nats, margin = added(result, alpha, arm)
-            row.append(f"{nats:.4f}" + ("" if margin is None else f" ± {margin:.4f}"))
-        lines.append(row)
-    return markdown(("alpha", "cells", ARMS[0], *(f"{arm}, beyond own" for arm in ARMS[1:])), lines)
-
-
 def figure(data: Row) -> Any:
     """Loss beyond full attention by the share of cells, for each alpha."""
     result, fig = data["result"], panels(("Loss by cells",))
-    loss = np.array(result["loss"])
     for arm, color in enumerate((BLUE, ORANGE, GREEN)):
-        change = loss[:, arm] - np.array(result["full"])
-        bars = [getattr(interval_of(one), "margin", np.nan) for one in change]
+        change = np.array(result["loss"])[:, arm] - np.array(result["full"])
+        bars = {"array": [getattr(interval_of(one), "margin", np.nan) for one in change], "thickness": 1}
         cells = np.array(result["cells"])[:, arm].mean(-1)
-        error = {"array": bars, "thickness": 1}
-        fig.add_scatter(x=cells, y=change.mean(-1), error_y=error, name=ARMS[arm], marker={"color": color})
+        fig.add_scatter(x=cells, y=change.mean(-1), error_y=bars, name=ARMS[arm], marker={"color": color})
     fig.update_xaxes(title_text="share of the cells", tickformat=".0%", rangemode="tozero")
     fig.update_yaxes(title_text="nats a token beyond full attention")
     return fig.update_layout(width=760, height=480)

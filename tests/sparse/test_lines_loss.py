@@ -12,7 +12,7 @@ from organisms import tiny_model
 from refusals import refused
 from torch import Tensor
 
-from experiments.loopserve.lines_loss import bands_of_cells, main, measured, near_bands, partners
+from experiments.loopserve.lines_loss import bands_of_cells, main, measured, near_bands, partner
 from sinkscope.files.store import json_lines
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
@@ -31,7 +31,7 @@ def test_own_lines_are_those_of_loopserve_and_full_attention_is_the_models():
     texts = [ids_of(number) for number in range(3)]
     setup = Setup.open(model, tokenizer=tokenizer)
     rows = torch.tensor([read_row(setup.target, text, special=False) for text in texts])
-    result = measured(setup, rows, ("", "", ""), [0.3, 0.9])
+    result = measured(setup.target, rows, ("", "", ""), [0.3, 0.9])
     assert result["counted"] == LENGTH - 1
     for number in range(len(texts)):
         ids = rows[number : number + 1]
@@ -82,7 +82,7 @@ def test_lines_of_another_text_are_its_own_where_as_many_are_wanted():
 
 
 def test_a_text_borrows_from_the_next_of_its_kind():
-    assert partners(("a", "b", "a", "c", "a")) == [2, 2, 4, 4, 0]
+    assert [partner(text, "abaca") for text in range(5)] == [2, 2, 4, 4, 0]
 
 
 def test_a_file_names_kinds_and_short_texts_are_refused(tmp_path):
@@ -92,8 +92,6 @@ def test_a_file_names_kinds_and_short_texts_are_refused(tmp_path):
     main("bundled", data=file, out=out, count=3, length=256, alphas=[0.5])
     result = json.loads(out.read_text())["result"]
     assert result["kinds"] == ["a", "b", "a"] and np.shape(result["loss"]) == (1, 3, 3)
-    with refused("--length 100: expected at least 256"):
-        main("bundled", data=file, out=out, length=100)
-    for count, length in ((1, 256), (3, 1000)):
-        with refused(f"expected two texts or more of at least --length {length}"):
+    for count, length in ((1, 256), (3, 1000), (3, 100)):
+        with refused(f"expected two texts or more of --length {length}, at least 256"):
             main("bundled", data=file, out=out, count=count, length=length)
