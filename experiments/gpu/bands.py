@@ -37,7 +37,7 @@ from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, TILE, BlockGrid, Lines
-from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
+from sinkscope.sparse.choice import recorded_bands, sampled_rows, select_bands
 from sinkscope.sparse.serve import LoopServe
 
 
@@ -90,9 +90,9 @@ def chooser(scores: Scores, alpha: float, replayed: bool = False) -> Callable[[]
     """The whole choice from the scores of one layer: launched step by step, or as it is recorded for a prompt."""
     rows = sampled_rows(BlockGrid(scores.queries, scores.keys), LoopServe.sample, 0, LoopServe.dense_rows)
     settings: Row = {"begin": LoopServe.begin, "checked": LoopServe.checked, "dense_rows": LoopServe.dense_rows}
-    choose = partial(bands_from, alpha=alpha, **settings, dense_above=0.75, copies=None)
+    choose = partial(select_bands, alpha=alpha, **settings, dense_above=0.75, copies=None)
     if not replayed or not scores.key.is_cuda:
-        return partial(choose, scores, rows)
+        return partial(choose, scores, rows=rows)
     given = scores.query, scores.key, rows
     recorded = recorded_bands(choose, scores, given, LoopServe.dense_rows)
     for _ in range(2):  # first, and recorded

@@ -166,7 +166,8 @@ def bands_of_cells(scores: Scores, layer: int, cells: Tensor, served: LoopServe,
         rank = density.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
         def heaviest(number: Tensor, rank: Tensor = rank) -> Lines:
-            return Lines(*(rank < number).split([grid.keys, grid.blocks], 1), grid, dense_rows)
+            columns, offsets = (rank < number).split([grid.keys, grid.blocks], 1)
+            return Lines(columns, offsets, grid, dense_rows)
 
         chosen = heaviest(fewest(density.isinf().sum(1, keepdim=True), rank.shape[1], heaviest, cells))
     return chosen

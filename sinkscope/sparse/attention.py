@@ -118,9 +118,7 @@ def sample_queries(
             random sample seldom has one.
     """
     generator = torch.Generator().manual_seed(seed)
-    if copies is None:
-        return torch.randperm(queries, generator=generator)[:sample].sort().values
-    copies = copies[copies < queries]
+    copies = torch.arange(0) if copies is None else copies[copies < queries]
     order = torch.randperm(len(copies), generator=draws(seed, "queries at copies"))
     copied = copies[order[: sample // 2]]
     others = torch.ones(queries, dtype=torch.bool).index_fill_(0, copied, False).nonzero().flatten()

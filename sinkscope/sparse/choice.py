@@ -49,6 +49,7 @@ def select_bands(
     scores: Scores,
     alpha: float = 0.98,
     *,
+    rows: Int[Tensor, " row"] | None = None,
     sample: int = 64,
     seed: int = 0,
     begin: int = 4,
@@ -62,6 +63,7 @@ def select_bands(
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
         alpha: Share of the sampled attention that columns and bands of each head hold. With 1 all heads are dense.
+        rows: Indices of the sampled queries; if there are none, everything is chosen. None: they are drawn.
         sample: Number of queries in the sample.
         seed: Seed of the sample.
         begin: Number of first positions that are always kept.
@@ -78,23 +80,9 @@ def select_bands(
     check_values(PositiveShare, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
-    rows = sampled_rows(BlockGrid(scores.queries, scores.keys), sample, seed, dense_rows, copies)
-    return bands_from(scores, rows, alpha, begin, checked, dense_rows, dense_above, copies)
-
-
-@torch.no_grad()
-def bands_from(
-    scores: Scores,
-    rows: Int[Tensor, " row"],
-    alpha: float,
-    begin: int,
-    checked: int,
-    dense_rows: int,
-    dense_above: float,
-    copies: Copies | None,
-) -> Lines:
-    """Choose like `select_bands`, from the attention of queries with these indices; everything, if there are none."""
     grid, device = BlockGrid(scores.queries, scores.keys), scores.key.device
+    if rows is None:
+        rows = sampled_rows(grid, sample, seed, dense_rows, copies)
     if alpha == 1 or not len(rows):
         columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
         bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
@@ -111,7 +99,7 @@ def query_rows(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
 
 
 def recorded_bands(
-    choose: Callable[[Scores, Tensor], Lines],
+    choose: Callable[..., Lines],
     scores: Scores,
     arguments: tuple[Tensor, Tensor, Tensor],
     dense_rows: int,
@@ -122,7 +110,7 @@ def recorded_bands(
     It gives columns and bands, the share of the cells of each head, and what the kernel reads.
 
     Args:
-        choose: `bands_from` with its settings.
+        choose: `select_bands` with its settings.
         scores: The scores of the first layer.
         arguments: Its queries, keys and rows.
         dense_rows: As for `select_bands`.
@@ -134,7 +122,7 @@ def recorded_bands(
 
     def work(query: Tensor, key: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         assert lengths  # a recording reads their memory, so they last as long
-        chosen = choose(Scores(query, key, scores.scaling), rows)
+        chosen = choose(Scores(query, key, scores.scaling), rows=rows)
         lists = () if module is None else module.lists_of(chosen)
         return chosen.columns, chosen.offsets, chosen.attended(), *lists
 

@@ -28,7 +28,7 @@ from sinkscope.generation.progressive import Progressive, steps_summary
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid, Copies, Lines
-from sinkscope.sparse.choice import bands_from, draw_of, recorded_bands, sampled_rows, unsampled_queries
+from sinkscope.sparse.choice import draw_of, recorded_bands, sampled_rows, select_bands, unsampled_queries
 from sinkscope.sparse.head_lines import select_lines
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse_prompts import SparsePrompts
@@ -216,7 +216,16 @@ class LoopServe(SparsePrompts):
 
     def _bands(self, scores: Scores, rows: Int[Tensor, " row"], copies: Copies | None) -> Lines:
         """The choice of bands from the attention of some queries."""
-        return bands_from(scores, rows, self.alpha, self.begin, self.checked, self.dense_rows, self.dense_above, copies)
+        return select_bands(
+            scores,
+            self.alpha,
+            rows=rows,
+            begin=self.begin,
+            checked=self.checked,
+            dense_rows=self.dense_rows,
+            dense_above=self.dense_above,
+            copies=copies,
+        )
 
     def _sampled(self, scores: Scores, layer: int, copies: Copies | None) -> Int[Tensor, " row"]:
         """The queries from which bands are chosen."""

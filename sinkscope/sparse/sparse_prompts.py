@@ -61,8 +61,9 @@ class PromptCall:
 
 
 class PromptReader(Actor):
-    """Reads the prompts of a block along lines. Ids are kept with the rows of each cache, so that a turn's copies reach
-    into it.
+    """Reads the prompts of a block along lines; `call` is what the layers of the latest call share.
+
+    Ids are kept with the rows of each cache, so that a turn's copies reach into it.
 
     Args:
         prompts: What chooses the lines.
@@ -73,7 +74,7 @@ class PromptReader(Actor):
     def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
         self._prompts, self._run = prompts, ref(run)
         self._ids = (key, "ids")  # by what the ids of the rows are known
-        self._call = PromptCall()
+        self.call = PromptCall()
 
     @property
     def name(self) -> str:
@@ -87,7 +88,7 @@ class PromptReader(Actor):
         new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
         if step.ids is not None:
             new = step.ids.to(new.device)
-        known, self._call = step.state.known, PromptCall()
+        known, self.call = step.state.known, PromptCall()
         earlier = known.get(self._ids, new[:, :0])[:, : step.past]
         unknown = new.new_full((step.rows, step.past - earlier.shape[1]), _UNKNOWN)
         known[self._ids] = torch.cat([earlier, unknown, new], 1)
@@ -106,11 +107,6 @@ class PromptReader(Actor):
         assert run is not None
         output = self._prompts.attend(attention, step, run, self)
         return None if output is None else (output, None)
-
-    @property
-    def call(self) -> PromptCall:
-        """What is known of the latest call."""
-        return self._call
 
     def copies(self, step: Step, row: int, device: torch.device) -> Copies | None:
         """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""

@@ -25,7 +25,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.sparse import line_attention, select_bands, sparse
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid, Copies
-from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
+from sinkscope.sparse.choice import recorded_bands, sampled_rows
 from sinkscope.sparse.serve import LoopServe
 
 CASES = [  # queries, keys before them, width, kv heads, dtype: nothing is a multiple of a block
@@ -183,7 +183,7 @@ def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
 def test_on_a_gpu_a_recorded_choice_is_the_one_that_is_launched_step_by_step(queries, past):
     pytest.importorskip("sinkscope.sparse.triton")
     copies = Copies.of(torch.arange(queries + past) % 280, queries, torch.device("cuda"))
-    choose = partial(bands_from, alpha=0.8, begin=4, checked=64, dense_rows=16, dense_above=0.9, copies=copies)
+    choose = partial(select_bands, alpha=0.8, begin=4, checked=64, dense_rows=16, dense_above=0.9, copies=copies)
     replayed = None
     for seed in range(5):
         draw = torch.Generator().manual_seed(seed)
@@ -192,6 +192,6 @@ def test_on_a_gpu_a_recorded_choice_is_the_one_that_is_launched_step_by_step(que
         rows = sampled_rows(BlockGrid(queries, queries + past), 64, seed, 16, copies)
         replayed = replayed or recorded_bands(choose, scores, (scores.query, scores.key, rows), 16)
         columns, bands, attended, *_ = replayed(scores.query, scores.key, rows)
-        wanted = choose(scores, rows)
+        wanted = choose(scores, rows=rows)
         assert torch.equal(columns, wanted.columns) and torch.equal(bands, wanted.offsets), seed
         torch.testing.assert_close(attended, wanted.attended())

@@ -17,7 +17,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.sparse import choice as rule
 from sinkscope.sparse import serve, sparse
 from sinkscope.sparse.bands import BlockGrid, Copies
-from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
+from sinkscope.sparse.choice import recorded_bands, sampled_rows, select_bands
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.serve import LoopServe
 
@@ -153,7 +153,7 @@ def test_nothing_in_the_recorded_choice_waits_for_the_device_or_reads_the_host(m
     query, key = torch.empty(4, 600, 64, device=place), torch.empty(2, 700, 64, device=place)
     rows, start = torch.zeros(64, dtype=torch.int64, device=place), torch.arange(11, device=place)
     copies = Copies(rows, rows, rows, start)
-    choose = partial(bands_from, alpha=0.9, begin=4, checked=64, dense_rows=16, dense_above=0.5, copies=copies)
+    choose = partial(select_bands, alpha=0.9, begin=4, checked=64, dense_rows=16, dense_above=0.5, copies=copies)
     replayed = recorded_bands(choose, rule.Scores(query, key, 0.125), (query, key, rows), 16, Again)
     replayed(query, key, rows)  # fills caches
     with OnDevice():
