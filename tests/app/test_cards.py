@@ -75,6 +75,14 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     assert str(escape(card.conclusion())) in tiles[0]
 
 
+def test_a_tile_shows_whatever_number_stands_beside_its_control(folder):
+    numbers = {"left": Mean(0.04, kind="share"), "control": Mean(0.97, kind="share")}
+    row = Row(table="conditions", name="left of the spike", numbers=numbers, note="random")
+    part = CardPart(name="why-sink", command="sinkscope why-sink", conclusion="It is so.", rows=(row,), topic="Why")
+    card = replace(SinkCard.load(folder / "card.json"), parts=(part,))
+    assert "<b>4%</b> left of the spike <small>(random: 97%)</small>" in card.first_screen()
+
+
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     few_parts(monkeypatch, PARTS)
     before = json.loads((folder / "card.json").read_text())["result"]

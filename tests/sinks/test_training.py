@@ -204,7 +204,7 @@ def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
 
     def breaking():
         m = with_dropout("gpt2")
-        m.model.transformer.h[1].mlp = Broken(m.model.transformer.h[1].mlp)
+        m.model.transformer.h[1].mlp.act = Broken(m.model.transformer.h[1].mlp.act)
         return m
 
     _, _, losses, _ = run(breaking(), tmp_path)

@@ -290,9 +290,9 @@ class Ablate(NeuronEdit):
 
     Args:
         heads: Query heads whose output (`hook_z`) is switched off: (layer, head), or names such as "L0.H4".
-        value: "zero", a number, or "mean": the row's mean over its real positions after the first, in the first call
-            that has any. The first token is excluded because a sink there would distort the mean. Before such a call,
-            "mean" leaves the values unchanged.
+        value: "zero", a number (also a tensor with one that is trained), or "mean": the row's mean over its real
+            positions after the first, in the first call that has any. The first token is excluded because a sink there
+            would distort the mean. Before such a call, "mean" leaves the values unchanged.
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
             numbers, or a slice.
 
@@ -314,8 +314,12 @@ class Ablate(NeuronEdit):
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
-        value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
-        object.__setattr__(self, "value", value)
+        if not getattr(self.value, "requires_grad", False):  # a number that is trained stays a tensor
+            value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
+            object.__setattr__(self, "value", value)
+        elif cast("Tensor", self.value).numel() != 1:
+            shape = tuple(cast("Tensor", self.value).shape)
+            raise SinkscopeError(f"a value of shape {shape} that is trained: expected one number")
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     @classmethod
@@ -335,9 +339,11 @@ class Ablate(NeuronEdit):
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the number, or the mean of the row where there is one."""
         new: Any = self.value
-        if self.value == "zero":
+        if isinstance(new, Tensor):
+            new = new.to(values.old)
+        elif new == "zero":
             new = 0.0
-        elif self.value == "mean":
+        elif new == "mean":
             new = self._mean(values)
         chosen = chosen_positions(values.index, self.positions)
         return torch.where(chosen[..., None], new, values.old)
