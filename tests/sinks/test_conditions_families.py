@@ -120,9 +120,7 @@ def test_with_alibi_no_key_can_be_hidden_and_this_is_said_in_one_line(model_type
     """A whole mask, from which BLOOM computes no distances, was given before: an error without words."""
     spike = first_token(model_type, ALIBI[model_type])
     for ask in (lambda: conditions_of([spike], 0), lambda: purpose_of(spike, 0, None, 0)):
-        with pytest.raises(
-            UnsupportedError, match="where no cache policy, guard, knockout or"
-        ):
+        with pytest.raises(UnsupportedError, match="where no cache policy, guard, knockout or"):
             ask()
     sinks = Sinks(spike.survey, spike.survey, (SpikeCircuit(spike, spike, Needs(Writers((), (), {}), ())),))
     with pytest.warns(UserWarning, match="is not measured: a model of type"):
