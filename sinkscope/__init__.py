@@ -17,6 +17,7 @@ __version__ = "0.2.0"
 ROOMS = ("kv", "loops", "bench", "sparse")
 """Packages within this one whose names are used as `sinkscope.kv.SnapKV`."""
 LEFT = {
+    "Event": "it is sinkscope.engine.run.Event",
     "Quantize": "it left in version 0.3, and nothing has its work",
     "circuit": "it is why_sink",
     "heads": "why_sink has its work",

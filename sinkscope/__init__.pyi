@@ -8,7 +8,6 @@ from .app.report import report as report
 from .app.scan import scan as scan
 from .app.view.command import view as view
 from .conformance.check_cache import check_cache as check_cache
-from .engine.run import Event as Event
 from .errors import SinkscopeError as SinkscopeError
 from .generation.conversation import Conversation as Conversation
 from .generation.generate import generate as generate
@@ -38,6 +37,7 @@ from .sinks.training import SinkCallback as SinkCallback
 from .sinks.why_sink import why_sink as why_sink
 from .sparse.lines import lines as lines
 from .sparse.serve import LoopServe as LoopServe
+from .sparse.shapes import AShape as AShape
 
 __version__: str
 
