@@ -124,8 +124,7 @@ class Event:
 class Part(Protocol):
     """What is entered; `hooks.edit.base.Intervention` is the base of all."""
 
-    ACTS: ClassVar[bool]
-    """Whether it changes anything, and does not only read."""
+    ACTS: ClassVar[bool]  # whether it changes anything, and does not only read
 
     def enter(self, run: Run, key: int) -> None:
         """Begin to act."""
@@ -199,6 +198,7 @@ class Run(Calls):
     def __init__(self, target: Target, parts: Sequence[Part]) -> None:
         super().__init__(target)
         self.parts = parts  # what acts, in order
+        self._words = " | ".join(type(part).__name__ for part in parts)
         self.stack = ExitStack()
         self._acts = any(part.ACTS for part in parts)
         self._is_used = False
@@ -215,7 +215,7 @@ class Run(Calls):
         self._is_used, self._thread = True, threading.current_thread()
         target = self.target
         with ExitStack() as self.stack:
-            self.stack.enter_context(held(target, " | ".join(type(part).__name__ for part in self.parts), self))
+            self.stack.enter_context(held(target, self._words, self))
             self.stack.enter_context(_not_remote(self))
             self.stack.enter_context(_following_generate(self))
             if target.kind == "bridge":
@@ -282,13 +282,9 @@ class Run(Calls):
         self._checks.append(check)
 
     def begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
-        """Let what acts refuse a kind of generation, and note its settings.
+        """Let what acts refuse a kind of generation, and note its settings; assisted generation tells none.
 
-        Args:
-            method: The method of the model that `generate` calls: `_prefill`, or `_get_candidate_generator` for
-                assisted generation.
-            options: Arguments of the forward call.
-            settings: The generation settings; None for assisted generation.
+        The method is one that `generate` calls: `_prefill`, or `_get_candidate_generator`.
         """
         if settings is not None:
             self._settings = settings
@@ -344,8 +340,7 @@ class Run(Calls):
         return Counter(event.kind for event in self.events)
 
     def __repr__(self) -> str:
-        names = " | ".join(type(part).__name__ for part in self.parts)
-        return f"{names} on {self.target.name}: {self.summary()}"
+        return f"{self._words} on {self.target.name}: {self.summary()}"
 
     def summary(self) -> str:
         """Return what the interventions did, in one line."""
@@ -391,10 +386,9 @@ class Run(Calls):
 
 @contextmanager
 def _following_generate(run: Run) -> Iterator[None]:
-    """Context manager in which the `generate` of a causal language model tells a run what it does.
+    """Context manager in which `generate`, which alone knows it, tells a run which calls read a prompt.
 
-    It alone knows which calls read a prompt: a chunked prompt may end with a chunk of one token, which looks like a
-    generated token to the model. Runs may end in any order, so the last of them puts back what stood on the model.
+    Runs may end in any order; the last of them puts back what stood on the model.
     """
     attributes = vars(run.target.hf)
     followed = getattr(attributes.get("_prefill"), "__self__", None)
@@ -449,11 +443,11 @@ class _Followed:
                 run.prompting = False
 
     def candidates(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Begin assisted generation, but not by the model's own first layers: transformers says so in its settings."""
+        """Begin assisted generation, but not by the model's own layers."""
         if generation_config.assistant_early_exit is not None:
             raise UnsupportedError(
-                f"assistant_early_exit={generation_config.assistant_early_exit}: the first layers of the model would "
-                "draft while an edit, a policy or a guard acts in all of them: generate without it"
+                f"assistant_early_exit={generation_config.assistant_early_exit}: the first layers would draft while an "
+                "edit, a policy or a guard acts in all of them: generate without it"
             )
         self._begun("_get_candidate_generator", {}, None)
         return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
