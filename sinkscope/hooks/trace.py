@@ -149,11 +149,6 @@ def _site(target: Target, name: str) -> Site:
     if name == "ln_final":
         return Site(name, target.n_layers, target.base, cut=lambda output: output[0])
     if name == "logits":
-        if not target.resident:
-            raise UnsupportedError(
-                f"site 'logits': {target.name} is read layer by layer, without its unembedding; load it whole with "
-                "sinkscope.load(...)"
-            )
         target.check_head()
         return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)

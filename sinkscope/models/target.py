@@ -225,11 +225,16 @@ class Target:
             raise UnsupportedError(f"the neurons of layer {layer} of {self.name} are not offered: {reason}")
 
     def check_head(self) -> None:
-        """Refuse to read the logits of each token from a model that has a head of another kind, or none.
+        """Refuse to read the logits of each token from a model without its unembedding, or with a head of another kind.
 
         Raises:
-            UnsupportedError: It is such a model.
+            UnsupportedError: It is such a model, or it is read layer by layer.
         """
+        if not self.resident:
+            raise UnsupportedError(
+                f"{self.name} is read layer by layer, without its unembedding, so that it has no logits: load it whole "
+                'with sinkscope.load(...), or give loading="whole"'
+            )
         if self.hf.get_output_embeddings() is None:
             raise UnsupportedError(
                 f"a {type(self.hf).__name__} has no language head, which gives the logits of each token: load it with "
@@ -328,11 +333,6 @@ class Target:
         Raises:
             UnsupportedError: The unembedding is wanted of a model that has none, or is read layer by layer, without it.
         """
-        if unembed and not self.resident:
-            raise UnsupportedError(
-                f"{self.name} is read layer by layer, without its unembedding, so that it has no logits: load it whole "
-                'with sinkscope.load(...), or give loading="whole"'
-            )
         if unembed:
             self.check_head()
         kwargs.setdefault("use_cache", False)
