@@ -30,19 +30,19 @@ class TextFile(click.ParamType):
 
 
 class Commas(click.ParamType):
-    """Values of a type with commas between them; one that stands alone keeps the spaces around it, and so do tokens."""
+    """Values of a type with commas between them; one that stands alone keeps the spaces around it."""
 
     name = "list"
 
-    def __init__(self, kind: click.ParamType) -> None:
-        self.kind = kind
+    def __init__(self, kind: click.ParamType, spaces: bool) -> None:
+        self.kind, self.spaces = kind, spaces  # whether others keep theirs, too
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
         """Split at the commas."""
         words = [value]
         if "," in value or not value.strip():
             words = [word for word in value.split(",") if word.strip()]
-            if param is None or param.name != "tokens":
+            if not self.spaces:
                 words = [word.strip() for word in words]
         if not words:
             flag = "" if param is None else param.opts[0]
@@ -51,10 +51,10 @@ class Commas(click.ParamType):
 
 
 class Several(click.Option):
-    """An option of several values: with commas, or given again for each."""
+    """An option of several values: with commas, or given again for each. Of tokens, spaces are a part."""
 
-    def __init__(self, *args: Any, type: click.ParamType = click.STRING, **settings: Any) -> None:
-        super().__init__(*args, type=Commas(type), multiple=True, callback=joined, **settings)
+    def __init__(self, *args: Any, type: click.ParamType = click.STRING, spaces: bool = False, **settings: Any) -> None:
+        super().__init__(*args, type=Commas(type, spaces), multiple=True, callback=joined, **settings)
 
 
 def joined(_: click.Context, __: click.Parameter, lists: tuple[list[Any], ...]) -> list[Any] | None:

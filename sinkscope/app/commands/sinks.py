@@ -47,7 +47,7 @@ repeat = measures(
     "sinkscope repeat --model llama-2-7b --max-repeats 500",
     params=[
         click.Option(["--quantity"], type=click.Choice(["norm", "attention", "probability"]), default="norm"),
-        Several(["--tokens"], metavar="A,B,...|all"),
+        Several(["--tokens"], spaces=True, metavar="A,B,...|all"),
         click.Option(["--prefix"]),
         click.Option(["--max-repeats"], type=int),
         click.Option(["--sample"], type=int),
@@ -60,7 +60,7 @@ attack = measures(
     REPETITION,
     "sinkscope attack --model llama-2-7b --length 8 --sequences 100",
     params=[
-        Several(["--tokens"], metavar="A,B,..."),
+        Several(["--tokens"], spaces=True, metavar="A,B,..."),
         click.Option(["--n-tokens"], type=int),
         spike,
         click.Option(["--length"], default=8),
