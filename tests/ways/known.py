@@ -143,7 +143,7 @@ REFUSED = [
     *[
         Refusal(lambda draw, name=name: draw["layers"] == name, one.refused)
         for name, one in LAYERED.items()
-        if one.refused is not None
+        if one.refused
     ],
     Refusal(lambda draw: draw["layers"] == "silent" and draw["edit"] == "knock in heads", "has no softmax attention"),
     Refusal(lambda draw: LAYERED[draw["layers"]].always(draw), "", always=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,10 @@ class _Longer(nn.Module):
 
     def forward(self, weight: Any) -> Any:
         return weight * 1.5
+
+
+def _usual(_model: Any) -> None:
+    """Nothing was done."""
 
 
 def _moved(model: Any) -> None:
@@ -80,29 +84,32 @@ class Layered:
 
     Attributes:
         change: Does it.
-        refused: What a refusal says; None: it is served always.
+        refused: What a refusal says; empty: it is served always.
         always: Draws that have to be refused.
+        caches: The only ways in which plain transformers is right; empty: all.
     """
 
-    change: Callable[[Any], None] = lambda model: None
-    refused: str | None = None
+    change: Callable[[Any], None] = _usual
+    refused: str = ""
     always: Callable[[Draw], bool] = lambda draw: False
+    caches: Sequence[str] = ()
 
     def fits(self, draw: Draw) -> bool:
-        if self.change is _PLAIN:
+        if self.change is _usual:
             return True
-        bare = draw["wrapper"] == "bare" and draw["other"] == "nothing" and draw["mode"] in ("usual", "inference")
-        of_all = draw["edit"] not in ("h2o 12 a layer", "trace pattern") and draw["cache"] != "pickled"
-        if self.change is _shared and draw["cache"] not in ("none", "generate"):  # plain caches mix the two places
+        if self.caches and draw["cache"] not in self.caches:
             return False
-        return bare and of_all and draw["family"] in DECODERS and draw["attention"] in ("sdpa", "eager")
+        if draw["wrapper"] != "bare" or draw["other"] != "nothing" or draw["mode"] not in ("usual", "inference"):
+            return False
+        of_all = draw["edit"] != "h2o 12 a layer" and draw["cache"] != "pickled"
+        return of_all and draw["family"] in DECODERS and draw["attention"] in ("sdpa", "eager")
 
 
-_PLAIN = Layered().change
 LAYERED = {
-    "usual": Layered(_PLAIN),
+    "usual": Layered(),
     "moved": Layered(_moved, "calls itself layer", lambda draw: draw["edit"] in ("h2o", ROWS_SEEN)),
-    "shared": Layered(_shared, "has one module in layers 1 and 2", lambda draw: True),
+    # A cache would mix the two places.
+    "shared": Layered(_shared, "has one module in layers 1 and 2", lambda draw: True, caches=("none", "generate")),
     "passing": Layered(_passing, "has no attention, and its configuration counts it"),
     "silent": Layered(_silent, "has no attention, and its configuration counts it"),
     "replaced": Layered(_replaced),
