@@ -78,31 +78,30 @@ def _numbers(first: Row, second: Row) -> list[Row]:
 def _moved(first: Row, second: Row, number: str) -> tuple[dict[str, float], str]:
     """The values of a number that are compared, how far it moved, and the verdict."""
     before, after = first.numbers[number], second.numbers[number]
-    interval, texts = _over_texts(first, second, number)
+    interval, old, new = _over_texts(first, second, number)
     moved = {"before": before.value, "after": after.value}
-    if texts:
-        own, other = _by_text(first, number), _by_text(second, number)
-        moved = {"before": fmean(own[text] for text in texts), "after": fmean(other[text] for text in texts)}
+    if interval is not None:
+        moved = {"before": fmean(old.values()), "after": fmean(new.values())}
     moved["change"] = moved["after"] - moved["before"]
     if interval is None and before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
         interval = Interval(moved["change"], moved["change"] - margin, moved["change"] + margin)
     if interval is None:
         return moved, UNJUDGED
-    moved |= {"lower": interval.low, "upper": interval.high, "texts": float(len(texts))}
+    moved |= {"lower": interval.low, "upper": interval.high, "texts": float(len(old))}
     if interval.low <= 0 <= interval.high:
         return moved, SAME
     return moved, CHANGED if abs(interval.mean) > SMALLEST_CHANGE * abs(before.value) else SMALL
 
 
-def _over_texts(first: Row, second: Row, number: str) -> tuple[Interval | None, list[str]]:
-    """The interval of the mean difference over the texts that both have, and these texts; none if they are too few."""
+def _over_texts(first: Row, second: Row, number: str) -> tuple[Interval | None, dict[str, float], dict[str, float]]:
+    """The interval of the mean difference over the texts that both have, and the numbers of these; none of too few."""
     before, after = _by_text(first, number), _by_text(second, number)
     texts = [text for text in before if text in after]
     old, new = ({text: values[text] for text in texts} for values in (before, after))
     scores = first.numbers[number].kind == "share" and {*old.values(), *new.values()} <= {0.0, 1.0}  # right or wrong
     interval = difference_of(new, old, DIFFERENCES if scores else None)
-    return interval, [] if interval is None else texts
+    return (None, {}, {}) if interval is None else (interval, old, new)
 
 
 def _by_text(row: Row, number: str) -> dict[str, float]:

@@ -97,8 +97,6 @@ class Repeat(Result):
         lines: list[str] = []
         if self.repeats is not None:
             for condition, repeats in zip(self.conditions, self.repeats, strict=True):
-                if condition.startswith("attention"):
-                    continue
                 turned = repeats[np.isfinite(repeats)]
                 line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.quantity]} ({condition}"
                 if len(turned):

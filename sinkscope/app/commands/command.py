@@ -82,12 +82,10 @@ class Command(click.Command):
         if isinstance(function, str):
             lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words)}")
         context = {"show_default": True, "token_normalize_func": renamed}
-        # several commands may share a parameter, and each describes its own copy
-        self.own = [copy(parameter) for parameter in params]
         names = {parameter.name for parameter in params}
-        others = [copy(parameter) for parameter in shared if parameter.name not in names]
-        outputs = list(OUTPUTS) if kinds else []
-        every = [*self.own, *others, *outputs]
+        others = [parameter for parameter in shared if parameter.name not in names]
+        # several commands may share a parameter, and each describes its own copy
+        every = [*map(copy, (*params, *others)), *(OUTPUTS if kinds else [])]
         super().__init__(words, params=every, epilog="\n".join(lines), context_settings=context)
         self.words, self.function, self.section, self.examples = words, function, section, examples
         self.described, self.kinds, self.processes = (*described, *SHARED), kinds, processes

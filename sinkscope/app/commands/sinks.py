@@ -15,7 +15,6 @@ find_sinks = measures(
     "find-sinks",
     SINKS,
     "sinkscope find-sinks --model llama-2-7b --json sinks.json",
-    params=[],
 )
 
 why_sink = measures(

@@ -32,7 +32,7 @@ def circuit_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     """Return the spikes of the circuit, those that most heads read first."""
     circuit: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
-        texts = SpikeTexts.of(measured.reported)
+        texts = measured.texts
         circuit_spike = CircuitSpike(
             found=spike,
             card=spike_card(spike),

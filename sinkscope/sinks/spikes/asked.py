@@ -413,7 +413,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
     for name, batch in cases.items():
         layers, texts = target.attending, len(survey.ids) if name == ONE_OTHER else len(ids)
         if name not in read_heads:
-            layers, batch = [], batch.until(1 + int(batch.places[0].nonzero()[:, 1].max()))
+            layers, batch = [], batch.until_place()
         seen = read(batch, layers)
         for number, (spike, rows) in enumerate(zip(spikes, by_spike, strict=True)):
             left = mean_of(seen.along[:, number].reshape(-1, texts).mean(0), "share")
@@ -450,7 +450,7 @@ def first_layers(spike: Spike, ordinary: Batch) -> int:
     """Return the last of the first layers in which seeing only itself gives half of the spike, by halving."""
     low, high, alone = 0, spike.peak + 1, with_causes(ordinary, ["alone"])
     alone = replace(alone, spikes=(spike,), places=alone.places[:1])
-    alone = alone.until(1 + int(alone.places[0].nonzero()[:, 1].max()))
+    alone = alone.until_place()
     while high - low > 1:
         middle = (low + high) // 2
         share = float(read(replace(alone, layers=range(middle))).along.mean())
@@ -460,13 +460,10 @@ def first_layers(spike: Spike, ordinary: Batch) -> int:
 
 def one_other_drawn(spikes: Sequence[Spike], ids: TokenRows, seed: int) -> Batch:
     """Return positions that see themselves and one other token, which is not the first: several draws in each text."""
-    generator, draw, unseen = draws(seed, "one other token of conditions"), list[Batch](), list[Tensor]()
+    generator, at, others = draws(seed, "one other token of conditions"), list[Tensor](), list[int]()
     for _ in range(DRAWS):
-        batch = at_positions(spikes, ids, torch.randint(FIRST, LAST, (len(ids),), generator=generator))
-        sees = torch.zeros_like(batch.places[0])
-        for row, position in batch.places[0].nonzero().tolist():
-            sees[row, int(torch.randint(1, position, (1,), generator=generator))] = True
-        draw.append(batch)
-        unseen.append(batch.places[0][..., None] & ~sees[:, None])
-    places = (torch.cat([batch.places[0] for batch in draw]),) * len(spikes)
-    return Batch(tuple(spikes), ids.repeat(DRAWS, 1), places, unseen=torch.cat(unseen))
+        at.append(torch.randint(FIRST, LAST, (len(ids),), generator=generator))
+        for position in at[-1].tolist():
+            others.append(int(torch.randint(1, position, (1,), generator=generator)))
+    batch = at_positions(spikes, ids.repeat(DRAWS, 1), torch.cat(at))
+    return with_position(batch, sees=one_hot(torch.tensor(others), ids.shape[1]).bool())

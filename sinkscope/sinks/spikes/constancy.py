@@ -164,7 +164,7 @@ def reading_heads(spike: Spike) -> dict[int, Bool[Tensor, " head"]]:
 def states_of(batch: Batch, depth: int) -> States:
     """Return the state at the position of each row where it enters each of the first layers, and after the last."""
     target, states = batch.target, list[Tensor]()
-    batch = batch.until(1 + int(batch.places[0].nonzero()[:, 1].max()))
+    batch = batch.until_place()
 
     def keep(hidden: Tensor) -> None:
         states.append(hidden.reshape(*batch.ids.shape, -1)[batch.places[0].to(hidden.device)].float().cpu())

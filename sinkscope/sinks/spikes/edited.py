@@ -112,8 +112,9 @@ class Batch:
         own: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **own, places=tuple(place[rows] for place in self.places))
 
-    def until(self, end: int) -> Batch:
-        """Return the first tokens of each row alone: later ones change nothing before them."""
+    def until_place(self) -> Batch:
+        """Return the tokens up to the last of the place alone: later ones change nothing before them."""
+        end = 1 + int(self.places[0].nonzero()[:, 1].max())
         places = tuple(place[:, :end] for place in self.places)
         unseen = None if self.unseen is None else self.unseen[:, :end, :end]
         positions = None if self.positions is None else self.positions[:, :end]
@@ -423,7 +424,7 @@ class SpikeTexts:
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
         edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
-        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, read_others=read_others).until(end)
+        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, read_others=read_others).until_place()
         along = read(batch).along.reshape(len(edits), len(rows), -1)
         return self.left_of(along.transpose(1, 2), rows)
 

@@ -27,7 +27,6 @@ from sinkscope.models.text import beginning
 from sinkscope.results.row import Row, row_of
 from sinkscope.sinks.spikes.asked import alone_of, conditions_of, count_readers, effects_of, hidden_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
-from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.marks import marks_of
 from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.places import at_position, split_by_label
@@ -108,8 +107,7 @@ def _sinks_of(setup: Setup) -> Sinks:
 def hidden_behind(setup: Setup, number: int) -> Row | None:
     """Hide the place of a spike after its first writer, in all texts that report, once for each setup."""
     circuit = sinks_of(setup).spikes[number]
-    texts = SpikeTexts.of(circuit.reported)
-    return setup.once((hidden_behind, setup.seed, number), partial(hidden_of, texts, circuit.first_writer))
+    return setup.once((hidden_behind, setup.seed, number), partial(hidden_of, circuit.texts, circuit.first_writer))
 
 
 def effects_in(setup: Setup, number: int) -> list[Row]:
@@ -122,7 +120,7 @@ def _effects_in(setup: Setup, number: int) -> list[Row]:
     circuit = sinks.spikes[number]
     if circuit.like is not None:
         return []
-    texts, needs = SpikeTexts.of(circuit.reported), circuit.needs
+    texts, needs = circuit.texts, circuit.needs
     hidden = hidden_behind(setup, number) if needs.units else None
     rows = effects_of(texts, needs, sinks.survey, hidden, setup.seed)
     return [*rows, *alone_of(texts, needs, rows[0])] if rows else []

@@ -41,7 +41,7 @@ def marks_of(circuit: SpikeCircuit, seed: int = 0) -> tuple[Row, ...]:
         circuit: The spike, with what it needs.
         seed: Seed of the random heads.
     """
-    texts, reported = SpikeTexts.of(circuit.spike), SpikeTexts.of(circuit.reported)
+    texts, reported = SpikeTexts.of(circuit.spike), circuit.texts
     left = texts.left([(part,) for part in before_writers(circuit)])
     least = min(map(abs, left.values()), default=1.0)
     if least >= REMOVED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure.margin import mean_of
@@ -17,6 +18,7 @@ from sinkscope.sinks.spikes.records import WRITES, SpikeResult
 from sinkscope.sinks.spikes.spike import Spike, over_typical
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.spikes.writers import components_of, shares_on
+from sinkscope.sinks.thresholds import READS
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +80,15 @@ class SpikeCircuit:
         """Return whether it is asked what makes the place: a first token's, in texts that did not find it."""
         return self.place.is_first and self.like is None and self.reported.survey is report
 
+    @cached_property
+    def texts(self) -> SpikeTexts:
+        """The texts of the report that have its place."""
+        return SpikeTexts.of(self.reported)
+
     @property
     def heads(self) -> int:
-        """Heads that attend to the place in the layers that read it."""
-        return int(count_readers(SpikeTexts.of(self.reported).attention).value)
+        """Heads that attend to the place in the layers that read it, as `count_readers` counts them."""
+        return int((self.texts.attention.double().mean(-1) > READS).sum())
 
 
 def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
@@ -92,7 +99,7 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
         measured: What was measured of it beyond.
     """
     spike, needs = circuit.reported, circuit.needs
-    texts, needed = SpikeTexts.of(spike), tuple(map(str, needs.needed))
+    texts, needed = circuit.texts, tuple(map(str, needs.needed))
     rows = [norm_of(spike)]
     if needed:
         rows.append(row_of("spike", "needed", left=mean_of(texts.along([needs.needed])[0], "share")))
