@@ -24,13 +24,9 @@ def counted(folder: Path) -> tuple[int, int]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         docstrings = set()
         for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-                value = body[0].value
-                if isinstance(value, ast.Constant) and isinstance(value.value, str) and hasattr(node, "name"):
-                    docstrings.add(body[0])
-        if tree.body and ast.get_docstring(tree, clean=False) is not None:
-            docstrings.add(tree.body[0])
+            named = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if named and ast.get_docstring(node, clean=False) is not None:
+                docstrings.add(node.body[0])
         for node in ast.walk(tree):
             if node not in docstrings:
                 nodes += 1
@@ -40,10 +36,11 @@ def counted(folder: Path) -> tuple[int, int]:
 
 def sizes() -> tuple[dict[str, int], float]:
     """Each size by its name, and the nodes a statement of the package."""
-    found = {name: counted(ROOT / folder)[0] for name, folder in FOLDERS.items()}
+    counts = {name: counted(ROOT / folder) for name, folder in FOLDERS.items()}
+    found = {name: nodes for name, (nodes, _) in counts.items()}
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     found["docs"] = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
-    nodes, statements = counted(ROOT / FOLDERS["package"])
+    nodes, statements = counts["package"]
     return found, nodes / statements
 
 

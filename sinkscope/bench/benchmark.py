@@ -105,9 +105,9 @@ def run(
         warm: set[Method] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
-                first = [conversation_ids(target, batch.prompts[0], 0, task.chat)]
                 for method in batch.methods:
                     if method not in warm:  # what is made at first use is not of the time of the first answer
+                        first = [conversation_ids(target, batch.prompts[0], 0, task.chat)]
                         answer_rows(target, first, 2, method.make())
                         warm.add(method)
                 folder.append(task.answers(target, batch))

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
 from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, made, parameters
@@ -36,7 +35,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import import_object, policies
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.loops.guard.steer import DRY
+from sinkscope.loops.guard.steer import DRY, Growth, Positive
 from sinkscope.models.target import Target
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
@@ -57,9 +56,6 @@ class RandomSlots(Policy):
         heads = torch.arange(pos.shape[1])[:, None]
         hashed = torch.sin(pos * 12.9898 + heads * 78.233 + at.layer * 37.719)
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
-
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +113,7 @@ class Dry(Sampler):
     unnamed: ClassVar[str] = "multiplier"
 
     multiplier: Positive = 0.8
-    base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.75
+    base: Growth = 1.75
     allowed_length: Natural = 2
 
     def processors(self, pad: int) -> list[Any]:

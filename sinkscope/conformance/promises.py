@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -261,11 +262,12 @@ def the_first_and_the_latest_tokens_survive(kit: Kit) -> str:
     loss = 0.0
     for outcome in _outcomes(kit, the_first_and_the_latest_tokens_survive, right=False):
         flow, text = outcome.flow, outcome.last
-        own = _given_back(flow, text, 0)
+        right = text.right()[:, 1:].log_softmax(-1)
+        own = _given_back(right, text, 0)
         loss = max(loss, own)
         if own > _LOSS:
             columns = range(3, flow.prompt - 1, flow.prompt // 5)
-            control = max(0.0, *(_given_back(flow, text, column) for column in columns))
+            control = max(0.0, *(_given_back(right, text, column) for column in columns))
             if own > _BEYOND * control:
                 seen = f"it spares {own:.2g} nats; any of five other tokens at most {control:.2g}"
                 raise FaultError(f"seeing the first token again spares less than {_LOSS} nats", seen, flow, _SEES)
@@ -277,13 +279,11 @@ def the_first_and_the_latest_tokens_survive(kit: Kit) -> str:
     return f"{loss:.2g} nats"
 
 
-def _given_back(flow: Flow, text: Stretch, column: int) -> float:
+def _given_back(right: Tensor, text: Stretch, column: int) -> float:
     """The loss in nats that would be spared if all queries after the prompt saw a column."""
-    sees: dict[int, Tensor] = {}
-    for layer, seen in text.sees.items():
-        sees[layer] = seen.clone()
-        sees[layer][:, :, flow.prompt :, column] = True
-    right = text.right()[:, 1:].log_softmax(-1)
+    sees = deepcopy(text.sees)
+    for seen in sees.values():
+        seen[:, :, text.flow.prompt :, column] = True
     losses: list[float] = []
     for logits in (text.logits, text.right(sees)):
         losses.append(float((right.exp() * (right - logits[:, 1:].log_softmax(-1))).sum(-1).mean()))

@@ -27,7 +27,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import check_seen, check_servable, layer_of, own_attention
 from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BlockGrid, Copies, Lines
+from sinkscope.sparse.bands import Copies, Lines
 from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse import lack_of_library, line_attention, recovered, triton_module
@@ -302,7 +302,7 @@ class SparsePrompts(Intervention):
         if held_out is not None and len(held_out):
             shares = recovered(scores, lines, held_out)
             choice_rows += len(held_out)
-        choice = choice_rows * scores.keys / BlockGrid(scores.queries, scores.keys).cells
+        choice = choice_rows * scores.keys / lines.grid.cells
 
         def data() -> dict[str, Any]:
             share = fmean(attended.tolist())

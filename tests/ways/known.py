@@ -88,7 +88,7 @@ WHOLE = tuple(name for name, mask in MASKS.items() if mask.sees is not None)
 
 def _changes(draw: Draw) -> bool:
     """Whether something acts that changes what the model does, and does not only read."""
-    return draw["edit"] not in ("observe", "rows") and (draw["edit"] in ("trace zero",) or draw["edit"] not in READS)
+    return draw["edit"] not in ("observe", "rows") and (draw["edit"] == "trace zero" or draw["edit"] not in READS)
 
 
 def _changes_several_texts(draw: Draw) -> bool:
@@ -159,11 +159,6 @@ def must_be_refused(draw: Draw) -> bool:
 def may_be_refused(draw: Draw, line: str | None = None) -> bool:
     """Whether a draw may be refused; with this line, if one is given."""
     return any(one.reaches(draw) and (line is None or one.says in line) for one in REFUSED)
-
-
-def _may_pass(_draw: Draw) -> bool:
-    """A draw that is reached may be right by chance."""
-    return True
 
 
 KNOWN: dict[str, Cause] = {}

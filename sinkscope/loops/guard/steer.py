@@ -25,6 +25,7 @@ from sinkscope.loops.text.repetition import EarlierCopies, copy_length
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 LENIENT = 2
 """Number of tokens that may be repeated without a loss under a guard, such as a name."""
 LONGEST_COPY = 64  # tokens of a copy that count under DRY; the loss of more is beyond any logit
@@ -158,7 +159,7 @@ class DRY(LogitsProcessor):
     def __init__(
         self,
         multiplier: Positive = 0.8,
-        base: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.75,
+        base: Growth = 1.75,
         allowed_length: Natural = 2,
         *,
         ignore: Collection[int] = (),

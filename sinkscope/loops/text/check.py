@@ -129,9 +129,8 @@ def check(
     for place, output in enumerate(map(id_list, items), 1):
         if not isinstance(output, str) and not is_ids(output):
             raise SinkscopeError(f"output {place} cannot be checked: give a text or token ids, not {output!r:.80}")
-        for piece in (Piece(str(place), output), Piece(str(place), ends=True)):
-            for _ in watch.take(piece):
-                pass
+        for _ in watch.take(Piece(str(place), output, ends=True)):
+            pass
     return check_of(watch, name, started)
 
 

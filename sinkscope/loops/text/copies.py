@@ -117,12 +117,13 @@ class CopyRule:
     def add(self, token: int, p_max: float | None = None) -> Step:
         """Take the next token; return the repetition that reaches it, if there is one that counts."""
         self._seen += 1
-        self._size += 1 if self.words_of is None else max(1, sum(map(size_of, self.words_of([token]))))
+        words = () if self.words_of is None else self.words_of([token])
+        self._size += max(1, sum(map(size_of, words)))
         self._sizes.append(self._size)
         exact = self._tail.add(token)
         counter: Tail | None = None
         if self.words_of is not None:
-            counter = self._counter.add(token, self.is_number(token), self.words_of([token]) == [" "])
+            counter = self._counter.add(token, self.is_number(token), words == [" "])
         step = Step()
         if exact is not None:
             step = self._of_equal_copies(exact)
