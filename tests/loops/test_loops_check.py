@@ -102,6 +102,7 @@ DOUBTFUL = {
     ),
     "short lines in any order": "".join(f"{('OK.', 'Done.', 'Yes.', 'Sure.')[n * n % 7 % 4]}\n" for n in range(120)),
     "a cycle of 3,300 words": FAR,
+    "digits that are no numbers": ("cat \ncat \n² = " * 90)[:840],
     "few words in any order": " ".join(("the", "the the", "the,")[n * n % 7 % 3] for n in range(150)),
 }
 

@@ -208,7 +208,7 @@ def kind_of(words: Sequence[str]) -> Kind:
 
 def count_on(words: Sequence[str]) -> bool:
     """Return whether most numbers of a text go on by equal steps, each beside those one and two copies before."""
-    numbers = [int(word) for word in words if word.isdigit()]
+    numbers = [int(word) for word in words if word.isdecimal()]  # "²" is a digit, and no number
     for apart in range(1, len(numbers) // 3):
         going_on = 0
         for place in range(2 * apart, len(numbers)):
