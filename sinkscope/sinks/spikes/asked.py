@@ -282,16 +282,16 @@ def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, k
         case(name="value zero", value="zero"),
         case(name="mean value", value="mean"),
     ]
-    controls: list[Case] = []
     for name, key in (("ordinary key hidden", ordinary), ("most attended key hidden", attended)):
         note = f"position {key}, {from_layer(later)}"
-        controls.append(case(name=name, table=PURPOSE_CONTROLS, hide=key, note=note))
+        cases.append(case(name=name, table=PURPOSE_CONTROLS, hide=key, note=note))
     rows, in_all_layers = list[Row](), of_table(known, "purpose")
     for one in cases:
         if one.layers is None and one.name in in_all_layers:
             rows.append(in_all_layers[one.name])
             continue
-        row = measure(one, texts, target.attending, since=BEGIN, changed=None if known else changed)
+        spreads = not known and one.table != PURPOSE_CONTROLS
+        row = measure(one, texts, target.attending, since=BEGIN, changed=changed if spreads else None)
         numbers = {name: mean for name, mean in row.numbers.items() if name != "left"}
         if one.name == "hidden in all layers":
             numbers |= takers(one, texts)
@@ -300,9 +300,6 @@ def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, k
         if one.name == "intact":
             del numbers["loss"], numbers["tokens"]
         rows.append(replace(row, numbers=numbers))
-    for one in controls:
-        row = measure(one, texts, target.attending, since=BEGIN)
-        rows.append(replace(row, numbers={name: mean for name, mean in row.numbers.items() if name != "left"}))
     return rows
 
 
