@@ -25,7 +25,7 @@ from sinkscope.engine.attention import Attention
 from sinkscope.engine.rows import RowState, put_rows
 from sinkscope.engine.step import Draft, Step, begin_step, cache_in, tokens_in
 from sinkscope.engine.stock import NAME, attention_name
-from sinkscope.engine.tap import HANDLERS, Handler
+from sinkscope.engine.tap import Handler
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, by_name, new_call_cache, with_cache
 from sinkscope.models.hooks import Args, Kwargs
@@ -132,14 +132,14 @@ class Calls:
         """Note what `generate` is told, before it makes masks for a cache of fixed size."""
         self._told = told
 
-    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs] | None:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """Make the record of a call; the arguments for the module, or None if they stay as they are."""
         if self._thread is not threading.current_thread():
             self._refuse_other()
             return None
         if self._step is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
             self._drop()
-        if kwargs is None or not self._is_open:
+        if not self._is_open:
             return None
         arguments = by_name(module, args, kwargs) if args else kwargs
         first = self.target.layers[0]
@@ -192,14 +192,14 @@ class Calls:
         assert self._configs is not None
         handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=idle)
         self._handler = handler
-        HANDLERS.set((handler, *HANDLERS.get()))
+        handler.__enter__()
 
     def _attend(self, step: Step, attention: Attention) -> None:
         """Let every actor act in the attention of a layer."""
         for attend in self._attend_in:
             attend(step, attention)
 
-    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
+    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         """End the record of a call with the decoder's output, or, after an error, without."""
         step = self._step
         handler = self._handler
@@ -221,7 +221,7 @@ class Calls:
         else:
             self._finish(step)
 
-    def _end_model(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
+    def _end_model(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         """Let every actor act after logits exist."""
         if self._thread is not threading.current_thread():
             return

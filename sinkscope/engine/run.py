@@ -216,19 +216,18 @@ class Run(Calls):
         target = self.target
         with ExitStack() as self.stack:
             self.stack.enter_context(held(target, self._words, self))
-            self.stack.enter_context(_not_remote(self))
+            if target.kind == "nnsight":
+                self.stack.enter_context(_not_remote(target))
             self.stack.enter_context(_following_generate(self))
             if target.kind == "bridge":
                 self.stack.enter_context(target.hooks(*bridge_hooks(target.hf)))
-            around = (target.base, "pre", self._begin), (target.base, "always", self._end)
-            self.stack.enter_context(target.hooks(*around, owned=False))  # which refuse calls of other threads
+            self.hook((target.base, "pre", self._begin), (target.base, "always", self._end))  # refuse other threads
             if target.base is not getattr(target.hf, "base_model", target.base):
                 self.hook((target.hf, "first", self._begin_parts))
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
             if any(type(actor).after is not Actor.after and actor.reads_logits for actor in self.actors):
-                around = (target.hf, "first", self._begin_model), (target.hf, "always", self._end_model)
-                self.stack.enter_context(target.hooks(*around, owned=False))
+                self.hook((target.hf, "first", self._begin_model), (target.hf, "always", self._end_model))
             self.stack.push(self._check_edited)
             self.stack.callback(self._close)
             self.stack = self.stack.pop_all()
@@ -480,16 +479,15 @@ class _Followed:
 
 
 @contextmanager
-def _not_remote(run: Run) -> Iterator[None]:
+def _not_remote(target: Target) -> Iterator[None]:
     """Context manager in which a model of nnsight sends no trace to a server."""
-    model = run.target.model
-    if run.target.kind == "nnsight":
-        vars(model)["_remote_backend"] = _refuse_remote
+    attributes = vars(target.model)
+    attributes["_remote_backend"] = _refuse_remote
     try:
         yield
     finally:
-        if run.target.kind == "nnsight" and len(holds_on(run.target.base)) < 2:  # else an outer run goes on
-            vars(model).pop("_remote_backend", None)
+        if len(holds_on(target.base)) < 2:  # else an outer run goes on
+            attributes.pop("_remote_backend", None)
 
 
 def _refuse_remote(*_: Any) -> None:

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from sinkscope.engine.attention import Attention, AttentionOutput, VisibleRowObserver
-from sinkscope.engine.stock import NAME, STOCK, Stock, eager, stock_of, switched
+from sinkscope.engine.stock import NAME, STOCK, eager, stock_of, switched
 from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, on_output, without_compiler
@@ -146,7 +146,7 @@ def _attend(
     """The attention function that transformers calls in every layer."""
     config = module.config
     number = id(config)
-    stock = STOCK.get(id(config)) or Stock(config)
+    stock = stock_of(config)
     listeners: list[Handler] = []
     idle = True
     has_gaps = False
@@ -240,7 +240,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     the place of keys.
     """
     number = id(config)
-    name = (STOCK.get(number) or Stock(config)).kind
+    name = stock_of(config).kind
     listeners: list[Handler] = []
     has_gaps = False
     mask = None

@@ -149,11 +149,21 @@ def _answers(
             streamer = _Streamer(tok, start, on_text)
         written = _continued(target, batch, {**options, "streamer": streamer}, run)
     answers: list[Generated] = []
+    events: list[Event] = []
+    summary = ""
+    if run is not None:
+        events = run.events
+        summary = run.summary()
     for row, tokens in enumerate(written):
         text = tok.decode(tokens, skip_special_tokens=True)
         if on_text is not None and rewinds:
             on_text(start + row, text)
-        answers.append(_with_run(Generated(text, tokens, len(batch[row]), []), run, row, start))
+        answers.append(Generated(text, tokens, len(batch[row]), [], summary))
+    for event in events:  # a row that has ended continues as padding until the last row ends
+        answer = answers[event.row]
+        last = answer.prompt_tokens + len(answer.tokens) - 1
+        if event.kind == "guard" or event.position <= last:
+            answer.events.append(replace(event, row=start + event.row))
     return answers
 
 
@@ -189,18 +199,6 @@ def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Interv
         if edit is not None:
             for part in edit.parts:
                 part.check_prompt(length)
-
-
-def _with_run(generated: Generated, run: Run | None, row: int, start: int) -> Generated:
-    """A row of a batch whose first prompt is number `start`, with what the interventions did."""
-    if run is None:
-        return generated
-    last = generated.prompt_tokens + len(generated.tokens) - 1
-    events: list[Event] = []
-    for event in run.events:  # a row that has ended continues as padding until the last row ends
-        if event.row == row and (event.kind == "guard" or event.position <= last):
-            events.append(replace(event, row=start + row))
-    return replace(generated, events=events, summary=run.summary())
 
 
 @torch.no_grad()

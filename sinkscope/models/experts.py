@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.shards import local, shards_of
-from sinkscope.models.weights import is_plain
+from sinkscope.models.weights import are_alike, is_plain
 
 HiddenStates = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]
@@ -23,7 +23,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-_SAME = 0.02  # relative distance between two ways to what experts give, in any precision
+SAME = 0.02  # relative distance between two ways to what experts give, in any precision
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,7 @@ class Experts:
             UnsupportedError: A hook of the user's changes it.
         """
         computed = self.output(routed)
-        size = torch.maximum(given.abs().max(), computed.abs().max())
-        if not (given.reshape(computed.shape) - computed).abs().max() <= _SAME * size:
+        if not are_alike(given.reshape(computed.shape), computed, SAME):
             raise UnsupportedError(
                 "a hook of yours changes what the experts of a layer give, so that it is not what their neurons write: "
                 "remove it while you measure"

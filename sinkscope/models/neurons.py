@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.experts import Experts, Routed
+from sinkscope.models.experts import SAME, Experts, Routed
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
 from sinkscope.models.modes import has_hooks
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
-from sinkscope.models.weights import brought, input_columns
+from sinkscope.models.weights import are_alike, brought, input_columns
 
 
 def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
@@ -36,6 +36,12 @@ def mlp_writers(target: Target, layer: int) -> list[nn.Module]:
     if is_shared and not f"{paths['down']}.".startswith(f"{paths['mlp']}."):
         writers.append(target.sub(layer, "down"))
     return writers
+
+
+def holds_shared(target: Target, layer: int) -> bool:
+    """Return whether what a layer's experts give holds what the shared expert writes."""
+    paths = target.paths[layer]
+    return paths.get("experts") == paths["mlp"] and len(mlp_writers(target, layer)) == 1
 
 
 def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
@@ -158,7 +164,7 @@ def view_layer(
     if is_hooked and is_mixture:
         shared = parts.get("down", torch.zeros(())) * parts.get("shared weight", torch.ones(()))
         written = parts["experts"] * target.adapter.expert_factor + shared * target.adapter.shared_factor
-        if target.paths[layer].get("experts") == target.paths[layer]["mlp"] and len(mlp_writers(target, layer)) == 1:
+        if holds_shared(target, layer):
             written = parts["experts"]  # which hold the shared one
         _check_unchanged(target, layer, parts["mlp"], written)
     elif is_hooked:
@@ -170,16 +176,13 @@ def view_layer(
     return LayerView(layer, parts["mlp"] * target.adapter.write_factor, parts["post"], parts.get("routing"))
 
 
-_SAME = 0.02  # relative distance between two ways to what an MLP gives, in any precision
-
-
 def _check_unchanged(target: Target, layer: int, given: Tensor, written: Tensor) -> None:
     """Refuse an MLP of which a hook of the user's changes what its neurons write.
 
     Raises:
         UnsupportedError: It does.
     """
-    if not (given - written).abs().max() <= _SAME * torch.maximum(given.abs().max(), written.abs().max()):
+    if not are_alike(given, written, SAME):
         raise UnsupportedError(
             f"a hook of yours changes what the MLP of layer {layer} of {target.name} gives, so that it is not what its "
             "neurons write: remove the hook, or put it on the down projection"

@@ -59,6 +59,12 @@ def input_width(projection: nn.Module) -> int:
     return int(weight.shape[0 if is_transposed(linear) else 1])
 
 
+def are_alike(given: Tensor, expected: Tensor, share: float) -> bool:
+    """Return whether numbers differ by at most a share of the largest; NaN differs."""
+    size = torch.maximum(given.abs().max(), expected.abs().max())
+    return bool((given - expected).abs().max() <= share * size)
+
+
 _CHECKED: WeakKeyDictionary[nn.Module, tuple[Any, bool]] = WeakKeyDictionary()
 """Whether modules compute with their weights, and as what they were when that was tried."""
 _TRIED = 3  # random inputs by which it is tried
@@ -150,7 +156,7 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     outputs = _asked(module, units)[0]
     columns = outputs[:-2] - outputs[-1:]
     total, expected = (outputs[-2] - outputs[-1]).float(), units[0, -2, chosen].float() @ columns.float()
-    if not (total - expected).abs().max() <= _LINEAR * torch.maximum(expected.abs().max(), total.abs().max()):
+    if not are_alike(total, expected, _LINEAR):
         raise UnsupportedError(
             f"a {type(module).__name__} of the model is not linear in its inputs, so that its neurons write nothing of "
             "their own: somebody has replaced its forward, or has put a hook on it; measure the model without that"

@@ -29,7 +29,7 @@ from sinkscope.engine.tap import attention_rows, listening
 from sinkscope.errors import UnsupportedError, first_line
 from sinkscope.models.adapters import PATHS
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
-from sinkscope.models.neurons import mlp_writers, on_mlp
+from sinkscope.models.neurons import holds_shared, on_mlp
 from sinkscope.models.target import Target
 from sinkscope.opening.heads import ROWS, SCALED, HeadProof, RowValues, by_row, shows_attention
 from sinkscope.opening.sample import TOKENS, token_ids
@@ -230,9 +230,7 @@ class LayerProof:
         written = torch.zeros_like(values["mlp"])
         if "experts" in values:
             written = written + adapter.expert_factor * values["experts"]
-        paths = self.target.paths[self.layer]
-        holds_shared = paths.get("experts") == paths["mlp"] and len(mlp_writers(self.target, self.layer)) == 1
-        if "down" in values and not holds_shared:
+        if "down" in values and not holds_shared(self.target, self.layer):
             down = values["down"]
             if "shared_gate" in values:
                 down = down * values["shared_gate"].sigmoid()
