@@ -17,7 +17,8 @@ import sinkscope as ss
 from sinkscope import loops
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.results.result import Result
-from sinkscope.sinks.repeat_result import Repeat
+from sinkscope.results.row import Mean, Row
+from sinkscope.sinks.repeat import Repeat
 
 BAD = "<img src=x onerror=alert(1)>&lt;"
 WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"
@@ -41,8 +42,9 @@ class Plain(Result):
 
 def atlas(token: str) -> Repeat:
     found = sample_find_sinks()
+    control = {"share": Mean(0.5, kind="share"), "control": Mean(0.0, kind="share")}
     return Repeat(
-        effects=(),
+        effects=(Row("findings", "norm with copies of a token", control, "one copy"),),
         model=found.model,
         provenance=found.provenance,
         quantity="norm",

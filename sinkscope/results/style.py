@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.results.row import Row
 from sinkscope.results.tables import long_table as long_table
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
@@ -56,6 +57,23 @@ def panels(titles: Sequence[str], *, columns: int | None = None, spacing: float 
     rows = -(-len(titles) // columns)
     spaces: dict[str, Any] = {"horizontal_spacing": spacing, "vertical_spacing": 0.3 / rows}
     return make_subplots(rows, columns, subplot_titles=list(titles), **spaces)
+
+
+def bars(fig: Any, rows: Iterable[Row], number: str, colour: str, name: str = "", **where: int) -> None:
+    """Draw a number of rows as bars, with its margins; rows without it are left out.
+
+    Args:
+        fig: The figure.
+        rows: The rows.
+        number: The number.
+        colour: The colour.
+        name: What a legend calls them. Empty: they are in none.
+        where: The panel: row and col.
+    """
+    shown = [row for row in rows if number in row.numbers]
+    margins = {"type": "data", "array": [row.margin(number) for row in shown]}
+    names, values = [html.escape(row.name) for row in shown], [row.get(number) for row in shown]
+    fig.add_bar(x=names, y=values, error_y=margins, marker_color=colour, name=name, showlegend=bool(name), **where)
 
 
 def panel_of(figure: Any, name: str) -> Figure:

@@ -1,53 +1,69 @@
-"""Patches of the neurons that write a spike: making one if a proof holds, and what one repairs and costs."""
+"""Patches of the neurons that write a spike: making one if a proof holds, and what one repairs and costs.
+
+Everything is read without a patch, with it, and with a patch of random neurons:
+
+1. Held-out text: its perplexity.
+2. Copies of words: how far the last one goes along each spike of the first token. Words need repair whose copies reach
+   half of it where one copy, behind ordinary text, does not.
+3. Text after copies: the attention that it gives to them, and whether the model writes the word once more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import plotly.express as px
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Bool, Float
 from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
 from sinkscope.files.progress import is_first
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Mean, Result, Row, Setup, Whole, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.notation import count_of, short_sentence, word_list
+from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
+from sinkscope.results.notation import count_of, percent, short_sentence, word_list
 from sinkscope.results.parts import Neuron
-from sinkscope.results.row import row_beside
-from sinkscope.results.style import figure_of
-from sinkscope.results.tables import Table
+from sinkscope.results.row import row_of
+from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.patch_proof import (
-    AFTER,
-    CASES,
-    INTACT,
-    ONCE,
-    OTHERS,
-    PATCHED,
-    RANDOM,
-    PatchProof,
-    Reading,
-    proof_of,
-    read_patch_argument,
-)
-from sinkscope.sinks.repeat import effect_of_copies
+from sinkscope.sinks.repeat import append_copy, attention_from
+from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
+from sinkscope.sinks.spikes.copies import along_spikes, copies_of
 from sinkscope.sinks.spikes.find import sinks_of
-from sinkscope.sinks.spikes.spike import first_spikes
+from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
-from sinkscope.sinks.tokens import Length, Pieces, repetition_limit
+from sinkscope.sinks.thresholds import HALF, READS
+from sinkscope.sinks.tokens import (
+    Length,
+    Pieces,
+    TokenRows,
+    held_out,
+    logits_of,
+    pick_tokens,
+    prefix_of,
+    repeated,
+    repetition_limit,
+    token_texts,
+)
 
 Verdict = Literal["made", "given", "not-repaired", "refused", "no-sink", "no-repeats"]
-
-
-ROWS = {"norm": "last copy", "attention": "attention to copies", "next token": "one more copy"}
-"""What the rows of a table are called."""
+AFTER = 16  # tokens of ordinary text after the copies
+PIECES = 8  # pieces of held-out text in one pass
+CASES = ("intact", "patched", "control")
+NORM, ATTENTION, NEXT, COST = "norm of copies", "attention to copies", "one more copy", "change of the perplexity"
+SHORT = {NORM: "norm", ATTENTION: "attention", NEXT: "the next token"}
+"""What is said to be repaired."""
+BROKEN, RANDOM = "copies break it", "random neurons"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,26 +77,34 @@ class PatchResult(Result):
         reason: One sentence that explains the verdict.
         sites: The neurons of the patch.
         calibrated: Their neutral values.
-        proof: What the patch does to repeated words in each spike of the first token, and to ordinary text. None: there
-            is no patch.
+        words: Number of words that were repeated.
+        repeats: How often each is repeated.
+        proof: What is read in each spike of the first token at the words that need repair, or else at all words, and in
+            ordinary text: without a patch, under it, and under a patch of random neurons of the same layers. Empty:
+            there is no patch.
     """
 
     kind = "patch"
     page = "measure/patch"
-    percent = CASES[: RANDOM + 1]
+    table_of = "proof"
+    columns = ("about", "name", "intact", "patched", "control")
     glossary: ClassVar = {
-        "reading": "what is read at copies of the words that need repair, or of held-out text",
-        "spike": "the spike of the first token, by its layers",
+        "about": "the spike of the first token, by its layers",
+        "name": "what is read at copies of the words that need repair, or of held-out text",
+        "note": "whether copies break it without a patch",
         "intact": "without a patch",
         "patched": "under the patch",
-        "random": "under a patch of as many random neurons of the same layers",
+        "control": "under a patch of as many random neurons of the same layers",
+        "one_copy": "what a single copy behind ordinary text reaches without a patch",
     }
 
     verdict: Verdict
     reason: str
     sites: tuple[Neuron, ...] = ()
     calibrated: tuple[float, ...] = ()
-    proof: PatchProof | None = None
+    words: int = 0
+    repeats: int = 0
+    proof: tuple[Row, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -99,151 +123,82 @@ class PatchResult(Result):
         calibrated = dict(zip(self.sites, self.calibrated, strict=True))
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
-    def findings(self) -> list[Row]:
-        """Return what the patch takes from copies, and what it costs."""
-        return [] if self.proof is None else findings_of(self.proof)
-
     def conclusion(self) -> str:
         """Say what the patch does in its own spike, or why there is none; of a given patch, what it repairs."""
-        if self.verdict == "given" and self.proof is not None:
-            return repairs_sentence(self.proof, self.sites)
-        if self.verdict != "made" or self.proof is None:
+        if self.verdict == "given":
+            return self.repairs()
+        if self.verdict != "made":
             return f"No patch was made: {self.reason}"
-        return self.proof.sentences()[0]
+        norm = self.proof[0]
+        before, after, random = (percent(norm.get(case)) for case in CASES)
+        words = f"{len(norm.texts)} of {count_of(self.words, 'word')}"
+        beside = f"(without it: {before}; {RANDOM}: {random})"
+        return f"Under the patch, copies of {words} reach at most {after} of the spike of {norm.about} {beside}."
 
     def details(self) -> list[str]:
-        """Say what is repaired, and what is read in each spike, after copies and on ordinary text."""
-        if self.proof is None:
-            return []
-        lines = [repairs_sentence(self.proof, self.sites), *self.proof.sentences()]
-        return [line for line in lines if line != self.conclusion()]
+        """Say what is repaired, if the conclusion does not."""
+        return [self.repairs()] if self.proof and self.verdict != "given" else []
 
-    def rows(self) -> Table:
-        """Return a row for each number that is read without a patch, with it, and with a random one."""
-        table: Table = []
-        if self.proof is None:
-            return table
-        rows = [
-            (ROWS[reading.what], reading.spike or None, reading.values.tolist()) for reading in self.proof.readings()
-        ]
-        rows.append(("change of the perplexity", None, [case.change for case in self.proof.ordinary.perplexity]))
-        for name, spike, values in rows:
-            table.append({"reading": name, "spike": spike, **dict(zip(self.percent, values, strict=True))})
-        return table
+    def repairs(self) -> str:
+        """Say what the patch repairs and what it does not, beside random neurons."""
+        copies = [row for row in self.proof if row.table == "copies"]
+        broken = [row for row in copies if row.note == BROKEN]
+        if not copies:
+            return f"The patch of {word_list(self.sites, 3)} has nothing to repair: the first token has no spike."
+        if not broken:
+            words = count_of(self.words, "word")
+            return f"There is nothing to repair: of {words}, none has a spike only after {self.repeats:,} copies."
+        good = _in_words([row for row in broken if repaired(row)])
+        bad = _in_words([row for row in broken if not repaired(row)])
+        effect = f"repairs {good or 'nothing'}" + (f", but not {bad}" if bad else "")
+        chance = _in_words([row for row in broken if repaired(row, "control")]) or "nothing"
+        return short_sentence(
+            f"At copies, the patch of {word_list(self.sites, most)} {effect} ({RANDOM} repair {chance})."
+            for most in (3, 1)
+        )
+
+
+def repaired(row: Row, case: str = "patched") -> bool:
+    """Return whether copies do not break what is read: they do not reach the spike, or get less than half of the
+    attention that they get intact, or the model writes the word once more.
+    """
+    if row.name == NEXT:
+        return row.get(case) >= HALF
+    return row.get(case) < (HALF * row.get("intact") if row.name == ATTENTION else HALF)
+
+
+def _in_words(rows: Sequence[Row]) -> str:
+    """Name what is read, grouped by spike; empty without any."""
+    parts: list[str] = []
+    for spike in dict.fromkeys(row.about for row in rows):
+        what = word_list([SHORT[row.name] for row in rows if row.about == spike])
+        parts.append(f"{what} in {spike}" if spike else what)
+    return word_list(parts) if parts else ""
 
 
 def draw(result: PatchResult) -> go.Figure:
     """Draw what is read at copies without the patch, with it, and with random neurons."""
-    rows: Table = []
-    for row in result.rows()[:-1]:
-        reading = " in ".join(filter(None, (row["reading"], row["spike"])))
-        rows += [{"reading": reading, "case": case, "share": row[case]} for case in result.percent]
-    axes: dict[str, Any] = {"x": "reading", "y": "share", "color": "case", "barmode": "group"}
-    fig = px.bar(rows, **axes, labels={"reading": "", "share": ""}) if rows else go.Figure()
+    fig = go.Figure()
+    rows = [replace(row, name=f"{row.name} {row.about}") for row in result.proof if row.table == "copies"]
+    for case, colour in zip(CASES, (GREY, BLUE, GREEN), strict=True):
+        bars(fig, rows, case, colour, case)
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=900, height=480)
 
 
-def repairs_sentence(proof: PatchProof, neurons: Sequence[Neuron]) -> str:
-    """Say what the patch repairs and what it does not, beside random neurons.
-
-    Args:
-        proof: What the patch does.
-        neurons: The neurons of the patch.
-    """
-    broken = [reading for reading in proof.readings() if reading.broken]
-    if not proof.spikes:
-        return f"The patch of {word_list(neurons, 3)} has nothing to repair: the first token has no spike."
-    if not broken:
-        words = count_of(len(proof.words), "word")
-        return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
-    good = _in_words(reading for reading in broken if reading.repaired[PATCHED])
-    bad = _in_words(reading for reading in broken if not reading.repaired[PATCHED])
-    effect = f"does not repair {bad}"
-    if good:
-        effect = f"repairs {good}, but not {bad}" if bad else f"repairs {good}"
-    chance = _in_words(reading for reading in broken if reading.repaired[RANDOM]) or "nothing"
-    return short_sentence(
-        f"At copies, the patch of {word_list(neurons, most)} {effect} (random neurons repair {chance})."
-        for most in (3, 1)
-    )
-
-
-def findings_of(proof: PatchProof) -> list[Row]:
-    """Return how much of the spike copies lose under the patch, how much they have without it, and what text costs."""
-    _, patched, random = proof.ordinary.perplexity
-    change = Mean(patched.change, patched.margin, kind="share")
-    cost = row_beside("change of the perplexity", change, random.change, "random neurons")
-    if not proof.spikes or not proof.failing[0].any():
-        return [cost]
-    failing = proof.failing[0]
-    along = torch.from_numpy(proof.along[:, 0])
-    lost = 1 - along[[PATCHED, RANDOM]][:, failing] / along[INTACT, failing]
-    words = [word for word, fails in zip(proof.words, failing, strict=True) if fails]
-    repaired = Mean(float(lost[0].mean()), margin_of(lost[0].numpy()), tuple(lost[0].tolist()), "share")
-    copies = effect_of_copies(along[[INTACT, ONCE, OTHERS]])
-    control, share = copies.control
-    label = "norm that copies lose under the patch"
-    return [
-        row_beside(label, repaired, float(lost[1].mean()), "random neurons", texts=words),
-        row_beside("norm with copies of a token", Mean(copies.value, copies.margin, kind="share"), share, control),
-        cost,
-    ]
-
-
-def _in_words(readings: Iterable[Reading]) -> str:
-    """Name readings, grouped by spike; empty without any."""
-    of_spike: dict[str, list[str]] = {}
-    for reading in readings:
-        of_spike.setdefault(reading.spike, []).append(reading.what)
-    parts: list[str] = []
-    for spike, what in of_spike.items():
-        parts.append(f"{word_list(what)} in {spike}" if spike else f"the {word_list(what)}")
-    return word_list(parts) if parts else ""
-
-
-def verdict_of(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
-    """Return the verdict on the patch of the first spike of a proof, and its reason.
-
-    Args:
-        proof: What the patch does.
-        limit: Largest accepted relative increase of the perplexity.
-    """
-    failing, spike = proof.failing[0], proof.spikes[0]
-    if not failing.any():
-        tried = f"{proof.repeats:,} copies of {count_of(len(proof.words), 'word')}"
-        return "no-repeats", f"{tried} do not reach half of the first token in the spike of {spike}."
-    left = int((proof.has_spike[PATCHED, 0] & failing).sum())
-    if left:
-        return "not-repaired", f"under the patch, {count_of(left, 'word')} still reach the spike of {spike}."
-    for reading in proof.readings():
-        if reading.what == "attention" and reading.spike == spike and not reading.repaired[PATCHED]:
-            share = f"{reading.values[PATCHED]:.0%} of its attention (without it: {reading.values[INTACT]:.0%})"
-            return "not-repaired", f"under the patch, text after the copies still gives them {share}."
-    rise = proof.ordinary.perplexity[PATCHED].change
-    if not rise <= limit:
-        return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
-    return "made", f"repeated words no longer reach the spike of {spike}, and text no longer attends to them."
-
-
-def refuse_both(file: Any = None, out: Any = None, spike: Any = None, **_: Any) -> None:
+def check_file(file: Any = None, out: Any = None, spike: Any = None, **_: Any) -> None:
     """Refuse a file that is evaluated together with what only making a patch uses.
 
     Raises:
         SinkscopeError: `file` is given with `out` or `spike`, or holds no patch.
     """
-    if file is None:
-        return
     for name, value in (("out", out), ("spike", spike)):
-        if value is not None:
+        if file is not None and value is not None:
             raise SinkscopeError(f"--{name} has no effect with --file, which holds a patch: leave one of both out")
-    read_patch_argument(file)
+    if file is not None and not isinstance(file, SinkPatch):
+        SinkPatch.load(file)
 
 
-@measurement(
-    figure=draw,
-    loading="whole",
-    check=refuse_both,
-)
+@measurement(figure=draw, loading="whole", check=check_file)
 def patch(
     setup: Setup,
     *,
@@ -274,38 +229,203 @@ def patch(
         out: Where the patch is written, if one is made.
     """
     most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
+    setup.record(max_repeats=most)
     if file is not None:
-        return evaluated(setup, file, most, pieces, length)
+        edit = file if isinstance(file, SinkPatch) else SinkPatch.load(file)
+        edit.check(setup.target)
+        setup.record(file=None if edit is file else Path(file).name)
+        spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
+        return proof_of(setup, spikes, edit, most, held_out(setup, pieces, length))
     if out is not None:
         check_output(out, ["sink-patch"])
     sinks, chosen = sinks_of(setup), spike_of(setup, spike)
-    setup.record(max_repeats=most)
     if chosen is None:
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchResult(verdict="no-sink", reason=reason)
     edit = replace(chosen.patch, model=vars(setup.info()))
     others = [circuit.spike for circuit in sinks.at_first if circuit is not chosen]
-    proof = proof_of(setup, [chosen.spike, *others], edit, most, pieces, length)
-    verdict, reason = verdict_of(proof, limit)
+    found = proof_of(setup, [chosen.spike, *others], edit, most, held_out(setup, pieces, length))
+    verdict, reason = verdict_of(found, limit)
     if out is not None and verdict == "made" and is_first():
         edit.save(out)
-    values = tuple(edit.calibrated.values())
-    return PatchResult(verdict=verdict, reason=reason, sites=edit.checked_sites, calibrated=values, proof=proof)
+    return replace(found, verdict=verdict, reason=reason, calibrated=tuple(edit.calibrated.values()))
 
 
-def evaluated(setup: Setup, file: Any, most: int, pieces: int, length: int) -> PatchResult:
-    """Read what a patch that exists repairs and costs, in each spike of the first token.
+def verdict_of(found: PatchResult, limit: float) -> tuple[Verdict, str]:
+    """Return the verdict on the patch of the first spike of a proof, and its reason.
 
     Args:
-        setup: The model and its text.
-        file: The file of the patch, or a `SinkPatch`.
-        most: Number of repetitions.
-        pieces: Number of pieces of held-out text.
-        length: Tokens per piece.
+        found: What the patch does.
+        limit: Largest accepted relative increase of the perplexity.
     """
-    edit = read_patch_argument(file)
-    edit.check(setup.target)
-    setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name, max_repeats=most)
-    spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
-    proof = proof_of(setup, spikes, edit, most, pieces, length)
-    return PatchResult(verdict="given", reason="it was given.", sites=edit.checked_sites, proof=proof)
+    norm, spike = found.proof[0], found.proof[0].about
+    if norm.note != BROKEN:
+        tried = f"{found.repeats:,} copies of {count_of(found.words, 'word')}"
+        return "no-repeats", f"{tried} do not reach half of the first token in the spike of {spike}."
+    left = sum(share >= HALF for share in norm.numbers["patched"].by_text)
+    if left:
+        return "not-repaired", f"under the patch, {count_of(left, 'word')} still reach the spike of {spike}."
+    for row in found.proof:
+        if row.name == ATTENTION and row.about == spike and not repaired(row):
+            share = f"{row.numbers['patched']} of its attention (without it: {row.numbers['intact']})"
+            return "not-repaired", f"under the patch, text after the copies still gives them {share}."
+    rise = next(row for row in found.proof if row.name == COST).get("patched")
+    if not rise <= limit:
+        return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
+    return "made", f"repeated words no longer reach the spike of {spike}, and text no longer attends to them."
+
+
+# --- the proof ---
+
+
+@torch.no_grad()
+def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: TokenRows) -> PatchResult:
+    """Measure what a patch does to repeated words and to ordinary text.
+
+    Args:
+        setup: The whole model and its text.
+        spikes: The spikes of the first token.
+        patch: The patch.
+        limit: Largest number of repetitions.
+        pieces: Held-out text.
+    """
+    target, edits = setup.target, (None, patch, random_patch(setup, patch))
+    setup.record(pieces=len(pieces), length=pieces.shape[1])
+    ordinary = ordinary_text(setup, edits, pieces)
+    found = PatchResult(verdict="given", reason="it was given.", sites=patch.checked_sites, proof=ordinary)
+    if not spikes:
+        return found
+    ids = pick_tokens(setup)
+    before = prefix_of(setup, ids)
+    halves = [copies.half for of_spike in copies_of(target, spikes, ids, before, limit) for copies in of_spike]
+    slowest = max((half for half in halves if half is not None), default=limit)
+    count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
+    rows, cases = repeated(before, ids, count), list[Tensor]()
+    for edit in edits:
+        setup.progress("patches", len(cases), len(edits))
+        cases.append(read_after(setup, spikes, edit, rows, len(before)))
+    read, number = torch.stack(cases), len(spikes)
+    texts = text_rows(setup.tokenizer, setup.halves.report, len(rows), rows.shape[1], setup.bos)
+    behind_text = append_copy(texts[torch.arange(len(rows)) % len(texts)], rows)
+    one_copy = torch.stack(along_spikes(target, spikes, behind_text))[:, :, -1]
+    names = [spike.name for spike in spikes]
+    copies = copies_rows(token_texts(target, ids), names, read[:, :number], one_copy, read[:, number:-1], read[:, -1])
+    return replace(found, words=len(ids), repeats=count, proof=(*copies, *ordinary))
+
+
+def copies_rows(
+    words: Sequence[str],
+    spikes: Sequence[str],
+    along: Float[Tensor, "case spike word"],
+    one_copy: Float[Tensor, "spike word"],
+    attention: Float[Tensor, "case spike word"],
+    one_more: Float[Tensor, "case word"],
+) -> list[Row]:
+    """Return what is read at the words that need repair in each spike, or at all others if none does.
+
+    Args:
+        words: The words.
+        spikes: The spikes, by their layers.
+        along: The last copy on the direction of each spike, as a share of the first token's.
+        one_copy: The same of one copy behind ordinary text, without a patch.
+        attention: Share of its attention that text after copies gives to them, mean over the heads that read each spike
+            in ordinary text. NaN: no head does.
+        one_more: Probability that the model writes the word once more after the last copy.
+    """
+    failing = (along[0] >= HALF) & (one_copy < HALF)
+    rows, later = list[Row](), list[Row]()
+    for number, spike in enumerate(spikes):
+        broken = bool(failing[number].any())
+        shown = failing[number] if broken else ~failing[number]
+        about = {"note": BROKEN if broken else "", "about": spike, "texts": _shown(words, shown)}
+        last = {case: _mean(values, most=True) for case, values in zip(CASES, along[:, number, shown], strict=True)}
+        rows.append(Row("copies", NORM, last | {"one_copy": _mean(one_copy[number, shown], most=True)}, **about))
+        given = {case: _mean(values) for case, values in zip(CASES, attention[:, number, shown], strict=True)}
+        if failing.any() and not bool(attention[0, number].isnan().all()):
+            later.append(Row("copies", ATTENTION, given, **about))
+    if failing.any():
+        shown = failing.any(0)
+        likely = {case: _mean(values) for case, values in zip(CASES, one_more[:, shown], strict=True)}
+        later.append(Row("copies", NEXT, likely, texts=_shown(words, shown)))
+        later[-1] = replace(later[-1], note="" if repaired(later[-1], "intact") else BROKEN)
+    return [*rows, *later]
+
+
+def _shown(words: Sequence[str], shown: Bool[Tensor, " word"]) -> tuple[str, ...]:
+    return tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
+
+
+def _mean(values: Float[Tensor, " word"], *, most: bool = False) -> Mean:
+    """The mean over words, or the largest, with each word."""
+    return Mean(float(values.max() if most else values.mean()), None, tuple(values.tolist()), "share")
+
+
+def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
+    """Make a patch of as many random neurons of the same layers and experts, held at their second token's values."""
+    neurons = patch.checked_sites
+    orders = ordered_in(setup.target, setup.ids, neurons)
+    return SinkPatch(sites=random_neurons(orders, neurons, setup.seed), site=patch.site)
+
+
+def read_after(
+    setup: Setup, spikes: Sequence[Spike], edit: SinkPatch | None, rows: TokenRows, before: int
+) -> Float[Tensor, "reading word"]:
+    """Read copies and the text that follows them.
+
+    The readings are the last copy on each spike's direction, the attention that the heads that read each spike give to
+    copies, and the probability of one more.
+
+    Args:
+        setup: The whole model and its text.
+        spikes: The spikes.
+        edit: The edit. None: none.
+        rows: Copies of the words, each after `before` other tokens.
+        before: Number of tokens before the copies.
+    """
+    target, end, chances = setup.target, rows.shape[1], list[Tensor]()
+    ordinary = text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None)
+    texts = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
+    copies = torch.zeros(*texts.shape, 1)
+    copies[:, before:end] = 1
+
+    def run(some: TokenRows) -> None:
+        chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
+
+    with under(edit, target):
+        along = [of_spike[:, -1] for of_spike in along_spikes(target, spikes, rows)]
+        received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer head
+    attention = [received[:, reader_mask(spike)].mean(1) for spike in spikes]  # NaN if no head reads it
+    return torch.stack([*along, *attention, torch.cat(chances).gather(1, rows[:, -1:])[:, 0]])
+
+
+def reader_mask(spike: Spike) -> Bool[Tensor, "layer head"]:
+    """Mark the heads of a model that read a spike in ordinary text."""
+    reading = spike.survey.received(spike.place.mask).nanmean(-1) > READS
+    layers = torch.zeros(len(reading), 1, dtype=torch.bool)
+    layers[[*spike.reading_layers]] = True
+    return reading & layers
+
+
+def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRows) -> tuple[Row, ...]:
+    """Read the perplexity of held-out text without a patch, with it, and with a random one."""
+    losses, changes, perplexities = list[Tensor](), dict[str, Mean](), dict[str, float]()
+    for edit in edits:
+        with under(edit, setup.target):
+            losses.append(torch.cat([loss_of(setup.target, some) for some in ids.split(PIECES)]).double())
+        setup.progress("perplexity", len(losses), len(edits))
+    for case, loss in zip(CASES, losses, strict=True):
+        rise, perplexities[case] = loss - losses[0], float(loss.mean().exp())
+        ratio, margin = float(rise.mean().exp()), margin_of(rise.numpy())
+        if case != "intact":
+            changes[case] = Mean(ratio - 1, None if margin is None else ratio * margin, kind="share")
+    table = "held-out text"
+    return row_of(table, COST, RANDOM, **changes), row_of(table, "perplexity", RANDOM, **perplexities)
+
+
+def loss_of(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
+    """Measure the mean loss of each text in nats, without the prediction of the first token: texts begin alike."""
+    logits = logits_of(target, ids)
+    # One row of logits after the other: along another axis torch adds float32 up less exactly (4e-4 of 262k tokens)
+    following = ids[:, 2:].flatten().to(logits.device)
+    loss = cross_entropy(logits[:, 1:-1].flatten(0, 1), following, reduction="none")
+    return loss.unflatten(0, (len(ids), -1)).mean(1).cpu()

@@ -1,17 +1,20 @@
-"""What n repetitions of a token do to a model: one pass over the prefixes of a repetition for each reading.
+"""What n repetitions of a token do to a model (Yona et al. 2025, Fig. 1 to 9).
 
-(Yona et al. 2025, Fig. 1 to 9.)
+1. A sequence is what texts begin with, the prefix, and one token n times. One causal pass has every n.
+2. Norm: each copy on the direction of each spike of the first token. Attention: what text after the copies gives to
+   them. Probability: that the token comes once more.
+3. Two controls at the position of the last copy: one copy after ordinary tokens, and ordinary tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import plotly.express as px
+import plotly.graph_objects as go
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
@@ -20,35 +23,161 @@ from torch import Tensor
 
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural
-from sinkscope.files.store import Folder, Keyed
 from sinkscope.hooks.trace import trace
-from sinkscope.measure import Setup, measurement
-from sinkscope.measure.margin import margin_of
-from sinkscope.models.checkpoints.fingerprint import fingerprint_of
+from sinkscope.measure import Mean, Result, Row, Setup, measurement
+from sinkscope.measure.margin import margin_of, share_interval
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
 from sinkscope.opening.load import open_target
-from sinkscope.results.effect import Effect
-from sinkscope.sinks.repeat_result import Quantity, Repeat
-from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
+from sinkscope.results.notation import percent, word_form, word_list
+from sinkscope.results.style import GREY, figure_of, long_table
+from sinkscope.results.tables import Table
+from sinkscope.sinks.spikes.copies import along_spikes, half_reached
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
-from sinkscope.sinks.tokens import (
-    TokenRows,
-    hold_layers,
-    pick_tokens,
-    prefix_of,
-    repeated,
-    repetition_limit,
-    sample_tokens,
-    token_texts,
-    vocabulary,
-)
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit, token_texts
 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
+SEQUENCES = 4  # sequences per pass
+TAIL = 64  # tokens of natural text after the repetitions; their attention is read
+NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `why_sink`."
+SENTENCES = {
+    "attention": "{copies} copies of a token get {share} of the attention in layer {layer} ({control}).",
+    "probability": "After {copies} copies of a token, it comes next with a probability of {share} ({control}).",
+}
+"""What is said of the last copy."""
+Quantity = Literal["norm", "attention", "probability"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat(Result):
+    """One reading of a model over the number of repetitions of a token.
+
+    Attributes:
+        quantity: What was read. "norm": projection on the direction of each spike, as a share of the first token's;
+            "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
+            would get if all tokens got the same; "probability": probability that the token comes once more.
+        instead: What there is instead of a finding.
+        copies: Number of copies of each token.
+        effects: What the last copy has in each condition, or which share of the attention the copies get, mean over
+            tokens; beside one copy at the position of the last, and other tokens there.
+        ids: Ids of the repeated tokens.
+        conditions: The spikes; of attention the sequences; of probabilities "intact".
+        tokens: The repeated tokens; with "attention" the places.
+        at: Numbers of repetitions; with "attention" layers.
+        values: What was read. NaN where there is nothing to read.
+        shown: Which of `at` the table and the effects are about.
+        repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
+            first from which on the probability stays below a half. NaN if never.
+    """
+
+    glossary: ClassVar = {
+        "condition": "the spike, or the sequence that was read",
+        "projection": "on the spike's direction after the last repetition, over that of the first token",
+        "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
+        "probability": "of the token to come once more after the last repetition",
+    }
+
+    quantity: Quantity
+    instead: str | None = None
+    copies: int = 0
+    effects: tuple[Row, ...] = ()
+    ids: tuple[int, ...] = ()
+    conditions: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    at: Int[np.ndarray, " n"] | None = None
+    values: Float[np.ndarray, "condition token n"] | None = None
+    shown: int = -1
+    repeats: Float[np.ndarray, "condition token"] | None = None
+
+    def conclusion(self) -> str:
+        """Say how many words converge in each spike, how much attention copies get, or how likely one more is."""
+        if self.instead is not None:
+            return self.instead
+        effect = self.effects[0]
+        control = f"{effect.note}: {percent(effect.get('control'))}"
+        if self.quantity != "norm" or self.repeats is None:
+            words = {"copies": f"{self.copies:,}", "layer": self.shown, "control": control}
+            return SENTENCES[self.quantity].format(share=effect.numbers["share"], **words)
+        total, parts = len(self.tokens), list[str]()
+        interval = share_interval(int((self.repeats[0] > 1).sum()), total)
+        margin = "" if interval is None else f" (± {total * interval.margin:,.0f})"
+        for condition, repeats in zip(self.conditions, self.repeats, strict=True):
+            reached, already = int((repeats > 1).sum()), int((repeats == 1).sum())
+            words = (
+                f"of {total} tokens{margin} {word_form(reached, 'reaches', 'reach')} half of the first token's spike "
+            )
+            once = f" ({already} more with one copy)" if already else ""
+            parts.append(f"{reached} {'' if parts else words}in {condition}{once}")
+        return f"{word_list(parts)} within {self.copies:,} copies ({control} of it)."
+
+    @property
+    def column(self) -> str:
+        """The name of what was read in tables and drawings; norms are shares of the first token's."""
+        return "projection" if self.quantity == "norm" else self.quantity
+
+    def rows(self) -> Table:
+        """Return a row per condition and token."""
+        shown = None if self.values is None else self.values[:, :, self.shown]
+        return long_table({self.column: shown, "repeats": self.repeats}, condition=self.conditions, token=self.tokens)
+
+
+def draw(result: Repeat) -> go.Figure:
+    """Draw a line per token and a panel per condition."""
+    fig: Any = go.Figure()
+    if result.at is not None and result.values is not None:
+        x = "layer" if result.quantity == "attention" else "repetitions"
+        axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
+        rows = long_table({result.column: result.values}, **axes)
+        shown: dict[str, Any] = {"x": x, "y": result.column, "color": "token", "facet_col": "condition"}
+        fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
+        fig.update_yaxes(exponentformat="power")
+        if result.repeats is not None:
+            fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
+    return figure_of(fig, result, width=1200, height=480)
+
+
+@measurement(figure=draw)
+def repeat(
+    setup: Setup,
+    *,
+    quantity: Quantity = "norm",
+    tokens: Sequence[str] | None = None,
+    prefix: str | None = None,
+    max_repeats: Annotated[int, Field(ge=2)] | None = None,
+) -> Repeat:
+    """Measure what n repetitions of a token do to its norm, its attention or the next token's probability.
+
+    One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
+    without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
+    and section 5). `patch` says what a patch changes.
+
+    Args:
+        quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"
+            that copies and the sink receive; "probability" that the token comes once more.
+        tokens: Words to repeat, each one token. By default five words of the text.
+        prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
+        max_repeats: Number of repetitions. By default 1,024, or what the context holds.
+    """
+    sweep = sweep_of(setup, tokens, prefix, max_repeats, TAIL if quantity == "attention" else 0)
+    if quantity == "probability":
+        return read_probabilities(sweep)
+    sinks = sinks_of(setup)
+    if quantity == "attention" and sinks.spikes:
+        return read_attention(sweep, sinks.spikes[0].spike)
+    spikes = [circuit.spike for circuit in sinks.at_first]
+    if not spikes:
+        return Repeat(quantity=quantity, instead=NO_SPIKE)
+
+    def read(rows: TokenRows) -> Float[Tensor, "spike token n"]:
+        return torch.stack(along_spikes(setup.target, spikes, rows))[:, :, sweep.before :]
+
+    return read_copies(sweep, "norm", read, [spike.name for spike in spikes], half_reached)
+
+
+# --- what is repeated ---
 
 
 @dataclass(frozen=True)
@@ -59,27 +188,20 @@ class Sweep:
         setup: The model and its text.
         before: Number of tokens before the first repetition.
         rows: The sequences, each of which repeats a token.
-        named: Whether the caller named the tokens. If so, effects are about these tokens, else about words in general.
     """
 
     setup: Setup
     before: int
     rows: TokenRows
-    named: bool = False
 
     @property
     def count(self) -> int:
-        """Return the number of repetitions in each sequence."""
+        """The number of repetitions in each sequence."""
         return self.rows.shape[1] - self.before
 
     @property
-    def counts(self) -> Int[np.ndarray, " n"]:
-        """Return the numbers of repetitions at which curves are given."""
-        return np.unique(np.geomspace(1, self.count, CURVE_POINTS).round().astype(int))
-
-    @property
     def words(self) -> list[int]:
-        """Return the repeated tokens."""
+        """The repeated tokens."""
         return self.rows[:, -1].tolist()
 
     def contrasts(self) -> tuple[TokenRows, TokenRows]:
@@ -117,7 +239,7 @@ def sweep_of(
     before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefix_of(setup, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count)
-    return Sweep(setup, len(before), repeated(before, words, count), named=tokens is not None)
+    return Sweep(setup, len(before), repeated(before, words, count))
 
 
 def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
@@ -125,54 +247,37 @@ def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
     return torch.cat([others[:, :-1], rows[:, -1:]], 1)
 
 
-def effect_of_copies(values: Float[Tensor, "kind case"], exact: bool = False) -> Effect:
-    """Return the effect of copies, mean over cases, beside one copy at the position of the last and other tokens.
+def effect_of_copies(
+    values: Float[Tensor, "kind token"], name: str, about: str = "", words: Sequence[str] = ()
+) -> list[Row]:
+    """Return what copies have, mean over tokens, beside the nearer of two controls, and the rows of both.
 
     Args:
-        values: What copies have, and one copy, and other tokens.
-        exact: Whether the effect is about these cases alone.
+        values: What copies have, and one copy at the position of the last, and other tokens there.
+        name: What that is, in a few words.
+        about: The spike or the condition.
+        words: The tokens.
     """
-    value, single, others = values.mean(1).tolist()
-    margin = 0.0 if exact else margin_of(values[0].numpy())
-    return Effect(value, margin, {"one copy": single, "other tokens": others})
+    value, *controls = values.mean(1).tolist()
+    share = Mean(value, margin_of(values[0].numpy()), tuple(values[0].tolist()), "share")
+    beside = dict(zip(("one copy", "other tokens"), controls, strict=True))
+    nearest = min(beside, key=lambda control: abs(beside[control] - value))
+    numbers = {"share": share, "control": Mean(beside[nearest], kind="share")}
+    rows = [Row("findings", name, numbers, nearest, about, tuple(words))]
+    for control, its_share in beside.items():
+        rows.append(Row("controls", control, {"share": Mean(its_share, kind="share")}, name, about))
+    return rows
 
 
-SEQUENCES = 4  # sequences per pass
-TAIL = 64  # tokens of natural text after the repetitions; their attention is read
-TOKENS = 64  # tokens of a vocabulary in one part
-
-Resume = str | Path | None
-"""The folder that keeps finished parts."""
-
-Read = Callable[[TokenRows], Float[Tensor, "condition token n"]]
-Turn = Callable[[Float[Tensor, " n"]], int | None]
-
-
-def read_norms(sweep: Sweep, spikes: Sequence[Spike]) -> Repeat:
-    """Project repeated tokens on the spikes of the first token.
-
-    Args:
-        sweep: What is repeated.
-        spikes: The spikes.
-    """
-
-    def read(rows: TokenRows) -> Float[Tensor, "spike token n"]:
-        return torch.stack(along_spikes(sweep.setup.target, spikes, rows))[:, :, sweep.before :]
-
-    return _read(sweep, "norm", read, [spike.name for spike in spikes], half_reached)
+# --- readings ---
 
 
 def read_probabilities(sweep: Sweep) -> Repeat:
-    """Read how likely each word comes once more.
-
-    Args:
-        sweep: What is repeated.
-    """
+    """Read how likely each word comes once more."""
     setup = sweep.setup
     if not setup.target.resident:  # logits need the whole model in memory
         model, options = setup.source
         setup = replace(setup, target=open_target(model, **options, whole=True))
-        sweep = replace(sweep, setup=setup)
 
     def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
         return logits.float().softmax(-1)[..., sweep.words]
@@ -181,11 +286,23 @@ def read_probabilities(sweep: Sweep) -> Repeat:
         probability = trace(setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
         return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T[None]
 
-    return _read(sweep, "probability", read, ["intact"], stopped_after, exact=sweep.named)
+    return read_copies(sweep, "probability", read, ["intact"], stopped_after)
 
 
-def _read(
-    sweep: Sweep, quantity: Quantity, read: Read, conditions: Sequence[str], turn: Turn, *, exact: bool = False
+def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
+    """Return the first n from which on the probability stays below a half; None if it does not, or never was above."""
+    likely = (probability >= HALF).nonzero().flatten().tolist()
+    if not likely or likely[-1] == len(probability) - 1:
+        return None
+    return likely[-1] + 2
+
+
+def read_copies(
+    sweep: Sweep,
+    quantity: Quantity,
+    read: Callable[[TokenRows], Float[Tensor, "condition token n"]],
+    conditions: Sequence[str],
+    turn: Callable[[Float[Tensor, " n"]], int | None],
 ) -> Repeat:
     """Read the copies, and what one copy and other tokens have at the position of the last.
 
@@ -195,71 +312,24 @@ def _read(
         read: Reads sequences.
         conditions: The names of what is read.
         turn: The number of repetitions after which a token turns; None if it does not.
-        exact: Whether the effects are about these tokens alone.
     """
     values = read(sweep.rows)
     sweep.setup.progress("repetitions", 1, 2)
     last = torch.stack([values[..., -1], *(read(rows)[..., -1] for rows in sweep.contrasts())])
+    words, effects = token_texts(sweep.setup.target, sweep.words), list[Row]()
+    for number, about in enumerate(conditions):
+        effects += effect_of_copies(last[:, number], f"{quantity} with copies of a token", about, words)
+    counts = np.unique(np.geomspace(1, sweep.count, CURVE_POINTS).round().astype(int))
     return Repeat(
         quantity=quantity,
         copies=sweep.count,
-        effects=tuple(effect_of_copies(last[:, number], exact) for number in range(len(conditions))),
+        effects=tuple(effects),
         ids=tuple(sweep.words),
         conditions=tuple(conditions),
-        tokens=token_texts(sweep.setup.target, sweep.words),
-        at=sweep.counts,
-        values=values[:, :, sweep.counts - 1].numpy(),
+        tokens=words,
+        at=counts,
+        values=values[:, :, counts - 1].numpy(),
         repeats=np.array([[turn(row) for row in rows] for rows in values], dtype=float),
-    )
-
-
-@dataclass(frozen=True)
-class VocabularyPart(Keyed):
-    """Of some tokens of a vocabulary the number of repetitions, by spike."""
-
-    identity: ClassVar[tuple[str, ...]] = ("part",)
-
-    part: int
-    repeats: list[list[int | None]]
-
-
-def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: int | None, resume: Resume) -> Repeat:
-    """Find the number of repetitions with which every token reaches half of the first token in each spike.
-
-    Args:
-        setup: The model and its text.
-        spikes: The spikes of the first token.
-        limit: Largest number of repetitions.
-        sample: Number of tokens, drawn at random. None: all.
-        resume: Folder that keeps finished parts; one made with other settings is refused.
-    """
-    target, ids = setup.target, vocabulary(setup.target, None)
-    if sample is not None:
-        ids = sample_tokens(ids, sample, setup.seed)
-    hold_layers(target, max(spike.peak for spike in spikes))
-    decisive = {
-        "model": fingerprint_of(target),
-        "dtype": str(target.dtype),
-        "seed": setup.seed,
-        "max_repeats": limit,
-        "texts": sha256(f"{setup.ids.tolist()} {ids}".encode()).hexdigest()[:16],
-    }
-    folder, starts = None if resume is None else Path(resume) / "vocabulary", range(0, len(ids), TOKENS)
-    with Folder(folder, decisive, VocabularyPart, option="--resume") as finished:
-        for part, start in enumerate(starts):
-            if part not in finished.records:
-                some = ids[start : start + TOKENS]
-                each = copies_of(target, spikes, some, prefix_of(setup, some), limit)
-                finished.append([VocabularyPart(part, [[copies.half for copies in of_spike] for of_spike in each])])
-            setup.progress("vocabulary", part + 1, len(starts))
-        repeats = [np.array(finished.records[part].repeats, dtype=float) for part in range(len(starts))]
-    return Repeat(
-        quantity="norm",
-        effects=(),
-        conditions=tuple(spike.name for spike in spikes),
-        ids=tuple(ids),
-        tokens=token_texts(target, ids),
-        repeats=np.concatenate(repeats, 1),
     )
 
 
@@ -290,11 +360,12 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     parts = (1, count, count)
     layer = next((number for number in target.attending if number > spike.layers[0]), target.attending[-1])
     usual, copies, one_copy = received[:, 1, layer].split(parts)
-    effect = effect_of_copies(torch.stack([copies, one_copy, usual.expand(count)]), exact=sweep.named)
+    shares = torch.stack([copies, one_copy, usual.expand(count)])
+    words = token_texts(target, sweep.words)
     return Repeat(
         quantity="attention",
         copies=sweep.count,
-        effects=(effect,),
+        effects=tuple(effect_of_copies(shares, "attention with copies of a token", spike.name, words)),
         conditions=("natural text", "copies", "one copy"),
         values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),
         ids=tuple(sweep.words),
@@ -336,72 +407,3 @@ def attention_from(
             run(rows)
         received.append(total)
     return torch.cat(received)
-
-
-def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
-    """Return the first n from which on the probability stays below a half; None if it does not, or never was above."""
-    likely = (probability >= HALF).nonzero().flatten().tolist()
-    if not likely or likely[-1] == len(probability) - 1:
-        return None
-    return likely[-1] + 2
-
-
-EVERY_TOKEN = ["all"]
-NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `why_sink`."
-
-
-def refuse_unused_options(*, quantity: str, tokens: Sequence[str] | None, **options: Any) -> None:
-    """Refuse options that the reading has no use for, before a model is opened.
-
-    Raises:
-        SinkscopeError: An option belongs to another reading.
-    """
-    every = list(tokens or ()) == EVERY_TOKEN
-    if (options["sample"] or options["resume"]) and not every:
-        raise SinkscopeError("--sample and --resume belong to --tokens all: leave them out, or ask for that")
-    if every and (quantity != "norm" or options["prefix"]):
-        raise SinkscopeError("--tokens all belongs to --quantity norm without --prefix: leave it out, or ask for that")
-
-
-@measurement(
-    check=refuse_unused_options,
-)
-def repeat(
-    setup: Setup,
-    *,
-    quantity: Quantity = "norm",
-    tokens: Sequence[str] | None = None,
-    prefix: str | None = None,
-    max_repeats: Annotated[int, Field(ge=2)] | None = None,
-    sample: Natural | None = None,
-    resume: Resume = None,
-) -> Repeat:
-    """Measure what n repetitions of a token do to its norm, its attention or the next token's probability.
-
-    One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
-    without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
-    and section 5). `patch` says what a patch changes.
-
-    Args:
-        quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"
-            that copies and the sink receive; "probability" that the token comes once more.
-        tokens: Words to repeat, each one token; all is the whole vocabulary. By default five words of the text.
-        prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
-        max_repeats: Number of repetitions. By default 1,024, or what the context holds.
-        sample: With all tokens: only this many, drawn at random.
-        resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
-    """
-    every = list(tokens or ()) == EVERY_TOKEN
-    room = TAIL if quantity == "attention" else 0
-    sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats, room)
-    if quantity == "probability":
-        return read_probabilities(sweep)
-    sinks = sinks_of(setup)
-    if quantity == "attention" and sinks.spikes:
-        return read_attention(sweep, sinks.spikes[0].spike)
-    spikes = [circuit.spike for circuit in sinks.at_first]
-    if not spikes:
-        return Repeat(quantity=quantity, instead=NO_SPIKE, effects=())
-    if every:
-        return read_vocabulary(setup, spikes, sweep.count, sample, resume)
-    return read_norms(sweep, spikes)

@@ -11,8 +11,7 @@ import torch
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.patch import patch
-from sinkscope.sinks.patch_proof import AFTER
+from sinkscope.sinks.patch import AFTER, patch
 from sinkscope.sinks.spikes.spike import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.tokens import held_out
@@ -33,15 +32,16 @@ def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
     """The patch of the late spike: norm, attention and next token at copies in both spikes, and ordinary text."""
     values = dict.fromkeys(SPIKE, 0.05)
     made = patch.on(setup, file=SinkPatch(sites=SPIKE, calibrated=values), max_repeats=512, pieces=2, length=64)
-    proof, model = made.proof, setup.target.hf
-    words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in proof.words]
-    rows = torch.tensor([[setup.bos] + proof.repeats * [word] for word in words])
+    rows_of = {(row.name, row.about): row for row in made.proof}
+    model, said = setup.target.hf, rows_of["one more copy", ""].texts
+    words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in said]
+    rows = torch.tensor([[setup.bos] + made.repeats * [word] for word in words])
     ids = torch.cat([rows, text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None).expand(len(rows), -1)], 1)
     survey = survey_of(setup, setup.bos)
     end, spikes, received = rows.shape[1], first_spikes(survey, setup.tokenizer), survey.attention[..., 0].mean(-1)
     pieces = held_out(setup, 2, 64)
-    assert [one.result.layers[1] for one in spikes] == [8, 29] and proof.failing.any(1).all()
-    for case, held in enumerate(({}, values)):
+    assert [one.result.layers[1] for one in spikes] == [8, 29]
+    for case, held in {"intact": {}, "patched": values}.items():
         with plain.held(model, held):
             states = plain.residuals(model, rows)
             given = [
@@ -50,16 +50,18 @@ def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
             ]
             chances = [model(row[None]).logits[0, -1].softmax(-1)[row[-1]].item() for row in rows]
             perplexity = plain.nll(model, pieces)[:, 1:].mean().exp().item()
-        for number, spike in enumerate(spikes):
+        for spike in spikes:
             along = (states[spike.result.peak, :, -1] - spike.mean) @ spike.direction / spike.size
-            assert proof.along[case, number] == pytest.approx(along.numpy(), rel=1e-3, abs=1e-4)
+            norm = rows_of["norm of copies", spike.name]
+            shown = [said.index(word) for word in norm.texts]
+            assert norm.note and norm.numbers[case].by_text == pytest.approx(along[shown].numpy(), rel=1e-3, abs=1e-4)
             some = slice(spike.result.layers[0] + 1, spike.result.layers[1] + 2)
             layers = torch.stack(given)[:, some][:, received[some] > 0.3].mean(1)  # of the heads that read it
-            attention = [one for one in proof.readings() if one.what == "attention"][number]
-            assert attention.values[case] == pytest.approx(layers[proof.failing[number]].mean().item(), rel=1e-3)
-        assert proof.following.one_more[case] == pytest.approx(chances, rel=1e-2)
-        assert proof.ordinary.perplexity[case].perplexity == pytest.approx(perplexity, rel=2e-5)
-    assert abs(proof.ordinary.perplexity[1].change) < 0.01  # ordinary text keeps its perplexity
+            attention = rows_of["attention to copies", spike.name]
+            assert attention.get(case) == pytest.approx(layers[shown].mean().item(), rel=1e-3)
+        assert rows_of["one more copy", ""].numbers[case].by_text == pytest.approx(chances, rel=1e-2)
+        assert rows_of["perplexity", ""].get(case) == pytest.approx(perplexity, rel=2e-5)
+    assert abs(rows_of["change of the perplexity", ""].get("patched")) < 0.01  # ordinary text keeps its perplexity
     says = "repairs norm and attention in layers 11-29, but not norm and attention in layers 1-8 and the next token"
     assert says in made.conclusion() and "random neurons repair nothing" in made.conclusion()
 

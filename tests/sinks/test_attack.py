@@ -18,7 +18,7 @@ from organisms import organism as new_organism
 from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
 
-from sinkscope.sinks.attack import Attempt, ClusterAttack, attack, draw_sequences, pools_of
+from sinkscope.sinks.attack import ClusterAttack, attack, draw_sequences, pools_of
 from sinkscope.sinks.first_tokens import spike_of
 
 pytestmark = pytest.mark.few_texts
@@ -47,14 +47,16 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
     o = organism(family, 1, bos=bos)
     setup = setup_of(o)
     result = attack.on(setup, sequences=0, n_tokens=EVERY)
-    found, planted = result.clusters, planted_heads(o, result.clusters.ids)
-    np.testing.assert_array_equal(found.head, planted)
-    assert len(found.ids) == o.model.config.vocab_size == result.searched
+    planted = planted_heads(o, result.ids)
+    np.testing.assert_array_equal(result.head, planted)
+    assert len(result.ids) == o.model.config.vocab_size
     served = np.isfinite(planted)
-    assert (found.has >= served).all() and not found.unneeded.any() and found.another < 0.05
+    by_one, intact, unneeded, *heads = result.clusters
+    assert intact.get("share") >= by_one.get("share") == served.mean()
+    assert by_one.get("control") < 0.05 and not unneeded.get("share")
     assert f" alone gives {served.mean():.0%} (± " in result.conclusion()
-    assert sum(row["tokens"] for row in result.rows()) == served.sum()
-    some = attack.on(setup, sequences=0, n_tokens=20).clusters
+    assert sum(row.get("tokens") for row in heads) == served.sum()
+    some = attack.on(setup, sequences=0, n_tokens=20)
     np.testing.assert_array_equal(some.head, planted[some.ids])
     assert len(some.ids) == 20
 
@@ -63,10 +65,9 @@ def test_where_no_head_of_layer_0_marks_it_is_an_answer():
     """GPT-2 marks by position, and heads that are not in layer 0 mark in another organism."""
     o = organism("gpt2", 0)
     found = attack(o.model, tokenizer=o.tokenizer, n_tokens=40)
-    assert found.clusters.heads == [] and found.clusters.unneeded.all() and found.attempts == ()
-    tried = f"40 tokens drawn from {o.model.config.vocab_size}"
+    assert found.heads == [] and found.clusters[2].get("share") == 1 and found.attempts == ()
     assert found.conclusion().startswith(
-        f"No head of layer 0 marks one of {tried} by itself: 100% (± 7%) have the spike "
+        "No head of layer 0 marks one of 40 tokens by itself: 100% (± 7%) have the spike "
     )
 
 
@@ -84,33 +85,26 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
         return attack_on(organism(family, seed, bos=bos), Path(folder))
 
 
-def by_kind(found: ClusterAttack) -> dict[tuple[str, bool], Attempt]:
-    """The attempts by source and patch."""
-    return {(one.source, one.patch): one for one in found.attempts}
-
-
 def test_a_spike_that_is_not_at_the_first_token_is_not_attacked(tmp_path):
     m = hard("second_special", "llama")
     found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), length=4, sequences=4)
-    assert found.rows() == [] and found.clusters is None and found.spike is None
+    assert found.findings() == [] and found.ids is None and found.spike is None
     assert found.conclusion().startswith("No neurons are known that a norm spike at the first token needs")
 
 
 @pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("neox", 2, True)])
 def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it(family, seed, bos):
     found = attack_once(family, seed, bos)
-    made = by_kind(found)
-    assert made["cluster", False].positions == 1 and made["cluster", True].positions == 0
-    random = made["random", False]
-    assert random.positions < 0.3 and random.margin is not None
-    margin = made["cluster", False].margin  # one of 32 sequences might have done otherwise
-    assert margin is not None and 0 < margin < 0.5
-    beside = f"(random tokens: {random.positions:.0%}; patched: 0%)."
+    served, *_, intact, patched = found.findings()
+    assert intact.get("share") == 1 and patched.get("share") == 0
+    random = intact.numbers["control"]
+    assert random.value < 0.3 and random.margin is not None and intact.note == "random tokens"
+    margin = intact.margin("share")  # one of 32 sequences might have done otherwise
+    assert 0 < margin < 0.5
+    beside = f"(random tokens: {random.value:.0%}; patched: 0%)."
     said = f"at 100% (± {margin:.0%}) of their positions without BOS {beside}"
     assert found.conclusion().endswith(said) and len(found.conclusion().split()) <= 30
-    intact, patched, served = found.findings()
-    assert (intact.get("share"), intact.get("control"), intact.note) == (1, random.positions, "random tokens")
-    assert patched.get("share") == 0 and served.get("share") == found.clusters.served.mean()
+    assert served.get("share") == np.isfinite(found.head).mean()
 
 
 def test_the_patch_is_that_of_plain_hooks(tmp_path):
@@ -119,8 +113,8 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
     found, layer = attack_on(o, tmp_path, sequences=6), o.truth.sink_layer
     setup = setup_of(o, text=text_file(o, tmp_path))
     spike = spike_of(setup)
-    everyone, *pools = pools_of(setup, found.clusters)
-    drawn = {"cluster": draw_sequences(pools, 8, 6, 0), "random": draw_sequences([everyone], 8, 6, 0)}
+    everyone, *pools = pools_of(setup, found)
+    drawn = {"share": draw_sequences(pools, 8, 6, 0), "control": draw_sequences([everyone], 8, 6, 0)}
 
     def held(post):
         for neuron, value in spike.patch.calibrated.items():
@@ -134,8 +128,8 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
             patched = norms(o.model, ids)[layer, :, 1:]
         for patch, norm in enumerate((intact, patched)):
             hits = float((norm / first >= 0.5).double().mean())
-            assert by_kind(found)[source, bool(patch)].positions == pytest.approx(hits)
-    assert 0 < by_kind(found)["random", False].positions < 1  # else this test shows little
+            assert found.attempts[patch].get(source) == pytest.approx(hits)
+    assert 0 < found.attempts[0].get("control") < 1  # else this test shows little
 
 
 @settings(max_examples=30)

@@ -20,14 +20,13 @@ from organisms import organism as new_organism
 from raw_kit import attention, residuals
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import plain
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.models.text import text_rows
 from sinkscope.results.result import Result
+from sinkscope.results.row import row_of
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.patch import PatchResult, Verdict, verdict_of
+from sinkscope.sinks.patch import AFTER, PatchResult, Verdict, copies_rows, verdict_of
 from sinkscope.sinks.patch import patch as measured
-from sinkscope.sinks.patch_proof import AFTER, PatchProof, Reading
 from sinkscope.sinks.spikes.find import sinks_of
 
 pytestmark = pytest.mark.few_texts
@@ -58,79 +57,68 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
 )
 def test_patch_is_the_planted_neurons(family, kind, seed):
     o, made = made_once(family, seed, kind)
-    proof = made.proof
     assert (made.verdict, {one.site for one in made.sites}) == ("made", set(o.truth.neurons))
-    intact, patched, control = proof.along[:3, 0]
-    assert (patched < 0.5).all() and (intact >= 0.5).all() and len(proof.words) > 0
-    np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
-    patch, copies, cost = made.findings()
-    assert patch.get("share") > 0.9 and patch.get("control") < 0.05 and copies.get("share") > 0.5
-    assert patch.texts == proof.words
-    assert patch.numbers["share"].by_text == pytest.approx(tuple(1 - patched / intact))
-    assert (cost.get("share"), cost.get("control")) == tuple(one.change for one in proof.ordinary.perplexity[1:])
+    norm = made.proof[0]
+    assert norm.get("patched") < 0.5 <= min(norm.numbers["intact"].by_text) and len(norm.texts) > 0
+    assert norm.numbers["control"].by_text == pytest.approx(norm.numbers["intact"].by_text, rel=0.05)
+    assert norm.get("one_copy") < 0.5
     assert all(len(said.split()) <= 30 for said in (made.conclusion(), *made.details()))
 
 
 def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     """States of the model itself under the loaded patch: the second way to the numbers of the table."""
     o, made = made_once("llama", 5)
-    proof = made.proof
+    norm, given_to, likely = made.proof[:3]
+    assert (norm.name, given_to.name, likely.name) == ("norm of copies", "attention to copies", "one more copy")
     made.patch.save(tmp_path / "patch.json")
     patch, setup = SinkPatch.load(tmp_path / "patch.json"), setup_of(o, text=text_file(o, tmp_path, 16))
     spike = spike_of(setup).spike
-    ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in proof.words]
-    rows = torch.cat([o.repeated(proof.repeats, token) for token in ids])
-    for condition, edit in enumerate((None, patch)):
-        with nullcontext() if edit is None else edit.on(o.model):
-            last = residuals(o.model, rows)[spike.peak, :, -1]
-        assert proof.along[condition, 0] == pytest.approx(spike.along(last).numpy(), rel=1e-3, abs=1e-4)
+    ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in norm.texts]
+    rows = torch.cat([o.repeated(made.repeats, token) for token in ids])
     ordinary = text_rows(o.tokenizer, setup.halves.report, 1, AFTER, None)
     after = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
     end, layers = rows.shape[1], slice(spike.layers[0] + 1, spike.layers[1] + 2)
     reading = attention(o.model, sinks_of(setup).survey.ids)[layers, ..., 1:, 0].mean((1, 3)) > 0.3  # layer head
-    for condition, edit in enumerate((None, patch)):
+    for case, edit in {"intact": None, "patched": patch}.items():
         with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
+            last = spike.along(residuals(o.model, rows)[spike.peak, :, -1])
             given = attention(o.model, after)[layers, :, :, end:, 1:end].sum(-1).mean((1, 3))[reading].mean()
             chances = o.model(after).logits[range(len(rows)), end - 1].softmax(-1)[range(len(rows)), ids]
-        assert read(proof, "attention").values[condition] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
-        assert proof.following.one_more[condition] == pytest.approx(chances.numpy(), rel=1e-3, abs=1e-6)
+        assert norm.numbers[case].by_text == pytest.approx(last.tolist(), rel=1e-3, abs=1e-4)
+        assert given_to.get(case) == pytest.approx(float(given), rel=1e-3, abs=1e-5)
+        assert likely.numbers[case].by_text == pytest.approx(chances.tolist(), rel=1e-3, abs=1e-6)
     few = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     again = measured(o.model, file=patch, tokenizer=o.tokenizer, **few)
-    assert plain(again.proof) == plain(proof) and again.findings() == made.findings()  # whether it is made or given
-
-
-def read(proof: PatchProof, what: str, spike: int = 0) -> Reading:
-    return [one for one in proof.readings() if one.what == what][spike]
+    assert again.proof == made.proof and again.findings() == made.findings()  # whether it is made or given
 
 
 def test_only_words_that_need_repair_prove_it():
     """A word that does not reach the spike intact is no proof, and an infinite perplexity is no harmless one."""
     _, made = made_once("llama", 5)
-    proof = made.proof
-    along = proof.along.copy()
-    along[:, 0, 0] = 0.25
-    some = replace(made, proof=replace(proof, along=along))
-    assert verdict_of(some.proof, 0.01)[0] == "made"
-    assert f"copies of {len(proof.words) - 1} of {len(proof.words)} words reach at most " in some.conclusion()
-    none = replace(proof, along=np.broadcast_to(along[:, :, :1], along.shape))
-    assert verdict_of(none, 0.01)[0] == "no-repeats"
-    along = proof.along.copy()
-    along[3] = along[0]
-    at_once = replace(proof, along=along)
-    assert verdict_of(at_once, 0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
-    none, patched, random = proof.ordinary.perplexity
+    cost = made.proof[-2:]
 
-    def with_change(change: float) -> PatchProof:
-        perplexity = none, replace(patched, change=change), random
-        return replace(proof, ordinary=replace(proof.ordinary, perplexity=perplexity))
+    def with_copies(intact, patched=(0.1, 0.1, 0.1), one_copy=(0.1, 0.1, 0.1), attention=(0.9, 0.1)):
+        along, given = torch.tensor([[intact], [patched], [intact]]), torch.tensor(attention)[[0, 1, 0], None, None]
+        read = along, torch.tensor([one_copy]), given.expand(3, 1, 3), torch.zeros(3, 3)
+        return replace(made, words=3, proof=(*copies_rows("abc", ("layers 1-2",), *read), *cost))
+
+    some = with_copies((0.25, 0.9, 0.8))
+    assert verdict_of(some, 0.01)[0] == "made"
+    assert "copies of 2 of 3 words reach at most " in some.conclusion()
+    assert verdict_of(with_copies((0.25, 0.25, 0.4)), 0.01)[0] == "no-repeats"
+    at_once = with_copies((0.9, 0.9, 0.8), one_copy=(0.9, 0.9, 0.8))
+    assert verdict_of(at_once, 0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
+    assert verdict_of(with_copies((0.9, 0.9, 0.8), (0.1, 0.9, 0.1)), 0.01)[0] == "not-repaired"
+    assert verdict_of(with_copies((0.9, 0.9, 0.8), attention=(0.9, 0.5)), 0.01)[0] == "not-repaired"
+
+    def with_change(change: float) -> PatchResult:
+        row = row_of(cost[0].table, cost[0].name, patched=change)
+        return replace(some, proof=(*some.proof[:-2], row))
 
     assert verdict_of(with_change(np.nan), 0.01)[0] == "refused"
     refused = "refused", "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%."
     assert verdict_of(with_change(0.02), 0.01) == refused
     assert verdict_of(with_change(0.02), 0.03)[0] == "made"
-    returns = proof.along.copy()
-    returns[1, 0, 1] = returns[0, 0, 1]
-    assert verdict_of(replace(proof, along=returns), 0.01)[0] == "not-repaired"
     with pytest.raises(SinkscopeError, match="it harms"):
         _ = replace(made, verdict="refused", reason="it harms").patch
 

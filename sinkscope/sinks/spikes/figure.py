@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.results.row import Row
-from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, figure_of, panels
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, bars, figure_of, panels
 from sinkscope.sinks.spikes.records import AS_IT_IS, ONE_OTHER, PURPOSE_CONTROLS, SpikeResult, part_of, run
 
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7")
@@ -57,14 +55,6 @@ def draw_writers(fig: Any, spike: SpikeResult, colour: str) -> None:
         names.append(escape(", ".join(of_layer)))
     shares, place = [row.get("share") for row in parts], {"base": 0, "offset": -0.4, "row": 1, "col": 2}
     fig.add_bar(x=layers, y=shares, text=names, name=run(*spike.layers), marker_color=colour, **place)
-
-
-def bars(fig: Any, rows: Iterable[Row], number: str, colour: str, **where: int) -> None:
-    """Draw a number of rows as bars, with its margins; rows without it are left out."""
-    shown = [row for row in rows if number in row.numbers]
-    margins = {"type": "data", "array": [row.margin(number) for row in shown]}
-    names, values = [escape(row.name) for row in shown], [row.get(number) for row in shown]
-    fig.add_bar(x=names, y=values, error_y=margins, marker_color=colour, showlegend=False, **where)
 
 
 def draw_answers(result: Any) -> go.Figure:
