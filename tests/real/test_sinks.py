@@ -40,7 +40,7 @@ def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
     survey = survey_of(setup, setup.bos)
     end, spikes, received = rows.shape[1], first_spikes(survey, setup.tokenizer), survey.attention[..., 0].mean(-1)
     pieces = held_out(setup, 2, 64)
-    assert [one.result.layers[1] for one in spikes] == [8, 29]
+    assert [one.layers[1] for one in spikes] == [8, 29]
     for case, held in {"intact": {}, "patched": values}.items():
         with plain.held(model, held):
             states = plain.residuals(model, rows)
@@ -51,11 +51,11 @@ def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
             chances = [model(row[None]).logits[0, -1].softmax(-1)[row[-1]].item() for row in rows]
             perplexity = plain.nll(model, pieces)[:, 1:].mean().exp().item()
         for spike in spikes:
-            along = (states[spike.result.peak, :, -1] - spike.mean) @ spike.direction / spike.size
+            along = (states[spike.peak, :, -1] - spike.mean) @ spike.direction / spike.size
             norm = rows_of["norm of copies", spike.name]
             shown = [said.index(word) for word in norm.texts]
             assert norm.note and norm.numbers[case].by_text == pytest.approx(along[shown].numpy(), rel=1e-3, abs=1e-4)
-            some = slice(spike.result.layers[0] + 1, spike.result.layers[1] + 2)
+            some = slice(spike.layers[0] + 1, spike.layers[1] + 2)
             layers = torch.stack(given)[:, some][:, received[some] > 0.3].mean(1)  # of the heads that read it
             attention = rows_of["attention to copies", spike.name]
             assert attention.get(case) == pytest.approx(layers[shown].mean().item(), rel=1e-3)
