@@ -1,6 +1,6 @@
 """Whether a plane, or one neuron, tells first tokens from later ones after an attention layer (Yona et al., Fig. 4).
 
-    python -m experiments.repeated_token.separate [--model NAME|FOLDER] [--layer 0] [--neuron 912] [--name separate]
+    python -m experiments.repeated_token.separate [--model NAME|FOLDER] [--name separate]
 
 Each token is read once in text, at position 8 or later, and once alone, without BOS. A fifth of the texts at a time is
 held out, with their tokens alone. The control has labels that are shuffled within each text.
@@ -36,19 +36,20 @@ from sinkscope.results.style import figure_of
 
 CLEAR = 8  # later tokens begin here: without BOS, the first few of a text can be marked like the first one
 TOKENS = 1024  # tokens at most
-FOLDS, SHUFFLES = 5, 5
+FOLDS = 5
+PIECES = 128  # of typical text, 64 tokens each
 
 
-def measure(setup: Setup, layer: int, neuron: int | None, pieces: int) -> list[Row]:
+def measure(setup: Setup, layer: int, pieces: int) -> list[Row]:
     """Fit the plane, and the best neuron by each factor of the MLP; a mixture of experts has no neurons here.
 
     Raises:
-        SinkscopeError: The layer or the neuron is not in the model, or the text is too short.
+        SinkscopeError: The layer is not in the model, or the text is too short.
     """
-    check_site(setup.target, layer, neuron)
+    check_site(setup.target, layer)
     ids = text_rows(setup.tokenizer, setup.text, pieces, PIECE, setup.bos)
     if len(ids) < FOLDS:
-        raise SinkscopeError(f"there are {len(ids)} pieces of text; give at least --pieces {FOLDS}, or a longer --text")
+        raise SinkscopeError(f"there are {len(ids)} pieces of text; expected {FOLDS} or more")
     generator = np.random.default_rng(seed_of(setup.seed, "places of later tokens"))
     order = generator.permutation(len(ids) * (PIECE - CLEAR))
     _, chosen = np.unique(ids[:, CLEAR:].flatten()[order], return_index=True)  # one place of each token
@@ -58,12 +59,7 @@ def measure(setup: Setup, layer: int, neuron: int | None, pieces: int) -> list[R
     for name, site in (("neuron", "mlp.hook_pre"), ("up factor", "mlp.hook_pre_linear")):
         with suppress(UnsupportedError):
             values[name] = samples(setup, ids, places, f"blocks.{layer}.{site}")
-    probes: list[Row] = []
-    for name, inputs in values.items():
-        if name != "plane" and neuron is not None:
-            inputs = inputs[:, [neuron]]
-        probes.append(probe(name, neuron, inputs, np.tile(row, 2), setup.seed))
-    return probes
+    return [probe(name, inputs, np.tile(row, 2), setup.seed) for name, inputs in values.items()]
 
 
 def samples(
@@ -76,63 +72,48 @@ def samples(
     return torch.stack(parts).sum(0).numpy()
 
 
-def probe(name: str, neuron: int | None, inputs: Float[np.ndarray, "sample d"], texts: np.ndarray, seed: int) -> Row:
+def probe(name: str, inputs: Float[np.ndarray, "sample d"], texts: np.ndarray, seed: int) -> Row:
     """Fit a probe by cross-validation over texts, and with labels that are shuffled within each text.
 
     Returns:
         The neuron that separates all texts best; the area under the ROC curve on what was held out, mean over folds;
-        its standard error; and the same with shuffled labels.
+        and the same with shuffled labels.
     """
     first = np.arange(len(inputs)) < len(inputs) // 2
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    neuron = None
     if name != "plane":
         model.steps.insert(0, ("best", SelectKBest(k=1)))
-        neuron = int(SelectKBest(k=1).fit(inputs, first).scores_.argmax()) if neuron is None else neuron
+        neuron = int(SelectKBest(k=1).fit(inputs, first).scores_.argmax())
     folds, draw = GroupKFold(FOLDS), seed_of(seed, "labels of first and later tokens") % 2**32
     areas = cross_val_score(model, inputs, first, groups=texts, cv=folds, scoring="roc_auc")
     _, chance, _ = permutation_test_score(
-        model, inputs, first, groups=texts, cv=folds, scoring="roc_auc", n_permutations=SHUFFLES, random_state=draw
+        model, inputs, first, groups=texts, cv=folds, scoring="roc_auc", n_permutations=FOLDS, random_state=draw
     )
     return {
         "probe": name,
-        "neuron": None if name == "plane" else neuron,
+        "neuron": neuron,
         "auroc": float(areas.mean()),
-        "error": float(areas.std(ddof=1) / FOLDS**0.5),
         "shuffled": float(chance.mean()),
     }
 
 
 def figure(data: Row) -> Any:
     """Draw how well each probe separates, beside shuffled labels."""
-    labels = {"value": "held-out AUROC", "variable": ""}
-    fig = px.scatter(data["result"]["probes"], x="probe", y=["auroc", "shuffled"], labels=labels)
+    fig = px.scatter(data["result"]["probes"], x="probe", y=["auroc", "shuffled"])
     return figure_of(fig, None, "How well each probe separates first tokens from later ones", width=900, height=460)
 
 
-def main(
-    *,
-    model: str | None = None,
-    text: Path | None = None,
-    layer: int = 0,
-    neuron: int | None = None,
-    pieces: int = 128,
-    name: str = "separate",
-    out: Path = Path("figures"),
-) -> None:
+def main(*, model: str | None = None, name: str = "separate", out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
     Args:
         model: Short name, hub id or folder; default: the model in the package.
-        text: File of typical text; default: that in the package.
-        layer: Layer of the attention and of the neurons.
-        neuron: Examine this neuron in place of the best one.
-        pieces: Pieces of typical text, 64 tokens each.
         name: Name of the files.
     """
-    setup = Setup.open(model, text=text)
-    result = {"layer": layer, "probes": measure(setup, layer, neuron, pieces)}
-    settings = {"model": setup.target.name, "layer": layer, "neuron": neuron, "pieces": pieces}
-    draw(write_record(out / f"{name}.json", "separate", result, settings), figure)
+    setup = Setup.open(model)
+    settings = {"model": setup.target.name, "layer": 0, "pieces": PIECES}
+    draw(write_record(out / f"{name}.json", "separate", {"probes": measure(setup, 0, PIECES)}, settings), figure)
 
 
 if __name__ == "__main__":

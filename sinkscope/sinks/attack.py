@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from pydantic import Field
 
+from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, Whole, measurement
 from sinkscope.measure.margin import SCORES, margin_of
@@ -225,8 +226,9 @@ def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed
 def pools_of(setup: Setup, found: ClusterAttack) -> list[list[int]]:
     """Return the ids of all tokens, then the ids of each cluster, without special tokens."""
     special = [*setup.tokenizer.all_special_ids, *([] if setup.bos is None else [setup.bos])]
-    usable = ~np.isin(found.ids, special)
-    return [found.ids[usable & some].tolist() for some in (usable, *(found.head == head for head in found.heads))]
+    ids = np.asarray(found.ids)
+    usable = ~np.isin(ids, special)
+    return [ids[usable & some].tolist() for some in (usable, *(found.head == head for head in found.heads))]
 
 
 def attempts_of(setup: Setup, chosen: SpikeCircuit, cluster: TokenRows, random: TokenRows) -> tuple[Row, ...]:
@@ -238,7 +240,7 @@ def attempts_of(setup: Setup, chosen: SpikeCircuit, cluster: TokenRows, random: 
         cluster: Sequences of tokens of one cluster.
         random: Sequences of all tokens.
     """
-    patches, rows = {"": None}, list[Row]()
+    patches, rows = dict[str, SinkPatch | None]({"": None}), list[Row]()
     if setup.target.resident:
         patches[", patched"] = chosen.patch
     for word, patch in patches.items():

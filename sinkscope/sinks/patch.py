@@ -233,7 +233,7 @@ def patch(
     if file is not None:
         edit = file if isinstance(file, SinkPatch) else SinkPatch.load(file)
         edit.check(setup.target)
-        setup.record(file=None if edit is file else Path(file).name)
+        setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
         spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
         return proof_of(setup, spikes, edit, most, held_out(setup, pieces, length))
     if out is not None:
@@ -337,7 +337,7 @@ def copies_rows(
     for number, spike in enumerate(spikes):
         broken = bool(failing[number].any())
         shown = failing[number] if broken else ~failing[number]
-        about = {"note": BROKEN if broken else "", "about": spike, "texts": _shown(words, shown)}
+        about: Any = {"note": BROKEN if broken else "", "about": spike, "texts": _shown(words, shown)}
         last = {case: _mean(values, most=True) for case, values in zip(CASES, along[:, number, shown], strict=True)}
         rows.append(Row("copies", NORM, last | {"one_copy": _mean(one_copy[number, shown], most=True)}, **about))
         given = {case: _mean(values) for case, values in zip(CASES, attention[:, number, shown], strict=True)}

@@ -9,7 +9,6 @@ import pytest
 from attack_kit import setup_of, text_file
 from organisms import Organism, organism
 from organisms.plan import make_plan
-from refusals import refused
 from scipy.stats import mannwhitneyu
 from sklearn.linear_model import LogisticRegression
 
@@ -19,8 +18,8 @@ from experiments.repeated_token.separate import measure, probe
 pytestmark = pytest.mark.few_texts
 
 
-def probes_of(o: Organism, folder: Path, layer: int = 0, neuron: int | None = None) -> list[Row]:
-    return measure(setup_of(o, text=text_file(o, folder, 20, seed=9)), layer, neuron, 16)
+def probes_of(o: Organism, folder: Path, layer: int = 0) -> list[Row]:
+    return measure(setup_of(o, text=text_file(o, folder, 20, seed=9)), layer, 16)
 
 
 def test_plane_and_neuron_separate_a_planted_mark(tmp_path):
@@ -29,10 +28,6 @@ def test_plane_and_neuron_separate_a_planted_mark(tmp_path):
     plane, neuron, _ = probes_of(o, tmp_path)
     assert plane["auroc"] == neuron["auroc"] == 1 and neuron["neuron"] == plan.cleaner
     assert max(abs(one["shuffled"] - 0.5) for one in (plane, neuron)) < 0.15
-    other = probes_of(o, tmp_path, neuron=plan.cleaner + 1)[1]
-    assert other["neuron"] == plan.cleaner + 1 and other["auroc"] < 0.9
-    with refused("neuron 100000 is not in "):
-        probes_of(o, tmp_path, neuron=100_000)
 
 
 @pytest.mark.slow
@@ -48,7 +43,7 @@ def test_auroc_is_the_rank_statistic_of_each_fold():
     texts = np.tile(np.repeat(np.arange(5), 12), 2)
     first = np.arange(120) < 60
     inputs = np.random.default_rng(1).standard_normal((120, 3)) + first[:, None] * 0.7
-    found = probe("plane", None, inputs, texts, 0)
+    found = probe("plane", inputs, texts, 0)
     areas = []
     for text in range(5):
         here = texts == text
@@ -57,5 +52,4 @@ def test_auroc_is_the_rank_statistic_of_each_fold():
         score = plane.decision_function((inputs[here] - mean) / spread)
         areas.append(mannwhitneyu(score[first[here]], score[~first[here]]).statistic / 144)
     assert found["auroc"] == pytest.approx(np.mean(areas))
-    assert found["error"] == pytest.approx(np.std(areas, ddof=1) / 5**0.5)
     assert found["auroc"] > 0.6 > found["shuffled"]
