@@ -344,10 +344,10 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
     opened(390)
     chrome.wait("document.querySelector('.tour')")
     names = [variant.name for variant in view.texts[0].variants]
-    pressed = ["intact", "intact", names[1], RANDOM_SWITCH, *names[-2:], "intact"]
+    pressed = ["intact", "intact", names[1], RANDOM_SWITCH, *names[-2:], "intact", "intact"]
     readers, said = [], []
     for number, name in enumerate(pressed, 1):
-        chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 7')")
+        chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 8')")
         assert chrome.run("document.querySelector('.switches :checked').parentNode.textContent") == name
         readers.append(chrome.run("document.querySelectorAll('.head.strong').length"))
         said += chrome.texts(".tour p")
@@ -356,6 +356,7 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
     assert readers[0] == readers[3] == 20 and readers[2] < 10  # what the tour says of the squares
     assert said[4].endswith("Seeing only itself makes a sink in this model.")
     assert said[5].endswith("This token does not make a sink in this model.")
+    assert said[7].startswith("8 of 8: What the sink is for: Hiding ") and " nats a token (another token: " in said[7]
     opened(390)
     assert chrome.texts(".tour p") == []  # once
 

@@ -45,6 +45,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
 from sinkscope.models.text import beginning
 from sinkscope.results.notation import word_form
+from sinkscope.sinks.spikes.said import purpose_sentence
 
 MOST_TOKENS = 512
 STORY = (
@@ -134,6 +135,7 @@ class Explorer(ModelSink):
     def result(self, text: str | None, shown: Sequence[Switch | None]) -> ModelView:
         """Return the view of a text under these switches, with all that is known of the sink; None is no switch."""
         setup, switches = self.setup, [*switches_of(self), *self.moved_in(text)]
+        answered = self.circuit.answered
         return ModelView(
             model=setup.info(),
             settings={"seed": setup.seed, "bos": setup.bos is not None},
@@ -148,6 +150,7 @@ class Explorer(ModelSink):
             texts=(self.viewed(text, shown),),
             circuit=self.column,
             circuit_sentence=self.circuit.conclusion(),
+            purpose=(answered and purpose_sentence(answered)) or "",
             neuron_pages=self.neuron_pages,
             others=self.others,
         )

@@ -195,6 +195,7 @@ class ModelView(Result):
         texts: The texts.
         circuit: The spikes, those that most heads read first.
         circuit_sentence: The conclusion about the circuit.
+        purpose: What hiding the sink from later tokens costs, in a sentence; empty if it was not measured.
         neuron_pages: The neurons that the circuit names.
         others: What measurements of other packages say.
     """
@@ -220,6 +221,7 @@ class ModelView(Result):
     texts: tuple[ViewedText, ...]
     circuit: tuple[CircuitSpike, ...] = ()
     circuit_sentence: str = ""
+    purpose: str = ""
     neuron_pages: tuple[NeuronPage, ...] = ()
     others: tuple[OtherMeasurement, ...] = ()
 
