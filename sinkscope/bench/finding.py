@@ -14,13 +14,16 @@ from math import hypot, isnan, nan
 
 import numpy as np
 
-from sinkscope.bench.methods import FULL, Method
+from sinkscope.bench.methods import FULL, Method, method_classes
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, interval_of
-from sinkscope.results.notation import short_sentence, word_list
+from sinkscope.results.notation import short_sentence, word_form, word_list
 
+PREFILL = "prefill"
+"""What a policy's `every` says that evicts nothing after the prompt."""
+KEEPING = {True: ("keeps", "keep"), False: ("evicts", "evict")}
 FEWEST = 6
 """Prompts of a ranking: a sign test of five pairs cannot reach 5 %, even if all agree."""
 NOT_RANKED = (FULL, "random", "sampling")
@@ -179,14 +182,16 @@ def range_of(group: BenchGroup) -> str:
 
 
 def too_few(groups: Sequence[BenchGroup]) -> str:
-    """Return the counts, or scores, of methods that answered too few prompts to be ranked; the best come first."""
+    """Return the counts of methods that answered too few prompts to be ranked, or their scores; the best come first.
+
+    All are counts, where each prompt is answered right or wrong, or none is.
+    """
     task = task_class(groups[0].task)
     order = best_first(groups)
     scores: list[str] = []
+    counted = task.main in PERCENT and all({*group.scores.values()} <= {0.0, 1.0} for group in order)
     for group in order:
-        value = task.value_in_words(group.score)
-        if task.main in PERCENT and set(group.scores.values()) <= {0.0, 1.0}:
-            value = f"{sum(group.scores.values()):.0f}"
+        value = f"{sum(group.scores.values()):.0f}" if counted else task.value_in_words(group.score)
         scores.append(f"{group.method} {value}")
     count = len(order[0].scores)
     sentences: list[str] = []
@@ -237,6 +242,27 @@ def lead_in_words(best: BenchGroup, other: BenchGroup, close: bool, notes: Seque
     if task.main in PERCENT:
         return f"{100 * size:.0f}±{100 * margin:.0f} points {side} {name}"
     return f"{task.shown.format(size)}±{task.shown.format(margin)} {side} {name}"
+
+
+def kept_words(groups: Sequence[BenchGroup]) -> list[str]:
+    """Return which of the methods of one place keep every generated token, beside those that evict them, with sizes.
+
+    At the same budget they hold different numbers of tokens. There is nothing to say where all do the same.
+    """
+    held: dict[bool, list[str]] = {True: [], False: []}
+    for group in groups:
+        by_default = getattr(method_classes().get(group.method.name), "every", None)
+        every = dict(group.method.settings).get("every", by_default)
+        peak = group.metrics.get("cached_peak")
+        if every is not None and peak is not None:
+            held[every == PREFILL].append(f"{group.method} ({peak:,.0f} cached at most)")
+    if not held[True] or not held[False]:
+        return []
+    keeps, evicts = (word_form(len(held[kind]), *words) for kind, words in KEEPING.items())
+    return [
+        f"{groups[0].title}: {word_list(held[True])} {keeps} every generated token, {word_list(held[False])} {evicts} "
+        "them, too; every=1 makes all evict them."
+    ]
 
 
 def _with_notes(text: str, notes: Sequence[str]) -> str:

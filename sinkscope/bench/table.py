@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sinkscope.bench.finding import BenchGroup, control_of, difference, finding, mean_score, ranked
+from sinkscope.bench.finding import BenchGroup, control_of, difference, finding, kept_words, mean_score, ranked
 from sinkscope.bench.methods import FULL, Method
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
@@ -177,6 +177,7 @@ class BenchTable(Result):
         lines = [finding(groups) for groups in self.places()[1:]]
         if self.groups and all(group.metrics.get("time") is None for group in self.groups):
             lines.append(f"time is empty: it compares with {FULL}, which was not run.")
+        lines += [line for groups in self.places() for line in kept_words(groups)]
         for group in self.groups:
             reference, lead = self.lead(group)
             if lead is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import count_of, head_name, word_form, word_list
+from sinkscope.results.notation import count_of, head_name, read_head, word_form, word_list
 from sinkscope.results.row import row_beside
 from sinkscope.results.style import figure_of, long_table
 
@@ -129,6 +130,21 @@ class Barcode(Result):
         arrays = {name: getattr(self, name) for name in self.percent}
         rows = long_table(arrays, layer=self.layers, head=range(self.score.shape[1]))
         return sorted(rows, key=lambda row: -(row["gain"] or 0.0))
+
+    def to_frame(self) -> Any:
+        """Return the attention of the heads that are drawn: step, layer, head, position, and the share in each text.
+
+        Scores of every head are in `rows`.
+        """
+        import pandas as pd
+
+        _, rows, columns = self.attention.shape
+        steps = range(self.steps - rows, self.steps)
+        first = len(self.ids) - 1 - columns
+        places = list(product(map(read_head, self.shown), steps, range(first, first + columns)))
+        frame = pd.DataFrame([(step, *head, position) for head, step, position in places])
+        frame.columns = ["step", "layer", "head", "position"]
+        return frame.assign(attention=self.attention.ravel(), ordinary=self.control_attention.ravel())
 
     def conclusion(self) -> str:
         """Return how many heads lock onto the loop, and the strongest beside ordinary text."""
