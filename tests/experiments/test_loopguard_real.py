@@ -7,10 +7,7 @@ import json
 import pytest
 from repository import ROOT
 
-import sinkscope as ss
 from experiments.loopguard import real, real_table, why
-from experiments.loopguard.alarms import behind
-from experiments.loopguard.overhead import overhead
 from experiments.loopguard.real import first_alarm
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
@@ -65,14 +62,6 @@ def test_the_interval_of_a_share():
     assert interval(0, 12)[0] == 0.0 and interval(0, 2) == [0.0, 1.0]
 
 
-def test_probabilities_count_from_behind_the_third_copy():
-    ids = [*range(100, 120), *[1, 2, 3, 4] * 10]
-    probabilities = [0.1] * (20 + 12) + [0.9] * 28
-    assert behind(ids, probabilities) == pytest.approx(0.9)
-    assert behind(ids[:40], probabilities[:40]) is None, "fewer than 16 tokens behind it"
-    assert behind(list(range(100)), [0.5] * 100) is None
-
-
 def test_halves_share_no_opening_and_have_as_many_of_each_kind():
     choose, report = openings_of("choose"), openings_of("report")
     assert not {text for _, text in choose} & {text for _, text in report}
@@ -123,9 +112,3 @@ def test_why_is_asked_of_the_outputs_that_end_in_a_loop_without_a_remedy(tmp_pat
     changes += [{"tokens": loop, "arm": "rewind"}, {"tokens": loop, "model": "n"}]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps({**about, **change}) + "\n" for change in changes))
     assert why.loops_of(tmp_path, "m", "report") == [{**about, "tokens": loop, "opening": openings_of("report")[1][1]}]
-
-
-@pytest.mark.slow
-def test_the_cost_of_a_guard_is_a_ratio_to_plain_generation():
-    rows = overhead(ss.load("bundled"), rounds=2)
-    assert rows["milliseconds"] > 0 and rows["guard"]["median"] > 0 < rows["plain again"]["median"]

@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from covering import slow
 from repository import ROOT
@@ -177,11 +176,6 @@ CASES = {
         lambda lines: len(lines) == 4 and {json.loads(line)["set"] for line in lines} == {"dc"},
         "x.jsonl",
         quick=True,
-    ),
-    "loopguard.rotary": Case(
-        "--max-new-tokens 200 --layer 1 --out {out}",
-        lambda made: np.median(made["heads"]["change"]) < 0.01 < np.median(made["heads"]["other_change"]),
-        "rotary.json",
     ),
     "loopserve.latency": Case(
         "bundled --contexts 900 --rounds 1 --budget 80 --out {out}/x.json",
