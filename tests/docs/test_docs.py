@@ -121,7 +121,6 @@ HOLDS = {
     "docs/measure/masks.md": lambda variance, norms, in_dims, **_: (
         variance[0] > 0.9 > 0.3 > variance[1] and norms[0] > 10 * norms[1] and in_dims[0] > 0.99 > 0.1 > in_dims[1]
     ),
-    "docs/what_to_try.md": lambda written, **_: written == [10, 11, 12] * 23 + [10, 2],
 }
 
 
@@ -133,7 +132,6 @@ def test_the_python_of_a_page_runs_and_does_what_it_says(run, page, holds):
 SHORTER = {
     "attack": {'ss.load("llama-2-7b", layers=4)': "ss.load()", '"Sch", "Com"': '"the", "of"'},
     "barcode": {},
-    "repeat": {"max_repeats=300": "max_repeats=20"},
 }
 
 
@@ -142,13 +140,12 @@ def test_the_python_of_a_measurement_runs_on_the_model_in_the_package(run, name,
     run(f"docs/measure/{name}.md", shorter)
 
 
-def test_the_page_of_the_cache_names_functions_and_its_policy_halves_later_layers(run):
+def test_the_page_of_the_cache_names_functions_and_its_observer_sees_each_call(run):
     rows = re.findall(r"^\| (\d) \| .+ \| `(.+)` \|$", (ROOT / "docs/kv.md").read_text(), re.M)
-    assert [int(number) for number, _ in rows] == [*range(1, 9), *range(1, 8)]
+    assert [int(number) for number, _ in rows] == [*range(1, 9)]
     for _, name in rows:
         assert resolve_name(name) is not None
-    names = run("docs/kv.md")
-    assert names["held"] == [41, 21, 21, 21, 21, 21] and len(names["to_first"]) == 4
+    assert len(run("docs/kv.md")["to_first"]) == 4
 
 
 def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
