@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_kit import Drawn, decode, model_of, prompts
 from refusals import refused
-from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
 from sinkscope.engine.rows import TokenPositions
@@ -23,24 +22,24 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
 
 HEADS = 2
-PAGE = ROOT / "docs/kv.md"
-
-
-def transitions() -> dict[str, dict[str, set[str]]]:
-    """Of each operation and each state in which it may be called, the states that may follow, as the page says."""
-    section = PAGE.read_text().partition("\n## States of a cache layer\n")[2].partition("\n## ")[0]
-    header, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
-    states = [cell.strip() for cell in header.split("|")[2:-1]]
-    follows = {}
-    for row in rows:
-        names, *cells = (cell.strip() for cell in row.split("|")[1:-1])
-        may = {state: set(cell.split(", ")) for state, cell in zip(states, cells, strict=True) if cell != "-"}
-        for name in names.split(":")[0].split(", "):
-            follows[name.strip("`")] = may
-    return follows
-
-
-FOLLOWS = transitions()
+TABLE = """
+           empty           untouched           edited           part
+update     untouched       untouched           edited           part
+evict      -               edited              edited           -
+part       -               part                part             -
+settle     empty           untouched           edited           untouched,edited
+crop       empty           untouched,empty     edited,empty     untouched,edited,empty
+reorder    -               untouched           edited           untouched,edited
+repeat     -               untouched           edited           untouched,edited
+rows       -               untouched           edited           untouched,edited
+reset      empty           empty               empty            empty
+"""
+"""Of each operation and each state in which it may be called, the states that may follow."""
+STATES, *ROWS = (line.split() for line in TABLE.strip().splitlines())
+FOLLOWS = {
+    name: {state: {*cell.split(",")} for state, cell in zip(STATES, cells, strict=True) if cell != "-"}
+    for name, *cells in ROWS
+}
 
 
 def state_of(layer: CacheLayer) -> str:
