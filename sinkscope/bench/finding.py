@@ -23,7 +23,6 @@ from sinkscope.results.notation import short_sentence, word_form, word_list
 
 PREFILL = "prefill"
 """What a policy's `every` says that evicts nothing after the prompt."""
-KEEPING = {True: ("keeps", "keep"), False: ("evicts", "evict")}
 FEWEST = 6
 """Prompts of a ranking: a sign test of five pairs cannot reach 5 %, even if all agree."""
 NOT_RANKED = (FULL, "random", "sampling")
@@ -251,17 +250,21 @@ def kept_words(groups: Sequence[BenchGroup]) -> list[str]:
     """
     held: dict[bool, list[str]] = {True: [], False: []}
     for group in groups:
-        by_default = getattr(method_classes().get(group.method.name), "every", None)
-        every = dict(group.method.settings).get("every", by_default)
-        peak = group.metrics.get("cached_peak")
+        policy, peak = method_classes().get(group.method.name), group.metrics.get("cached_peak")
+        every = getattr(policy, "every", None)
+        for name, value in group.method.settings:
+            if name == "every":
+                every = value
         if every is not None and peak is not None:
             held[every == PREFILL].append(f"{group.method} ({peak:,.0f} cached at most)")
     if not held[True] or not held[False]:
         return []
-    keeps, evicts = (word_form(len(held[kind]), *words) for kind, words in KEEPING.items())
+    keeps = word_form(len(held[True]), "keeps", "keep")
+    evicts = word_form(len(held[False]), "evicts", "evict")
+    keepers, others = word_list(held[True]), word_list(held[False])
+    title = groups[0].title
     return [
-        f"{groups[0].title}: {word_list(held[True])} {keeps} every generated token, {word_list(held[False])} {evicts} "
-        "them, too; every=1 makes all evict them."
+        f"{title}: {keepers} {keeps} every generated token, {others} {evicts} them, too; every=1 makes all evict them."
     ]
 
 

@@ -139,12 +139,18 @@ class Barcode(Result):
         import pandas as pd
 
         _, rows, columns = self.attention.shape
-        steps = range(self.steps - rows, self.steps)
+        first_step = self.steps - rows
         first = len(self.ids) - 1 - columns
-        places = list(product(map(read_head, self.shown), steps, range(first, first + columns)))
-        frame = pd.DataFrame([(step, *head, position) for head, step, position in places])
-        frame.columns = ["step", "layer", "head", "position"]
-        return frame.assign(attention=self.attention.ravel(), ordinary=self.control_attention.ravel())
+        steps, positions = range(first_step, self.steps), range(first, first + columns)
+        places: list[dict[str, int]] = []
+        for name in self.shown:
+            layer, head = read_head(name)
+            for step, position in product(steps, positions):
+                places.append({"step": step, "layer": layer, "head": head, "position": position})
+        frame = pd.DataFrame(places)
+        frame["attention"] = self.attention.ravel()
+        frame["ordinary"] = self.control_attention.ravel()
+        return frame
 
     def conclusion(self) -> str:
         """Return how many heads lock onto the loop, and the strongest beside ordinary text."""
