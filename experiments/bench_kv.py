@@ -169,9 +169,9 @@ def decoding(rounds: int) -> Row:
             return kvpress.PrefillDecodingPress(base, after)(model)
 
         def ours(name: str, budget: int = budget, every: int = every) -> Any:
-            from sinkscope.kv import make_policy
+            from sinkscope.kv import policies
 
-            return make_policy(name, budget=budget, every=every).on(model)
+            return policies()[name](budget=budget, every=every).on(model)
 
         def arm(name: str | None, ids: Any = ids, prompt: int = prompt, enter: Any = ours) -> Arm:
             def run() -> Row:

@@ -43,7 +43,7 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
     }
     for name, policy in policies().items():
         if policy.__module__.startswith("sinkscope."):
-            found[name] = ss.kv.make_policy(name, budget=12)
+            found[name] = policies()[name](budget=12)
     return found
 
 

@@ -224,3 +224,8 @@ def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> 
             sees &= ~causal.tril(-window)
         layers[layer] = sees
     return layers
+
+
+def allocated_slots(layer: Any) -> int:
+    """Slots in memory: those in use, and room for new tokens."""
+    return layer.keys.shape[-2] if layer.room is None else layer.room.keys.shape[-2]

@@ -30,7 +30,6 @@ from experiments.script import run as run_script
 from experiments.timing import interleaved, seconds_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv import AdaKV, SnapKV
-from sinkscope.kv.usage import tokens_read
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -71,10 +70,8 @@ def turn(
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if isinstance(layer.keys, Tensor))
         found: Row = {"bytes": held, "read": None, "cells": None}
         if run is not None:
-            for used in run.usage[:1]:
-                found["bytes"] = used.physical_bytes
-            for read in tokens_read(run)[:1]:
-                found["read"] = read[0]
+            for used in run.usage:
+                found |= {"bytes": used.physical_bytes, "read": fmean(used.mean_read)}
             events = [event.data for event in run.events if event.kind == "prefill" and "attended" in event.data]
             if events:
                 found["cells"] = fmean(value_of_each(events, "attended"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from sinkscope.engine.rows import RowState, put_rows
 from sinkscope.engine.step import Draft, Step, begin_step, cache_in, tokens_in
 from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.engine.tap import Handler
+from sinkscope.engine.visible import FunctionMask, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, by_name, new_call_cache, with_cache
 from sinkscope.models.hooks import Args, Kwargs
@@ -42,6 +43,7 @@ class Calls:
         number: Number of the run.
         passes: Number of whole calls on which it acted.
         takes_back: Whether some actor may take tokens back.
+        reads_one_text: Whether some actor watches the text of each row, beside which `generate` may read no other.
         owns_attention: Whether some actor owns caches or replaces attention, which no other run may do beside it.
         actors: What acts in calls, in order.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
@@ -52,11 +54,10 @@ class Calls:
         self.target = target
         self.number = next(_NUMBERS)
         self.passes = 0
-        self.takes_back = self.owns_attention = False
+        self.takes_back = self.owns_attention = self.reads_one_text = False
         self.actors: list[Actor] = []
         self.prompting = False
         self.draft: Draft | None = None
-        self._moments()
         self._acts = False  # whether something is changed, and not only read
         self._thread = threading.current_thread()  # who steers
         self._is_open = False  # whether calls are acted on
@@ -106,14 +107,6 @@ class Calls:
             yield
         finally:
             self.draft = None
-
-    def _moments(self) -> None:
-        """Note which actors act at which moment, so that nothing is called in vain at every token."""
-        kinds = [(actor, type(actor)) for actor in self.actors]
-        self._before = [actor.before for actor, kind in kinds if kind.before is not Actor.before]
-        self._attends = [actor.attends for actor, kind in kinds if kind.attends is not Actor.attends]
-        self._attend_in = [actor.attend for actor, kind in kinds if kind.attend is not Actor.attend]
-        self._after = [actor.after for actor, kind in kinds if kind.after is not Actor.after]
 
     # What the model calls ------------------------------------------------------------------------------------------
 
@@ -182,22 +175,14 @@ class Calls:
         step.prompting = self.prompting
         if self.draft is not None and self.draft.cache is step.cache:  # a processor may read a text of its own
             step.draft = self.draft
-        for before in self._before:
-            before(step)
-        idle = True
-        for attends in self._attends:
-            if attends(step):
-                idle = False
-        attend = partial(self._attend, step)
+        for actor in self.actors:
+            actor.before(step)
+        acting = [actor.attend for actor in self.actors if actor.attends(step)]
         assert self._configs is not None
-        handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=idle)
+        attend = partial(_attend, step, acting)
+        handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=not acting)
         self._handler = handler
         handler.__enter__()
-
-    def _attend(self, step: Step, attention: Attention) -> None:
-        """Let every actor act in the attention of a layer."""
-        for attend in self._attend_in:
-            attend(step, attention)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         """End the record of a call with the decoder's output, or, after an error, without."""
@@ -239,8 +224,8 @@ class Calls:
 
     def _finish(self, step: Step) -> None:
         """Let every actor act after a call, and note what one takes back."""
-        for after in self._after:
-            back = after(step)
+        for actor in self.actors:
+            back = actor.after(step)
             if back is not None and step.draft is not None:
                 step.draft.taken = back
 
@@ -272,6 +257,20 @@ class Calls:
                 f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
                 "or install the versions in constraints.txt"
             )
+
+
+def _attend(step: Step, acting: list[Callable[[Step, Attention], None]], attention: Attention) -> None:
+    """Let actors act in the attention of a layer; where the cache lacks tokens, keys stand in the columns of slots."""
+    kv = step.by_number.get(attention.layer) if step.has_gaps else None
+    if kv is not None:
+        source = attention.source
+        sees_all = not isinstance(source, TensorMask)
+        if isinstance(source, FunctionMask):
+            sees_all = source.local is None and not source.by_vmap
+        attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
+        attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hidden
+    for attend in acting:
+        attend(step, attention)
 
 
 def _says_tokens(arguments: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ClassVar, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -121,20 +121,6 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Part(Protocol):
-    """What is entered; `hooks.edit.base.Intervention` is the base of all."""
-
-    ACTS: ClassVar[bool]  # whether it changes anything, and does not only read
-
-    def enter(self, run: Run, key: int) -> None:
-        """Begin to act."""
-        ...
-
-    def summary(self, run: Run) -> str:
-        """Return what it did, in one sentence."""
-        ...
-
-
 class Reach:
     """Whether an edit has met a token, which is asked of the device as late as possible.
 
@@ -162,32 +148,6 @@ class Reach:
         return self.is_certain or (self._pending is not None and bool(self._pending))
 
 
-CheckGeneration = Callable[[str, Mapping[str, Any], Any], None]
-"""Refuses kinds of generation: called with what `Run.begin_generation` is."""
-
-
-def check_generation(method: str, options: Mapping[str, Any], *, assisted: str | None, uncached: str) -> None:
-    """Refuse kinds of generation that do not read tokens one by one behind a prompt.
-
-    Args:
-        method: The method of a model that `generate` calls: `_prefill`, or another for assisted generation.
-        options: Arguments of the forward call.
-        assisted: Why generation may not be assisted; None if it may.
-        uncached: Why it may not run without a cache.
-
-    Raises:
-        UnsupportedError: Generation is assisted and may not be, or runs without a cache.
-    """
-    if method != "_prefill":
-        if assisted is not None:
-            raise UnsupportedError(
-                f"assisted generation reads several tokens at a time and takes some back, and {assisted}: generate "
-                "without an assistant or prompt lookup"
-            )
-    elif not options.get("use_cache") and cache_in(options) is None:
-        raise UnsupportedError(f"use_cache=False: {uncached}: generate with use_cache=True, or without them")
-
-
 class Run(Calls):
     """Interventions active on one model, from entry to exit. All state lives here or on the caches, none on the model.
 
@@ -195,14 +155,14 @@ class Run(Calls):
     began in another thread before the run was entered stays plain to its end.
     """
 
-    def __init__(self, target: Target, parts: Sequence[Part]) -> None:
+    def __init__(self, target: Target, parts: Sequence[Any]) -> None:
         super().__init__(target)
-        self.parts = parts  # what acts, in order
+        self.parts = parts  # what is entered, `hooks.edit.base.Intervention`, in order
         self._words = " | ".join(type(part).__name__ for part in parts)
         self.stack = ExitStack()
         self._acts = any(part.ACTS for part in parts)
         self._is_used = False
-        self._checks: list[CheckGeneration] = []
+        self._by_token = self._uncached = ""  # why some kinds of generation are refused
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
         self._names = {module: name for name, module in target.hf.named_modules()}
@@ -258,7 +218,6 @@ class Run(Calls):
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
         self.actors.insert(0 if first else len(self.actors), actor)
-        self._moments()
 
     def reach(self, name: str, why: str) -> Reach:
         """Return what notes whether an edit has met any token; one that never does gives a warning at the end.
@@ -276,19 +235,44 @@ class Run(Calls):
         self.stack.push(warn_if_none)
         return reach
 
-    def check_generate(self, check: CheckGeneration) -> None:
-        """Let `check` refuse kinds of generation."""
-        self._checks.append(check)
+    def refuse_generation(self, *, uncached: str, by_token: str = "") -> None:
+        """Refuse some kinds of generation from now on.
 
-    def begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
-        """Let what acts refuse a kind of generation, and note its settings; assisted generation tells none.
-
-        The method is one that `generate` calls: `_prefill`, or `_get_candidate_generator`.
+        Args:
+            uncached: Why it may not run without a cache.
+            by_token: Why tokens have to be read one by one, which those of assisted generation are not; "" if not.
         """
-        if settings is not None:
-            self._settings = settings
-        for check in self._checks:
-            check(method, options, settings)
+        self._uncached = uncached
+        self._by_token = by_token or self._by_token
+
+    def begin_generation(self, options: Mapping[str, Any], settings: Any) -> None:
+        """Note the settings of a generation, which reads a prompt with these arguments.
+
+        Raises:
+            UnsupportedError: Something that acts needs a cache, and there is none; or the model would read a second
+                text beside the one from which tokens may be taken back.
+        """
+        self._settings = settings
+        if self._uncached and not options.get("use_cache") and cache_in(options) is None:
+            raise UnsupportedError(f"use_cache=False: {self._uncached}: generate with use_cache=True, or without them")
+        scale = getattr(settings, "guidance_scale", None)
+        if self.reads_one_text and scale not in (None, 1):
+            raise UnsupportedError(
+                f"guidance_scale={scale}: the model reads a second text beside the one that a guard watches: generate "
+                "without it, or without the guard"
+            )
+
+    def begin_assisted(self) -> None:
+        """Refuse assisted generation where tokens have to come one by one.
+
+        Raises:
+            UnsupportedError: They have to.
+        """
+        if self._by_token:
+            raise UnsupportedError(
+                f"assisted generation reads several tokens at a time and takes some back, and {self._by_token}: "
+                "generate without an assistant or prompt lookup"
+            )
 
     def hook(self, *hooks: Hook) -> None:
         """Register torch hooks with kwargs until the run ends. They run in all threads, and ask for `step` first."""
@@ -379,8 +363,6 @@ class Run(Calls):
         for cache in list(self._caches):
             forget_rows(cache, self.number)
         self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the run
-        self._moments()
-        self._checks.clear()
 
 
 @contextmanager
@@ -432,8 +414,9 @@ class _Followed:
 
     def prefill(self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
         """Read a prompt."""
-        runs = self._begun("_prefill", model_kwargs, generation_config)
+        runs = [run for run in self.runs if run.acts_here]
         for run in runs:
+            run.begin_generation(model_kwargs, generation_config)
             run.prompting = True
         try:
             return self.own["_prefill"](input_ids, generation_config, model_kwargs, **more)
@@ -448,7 +431,9 @@ class _Followed:
                 f"assistant_early_exit={generation_config.assistant_early_exit}: the first layers would draft while an "
                 "edit, a policy or a guard acts in all of them: generate without it"
             )
-        self._begun("_get_candidate_generator", {}, None)
+        for run in self.runs:
+            if run.acts_here:
+                run.begin_assisted()
         return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:
@@ -469,13 +454,6 @@ class _Followed:
             return self.own["prepare_inputs_for_generation"](*args, **kwargs)
 
         return prepare if own is None else wraps(own)(prepare)
-
-    def _begun(self, method: str, options: dict[str, Any], settings: Any) -> list[Run]:
-        """Let what acts refuse a kind of generation; the runs that act on it."""
-        runs = [run for run in self.runs if run.acts_here]
-        for run in runs:
-            run.begin_generation(method, options, settings)
-        return runs
 
 
 @contextmanager

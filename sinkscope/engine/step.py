@@ -74,7 +74,6 @@ class Step:
         prefill_ended: Whether this is the first single-token call after a prompt.
         prompting: Whether `generate` is reading a prompt, so that even a single token is a part of it.
         anchors: Number of first positions that policies and guards of the run keep.
-        has_gaps: Whether the cache lacks tokens, so that the place of a key is not its column.
         settings: Settings of the `generate` that makes the call; None outside of one.
         logits: Logits of the last token of each row, once they exist; actors may change them in place.
         draft: The text to which the call belongs, if tokens can be taken back from it.
@@ -94,7 +93,6 @@ class Step:
     prefill_ended: bool = False
     prompting: bool = False
     anchors: int = 0
-    has_gaps: bool = False
     settings: Any = None
     logits: Tensor | None = None
     draft: Draft | None = None
@@ -109,6 +107,19 @@ class Step:
     def index(self) -> Int[Tensor, "batch pos"]:
         """Position of each new token in its row; -1 at padding."""
         return self.tokens.pos[:, self.past :]
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether the cache lacks tokens, once all have acted on it, so that the place of a key is not its column."""
+        for kv in self.layers:  # a plain loop: every token comes here
+            if kv.slot_positions is not None:
+                return True
+        return False
+
+    @cached_property
+    def by_number(self) -> dict[int, Any]:
+        """The layers of the cache that can evict, by the number of the decoder layer."""
+        return {kv.number: kv for kv in self.layers}
 
     @property
     def columns(self) -> Int[Tensor, "batch seen"]:

@@ -13,7 +13,7 @@ padding, learned sink logits. Under a cache policy they cover the keys that the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,7 +146,7 @@ def _attend(
     """The attention function that transformers calls in every layer."""
     config = module.config
     number = id(config)
-    stock = stock_of(config)
+    stock = STOCK.get(number) or stock_of(config)
     listeners: list[Handler] = []
     idle = True
     has_gaps = False
@@ -240,7 +240,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     the place of keys.
     """
     number = id(config)
-    name = stock_of(config).kind
+    name = (STOCK.get(number) or stock_of(config)).kind
     listeners: list[Handler] = []
     has_gaps = False
     mask = None
@@ -283,30 +283,20 @@ def _source(
     module: Any, listeners: list[Handler], mask: Any, queries: int, keys: int, settings: dict[str, Any], has_gaps: bool
 ) -> PlacedSource:
     """What says who sees whom in a layer, and where its queries and keys begin."""
-    is_whole = isinstance(mask, Tensor) and mask.ndim == 4
     function: FunctionMask | None = mask if isinstance(mask, FunctionMask) else getattr(mask, _FUNCTION, None)
-    first_query = first_key = None
+    is_whole = isinstance(mask, Tensor) and mask.ndim == 4
+    first_query = keys - queries
     for handler in listeners:
         if handler.first_query is not None:
             first_query = handler.first_query
-        if function is None and handler.functions and not is_whole:
-            function = handler.functions.get(None)
-            if function is None or len(handler.functions) > 1:
-                function = _of_layer(module, handler.functions, settings)
+        if function is None and not is_whole and handler.functions:
+            function = _of_layer(module, handler.functions, settings)
     if function is not None:
-        first_query = function.first_query
-        first_key = function.first_key
-    if first_query is None:
-        first_query = keys - queries
-    if first_key is None:
-        first_key = 0
-    if isinstance(mask, Tensor) and mask.ndim == 4:
-        if function is None:  # a caller's own, which has a column for each token so far
-            return PlacedSource(TensorMask(mask, first_query, 0), first_query, max(0, mask.shape[-1] - keys))
-        return PlacedSource(TensorMask(mask, first_query, first_key, function), first_query, first_key)
-    if function is None or (function.is_skipped and not has_gaps):
-        return PlacedSource(CausalMask(), first_query, first_key)
-    return PlacedSource(function, first_query, first_key)
+        source = CausalMask() if function.is_skipped and not has_gaps else function
+        return PlacedSource(source, function.first_query, function.first_key)
+    if isinstance(mask, Tensor) and is_whole:  # one that has a column for each token so far
+        return PlacedSource(TensorMask(mask, first_query), first_query, max(0, mask.shape[-1] - keys))
+    return PlacedSource(CausalMask(), first_query, 0)
 
 
 def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:
@@ -323,27 +313,8 @@ def _no_mask(**_: Any) -> None:
     """The mask function of an attention that has none, to which transformers gives no mask either."""
 
 
-RowObserver = Callable[[int, int, Tensor], None]
-
-
-def attention_rows(target: Target, observer: RowObserver, **options: Any) -> AbstractContextManager[None]:
-    """Context manager: every forward pass in this context shows its attention rows to `observer`.
-
-    Args:
-        target: The model.
-        observer: Called as `observer(layer, first_query, rows)`; rows `[batch head query key]`, float32, after
-            softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
-            cache: under a cache policy only the ones it keeps, so a key's index is not its position.
-        options: As for `visible_rows`.
-
-    A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
-    itself builds whole query x key matrices, which are passed on in one piece.
-    """
-    return visible_rows(target, lambda layer, first, rows, _visible: observer(layer, first, rows), **options)
-
-
 @contextmanager
-def visible_rows(
+def attention_rows(
     target: Target,
     observer: VisibleRowObserver,
     *,
@@ -352,16 +323,22 @@ def visible_rows(
     begin: int = 0,
     proving: bool = False,
 ) -> Iterator[None]:
-    """Do as `attention_rows`, and also tell the observer which keys the queries see.
+    """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
     Args:
         target: The model.
-        observer: Called as `observer(layer, first_query, rows, visible)`; `visible`, `[batch 1 query key]`, is what the
-            mask shows. Of a model that builds its matrices itself it is where some head has attention.
+        observer: Called as `observer(layer, first_query, rows, visible)`; rows `[batch head query key]`, float32, after
+            softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
+            cache: under a cache policy only the ones it keeps, so a key's index is not its position. `visible`,
+            `[batch 1 query key]`, is what the mask shows; of a model that builds its matrices itself it is where some
+            head has attention.
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
         begin: The first query whose row is shown.
         proving: As for `listening`.
+
+    A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
+    itself builds whole query x key matrices, which are passed on in one piece.
     """
     wanted = target.attending
     if layers is not None:

@@ -7,7 +7,6 @@ cache, in any order: after an eviction the model's own mask is no guide any more
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,25 +43,8 @@ def additive(mask: Shaped[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor
     return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-class MaskSource(ABC):
-    """What says who sees whom in a layer."""
-
-    @abstractmethod
-    def cells(
-        self, query: Queries, key: Columns, batch: int, device: torch.device
-    ) -> Shaped[Tensor, "batch _ query key"]:
-        """Return the mask of queries and keys at these columns: bool, or additive if the model was given one.
-
-        A key at column -1 may be anything.
-        """
-
-    def later(self) -> MaskSource:
-        """Return a source that says the same of keys at any columns, and outlives the call."""
-        return self
-
-
 @dataclass(frozen=True, eq=False)
-class FunctionMask(MaskSource):
+class FunctionMask:
     """transformers' mask function of a layer, in which windows, chunks, packed texts and images are combined.
 
     Attributes:
@@ -83,79 +65,65 @@ class FunctionMask(MaskSource):
     first_key: int = 0
     is_skipped: bool = False
 
-    def cells(self, query: Queries, key: Columns, batch: int, device: torch.device) -> Cells:
-        """Evaluate the function."""
-        row = torch.arange(batch, device=device)[:, None, None, None]
-        at = _columns(query, device)[:, None, :, None]
-        columns = _columns(key, device).clamp(min=0)[..., None, :]
-        if columns.ndim == 3:
-            columns = columns[:, None]
-        places = (row, torch.zeros_like(row), at, columns)
+    def cells(self, at: Visible) -> Cells:
+        """Evaluate the function; a key at column -1 may be anything."""
+        row = torch.arange(at.batch, device=at.device)[:, None, None, None]
+        query, key = at.places()
+        columns = key.clamp(min=0)
+        places = (row, torch.zeros_like(row), query, columns)
         if self.by_vmap:
             same = torch.broadcast_tensors(*places)
             flat = [numbers.flatten() for numbers in same]
             sees = torch.vmap(self.function)(*flat).view(same[0].shape)
         else:
-            sees = torch.as_tensor(self.function(*places), device=device)
+            sees = torch.as_tensor(self.function(*places), device=at.device)
         if self.padding is not None:
-            padding = self.padding.to(device)
+            padding = self.padding.to(at.device)
             inside = columns < padding.shape[1]
-            real = padding[row, torch.where(inside, columns, 0)] & inside
-            sees = sees & real
-        return sees.expand(batch, -1, -1, -1)
+            sees = sees & padding[row, torch.where(inside, columns, 0)] & inside
+        return sees
 
 
 @dataclass(frozen=True, eq=False)
-class TensorMask(MaskSource):
-    """A 4-D mask that the model passes, made by transformers or by the caller.
+class TensorMask:
+    """A 4-D mask that the model passes and that no mask function of transformers made.
 
     Attributes:
         mask: The mask, bool or additive.
         first_query: Column of its first query.
-        first_key: Column of its first key.
-        function: The function of which transformers made it; None if it is the caller's.
     """
 
     mask: Shaped[Tensor, "#batch _ #query key"]
     first_query: int = 0
-    first_key: int = 0
-    function: FunctionMask | None = None
 
-    def cells(
-        self, query: Queries, key: Columns, batch: int, device: torch.device
-    ) -> Shaped[Tensor, "batch _ query key"]:
+    def cells(self, at: Visible) -> Shaped[Tensor, "#batch _ #query key"]:
         """Index the mask by column."""
-        if not isinstance(query, range) or not isinstance(key, range):
-            if self.function is None:
-                raise UnsupportedError(
-                    "a mask of queries and keys of your own says nothing of a cache that has lost tokens: pass a mask "
-                    "of shape (batch, tokens) with 1 at real tokens"
-                )
-            return self.function.cells(query, key, batch, device)
-        mask = self.mask.to(device)
+        if not isinstance(at.query, range) or not isinstance(at.key, range):
+            raise UnsupportedError(
+                "a mask of queries and keys of your own says nothing of a cache that has lost tokens: pass a mask "
+                "of shape (batch, tokens) with 1 at real tokens"
+            )
+        mask = self.mask.to(at.device)
         if mask.shape[2] > 1:
-            mask = mask[:, :, query.start - self.first_query : query.stop - self.first_query]
-        mask = mask.expand(batch, -1, len(query), -1)
-        return mask[..., key.start - self.first_key : key.stop - self.first_key]
-
-    def later(self) -> MaskSource:
-        """Return the function of which the mask was made."""
-        return self.function or self
+            mask = mask[:, :, at.query.start - self.first_query : at.query.stop - self.first_query]
+        return mask[..., at.key.start : at.key.stop]
 
 
 @dataclass(frozen=True, eq=False)
-class CausalMask(MaskSource):
+class CausalMask:
     """No mask: every query sees itself and what stands before it.
 
     transformers passes none where this is so, because kernels then need none.
     """
 
-    def cells(self, query: Queries, key: Columns, batch: int, device: torch.device) -> Cells:
+    def cells(self, at: Visible) -> Cells:
         """Compare columns."""
-        columns = _columns(key, device)[..., None, :]
-        if columns.ndim == 3:
-            columns = columns[:, None]
-        return (columns <= _columns(query, device)[:, None, :, None]).expand(batch, -1, -1, -1)
+        query, key = at.places()
+        return key <= query
+
+
+MaskSource = FunctionMask | TensorMask | CausalMask
+"""What says who sees whom in a layer: `cells` gives a mask, bool, or additive if the model was given one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,20 +154,20 @@ class Visible:
 
     def mask(self) -> Shaped[Tensor, "batch _ query key"]:
         """Return the mask, for each kv head or query head, or once for all: bool, or additive as the model has it."""
-        cells = self.source.cells(self.query, self.key, self.batch, self.device)
-        hidden: Tensor | None = None
+        cells = self.source.cells(self)
+        queries = len(self.query) if isinstance(self.query, range) else self.query.shape[1]
+        cells = cells.expand(self.batch, -1, queries, -1)
+        hidden = [hide(self.query_columns(), self.key_columns()) for hide in self.hidden]
         if not isinstance(self.key, range):
-            hidden = (self.key < 0)[:, :, None]
-        if self.hidden:
-            for hide in self.hidden:
-                more = hide(self.query_columns(), self.key_columns())
-                hidden = more if hidden is None else _either(hidden, more)
-        if hidden is None:
-            return cells
-        cells, hidden = _alike(cells, hidden)
-        if cells.is_floating_point():
-            return cells.masked_fill(hidden, torch.finfo(cells.dtype).min)
-        return cells & ~hidden
+            hidden.append((self.key < 0)[:, :, None])
+        for gone in hidden:
+            heads = max(cells.shape[1], gone.shape[1])
+            seen, gone_by_head = per_query_head(cells, heads), per_query_head(gone, heads)
+            if cells.is_floating_point():
+                cells = seen.masked_fill(gone_by_head, torch.finfo(seen.dtype).min)
+            else:
+                cells = seen & ~gone_by_head
+        return cells
 
     def mask_by_head(self, heads: int) -> Shaped[Tensor, "batch _ query key"]:
         """Return the same for each query head, or once if it is the same for all."""
@@ -208,6 +176,14 @@ class Visible:
     def sees(self) -> Cells:
         """Return which keys are seen, for each head, or once for all."""
         return shown(self.mask())
+
+    def places(self) -> tuple[Int[Tensor, "#batch 1 query 1"], Int[Tensor, "#batch _ 1 key"]]:
+        """Return columns of queries and keys as a mask has them."""
+        query = _columns(self.query, self.device)
+        key = _columns(self.key, self.device)
+        if key.ndim == 2:
+            key = key[:, None]
+        return query[:, None, :, None], key[:, :, None]
 
     def query_columns(self) -> Int[Tensor, "batch query"]:
         """Return the columns of the queries as a tensor."""
@@ -230,14 +206,3 @@ def _columns(columns: range | Tensor, device: torch.device) -> Int[Tensor, "#bat
     if isinstance(columns, range):
         return torch.arange(columns.start, columns.stop, device=device)[None]
     return columns
-
-
-def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Two masks by kv head, by query head or for all heads, so that they broadcast."""
-    heads = max(first.shape[1], second.shape[1])
-    return per_query_head(first, heads), per_query_head(second, heads)
-
-
-def _either(first: Tensor, second: Tensor) -> Tensor:
-    first, second = _alike(first, second)
-    return first | second

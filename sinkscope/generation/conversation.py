@@ -83,8 +83,8 @@ class Turn:
 
 
 @dataclass(eq=False)
-class TurnRecorder(Intervention):
-    """Owns the cache of a turn and records what happens; it is entered before the conversation's edit.
+class TurnRecorder(Intervention, Actor):
+    """Owns the cache of a turn and notes what is known of its rows; it is entered before the conversation's edit.
 
     Attributes:
         cache: The cache on which the turn runs.
@@ -97,29 +97,21 @@ class TurnRecorder(Intervention):
     earlier: RowState | None
     after_prompt: RowState | None = None
     after_answer: RowState | None = None
+    reads_logits: ClassVar[bool] = False
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
         CacheKeeper.of(run)
         if self.earlier is not None:
             run.know_rows(self.cache, self.earlier.copy())
-        run.act(_CallNote(self))
-
-
-@dataclass(frozen=True, eq=False)
-class _CallNote(Actor):
-    """Notes what is known of the rows of a turn after each call."""
-
-    recorder: TurnRecorder
-    reads_logits: ClassVar[bool] = False
+        run.act(self)
 
     def after(self, step: Step) -> TakeBack | None:
-        """Note it."""
-        recorder = self.recorder
-        if step.cache is recorder.cache:  # a logits processor may run the model on a cache of its own
-            recorder.after_answer = step.state
-            if recorder.after_prompt is None:  # the first call reads the prompt
-                recorder.after_prompt = step.state.copy()
+        """Note what is known after a call."""
+        if step.cache is self.cache:  # a logits processor may run the model on a cache of its own
+            self.after_answer = step.state
+            if self.after_prompt is None:  # the first call reads the prompt
+                self.after_prompt = step.state.copy()
         return None
 
 
@@ -277,7 +269,8 @@ class Conversation:
         answer = gold or sequences[0, len(whole) :].tolist()
         text = self._text_of(answer, generation.get("eos_token_id", end_ids(target)))
         assert recorder.after_answer is not None
-        read = meter_of(recorder.after_answer).usage().mean_read
+        usage = meter_of(recorder.after_answer).usage()
+        read = [] if usage is None else usage.mean_read
         self._keep(cache, len(whole), recorder)
         turn = Turn(
             prompt=tuple(new),

@@ -11,12 +11,12 @@ In `_written`, the loop, for each token:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteriaList
@@ -134,36 +134,8 @@ class _Text:
         return torch.cat([self.ids[:, : self.width], new], 1)
 
 
-@dataclass(eq=False)
-class _Kept:
-    """What the caller wants to see of each step beside the tokens.
-
-    Attributes:
-        names: Which of the lists are wanted.
-        steps: What every step gave, by name.
-    """
-
-    names: list[str]
-    steps: dict[str, list[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, settings: Any) -> _Kept:
-        """Return what settings of `generate` ask for."""
-        every = ("scores", "logits", "attentions", "hidden_states")
-        wants = [name for name in every if getattr(settings, f"output_{name}", False)]
-        return cls(wants if settings.return_dict_in_generate else [])
-
-    def note(self, **given: Any) -> None:
-        """Keep what a step gave."""
-        for name in self.names:
-            self.steps.setdefault(name, []).append(given[name])
-
-    def forget(self) -> None:
-        """Give none of it: some steps wrote tokens that were removed."""
-        for name in self.names:
-            warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with act='cut'")
-        self.names = []
-        self.steps = {}
+_STEPS = ("scores", "logits", "attentions", "hidden_states")
+"""What a caller may ask to see of each step."""
 
 
 def _written(
@@ -177,7 +149,9 @@ def _written(
 ) -> Any:
     """Write behind prompts as `generate` does, and take back what the draft says; called by `generate`."""
     settings = generation_config
-    kept = _Kept.of(generation_config)
+    steps: dict[str, list[Any]] = {}
+    if settings.return_dict_in_generate:
+        steps = {name: [] for name in _STEPS if getattr(settings, f"output_{name}", False)}
     pad = 0 if settings.pad_token_id is None else int(settings.pad_token_id)
     text = _Text(input_ids, torch.ones_like(input_ids, dtype=torch.bool), input_ids.shape[1], pad)
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -189,39 +163,40 @@ def _written(
         reread: dict[int, int] = {} if back is None else back.reread
         logits = output.logits[:, -1].to(torch.float32, copy=True)
         scores = text.asked(logits_processor, logits, reread)
-        kept.note(scores=scores, logits=logits, attentions=output.attentions, hidden_states=output.hidden_states)
-        tokens = torch.where(ended, pad, _chosen(scores, draws=settings.do_sample))
+        given = scores, logits, output.attentions, output.hidden_states
+        for name, values in zip(_STEPS, given, strict=True):
+            if name in steps:
+                steps[name].append(values)
+        chosen = scores.argmax(-1)
+        if settings.do_sample:
+            chosen = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+        tokens = torch.where(ended, pad, chosen)
         if back is not None:
-            kept.forget()
+            for name in steps:  # of which some wrote tokens that are removed now
+                warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with act='cut'")
+            steps = {}
             text.take_back(back)
             inputs.update(_told(inputs, back))
             for row, token in reread.items():
                 tokens[row] = token
         text.append(tokens)
-        steps = tuple(kept.steps["scores"]) if "scores" in kept.steps else None
-        ended = text.asked(partial(_ended, stopping_criteria, steps), ended, reread)
+        step_scores = tuple(steps["scores"]) if "scores" in steps else None
+        ended = text.asked(partial(_ended, stopping_criteria, step_scores), ended, reread)
         draft.ended = ended.tolist()
         if all(draft.ended):
             break
-        step = model.prepare_inputs_for_generation(text.ids, next_sequence_length=1, **inputs)
-        output = model(**step, return_dict=True)
+        arguments = model.prepare_inputs_for_generation(text.ids, next_sequence_length=1, **inputs)
+        output = model(**arguments, return_dict=True)
     sequences: Any = text.closed(settings.max_length - text.width)
     if not settings.return_dict_in_generate:
         return sequences
-    steps_given = {name: tuple(given) for name, given in kept.steps.items()}
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=draft.cache, **steps_given)
+    seen: dict[str, Any] = {name: tuple(values) for name, values in steps.items()}
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=draft.cache, **seen)
 
 
 def _ended(criteria: Any, steps: Any, ids: Int[Tensor, "row pos"], ended: Bool[Tensor, " row"]) -> Bool[Tensor, " row"]:
     """Which rows have ended, those that had before included."""
     return ended | criteria(ids, steps)
-
-
-def _chosen(scores: Float[Tensor, "row vocab"], *, draws: bool) -> Int[Tensor, " row"]:
-    """The next token of each row."""
-    if draws:
-        return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
-    return scores.argmax(-1)
 
 
 def _told(inputs: dict[str, Any], back: TakeBack) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.engine.run import held
@@ -198,32 +198,7 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
 
 Reducer = Callable[[Tensor], Tensor]
 """Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""
-RealTokens = Bool[Tensor, "batch pos"]
-
-
-def _mean(tensor: Tensor, real: RealTokens) -> Tensor:
-    weights = real.view(*real.shape, *[1] * (tensor.ndim - 2))
-    return torch.where(weights, tensor.float(), 0).sum(1) / weights.sum(1)
-
-
-def _first(tensor: Tensor, real: RealTokens) -> Tensor:
-    return tensor[torch.arange(len(tensor)), real.int().argmax(1)]
-
-
-def _last(tensor: Tensor, real: RealTokens) -> Tensor:
-    return tensor[torch.arange(len(tensor)), real.shape[1] - 1 - real.int().flip(1).argmax(1)]
-
-
-REDUCERS: dict[str, Callable[[Tensor, RealTokens], Tensor]] = {
-    "raw": lambda tensor, _real: tensor,
-    "norm": lambda tensor, _real: norms_of(tensor),
-    "mean": _mean,
-    "last": _last,
-    "first": _first,
-}
-"""By name: called with the tensor, and with which of its positions hold tokens."""
-OVER_POSITIONS = ("mean", "last", "first")
-"""Of rows of attention, whose queries come in chunks, these are taken when all queries are there."""
+REDUCERS: dict[str, Reducer] = {"raw": lambda tensor: tensor, "norm": norms_of}
 
 
 @checks_arguments
@@ -249,12 +224,9 @@ def trace(
             `blocks.L.` with `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`, `hook_mlp_out`, `hook_resid_post`,
             `mlp.hook_pre`, `mlp.hook_pre_linear`, `mlp.hook_post`, `attn.hook_q`, `attn.hook_k`, `attn.hook_v`,
             `attn.hook_z` and `attn.hook_pattern`; `ln_final`, the input of the unembedding, and `logits`, its output.
-            `attn.hook_pattern` is recomputed in query chunks while fast attention runs.
-        reduce: "raw", "norm" (L2 over the last dimension), "mean" over positions, "first" or "last" position, or a
-            function of one tensor. It runs inside the hook, so only its result is kept. "mean", "first" and "last"
-            ignore padding, and take positions of queries in rows of attention (`[batch head key]` is left); a
-            function receives padding with the rest. It reduces chunks of rows of attention one by one, which are
-            joined along the query dimension.
+            `attn.hook_pattern` is recomputed while fast attention runs.
+        reduce: "raw", "norm" (L2 over the last dimension), or a function of one tensor, padding included. It runs
+            inside the hook, layer by layer, so only its result is kept.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
         batch_size: Rows per forward pass. None runs all at once.
         tokenizer: Tokenizer for texts, if the model carries none.
@@ -272,82 +244,37 @@ def trace(
     target = target_of(model, tokenizer)
     if not sites:
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
-    if isinstance(reduce, str) and reduce not in REDUCERS:
-        raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
+    if isinstance(reduce, str):
+        if reduce not in REDUCERS:
+            raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
+        reduce = REDUCERS[reduce]
     rows = read_inputs(target, tokens, attention_mask, bos=bos)
     wanted = resolve(target, sites)
     batches: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
-    step = batch_size or len(rows.ids)
-    for start in range(0, len(rows.ids), step):
-        ids = rows.ids[start : start + step]
-        mask = None
-        real = torch.ones(ids.shape, dtype=torch.bool)
-        if rows.mask is not None:
-            mask = rows.mask[start : start + step].to(target.device)
-            real = mask.bool()
-        chunks: dict[str, list[Tensor]] = {}
-        _run(target, ids, mask, wanted, partial(_keep, chunks, reduce, real))
+    size = batch_size or len(rows.ids)
+    for start in range(0, len(rows.ids), size):
+        mask = None if rows.mask is None else rows.mask[start : start + size].to(target.device)
+        passed = _passed(target, rows.ids[start : start + size], mask, wanted, reduce)
         for site in wanted:
-            if site.name not in chunks:
+            if site.name not in passed:
                 raise UnsupportedError(
                     f"site {site.name!r} was never reached on this {target.kind} model, because its module did not run "
                     "(a bridge replaces those that fuse several projections); leave it out of sites"
                 )
-            batches[site.name].append(_joined(chunks[site.name], reduce, site.name, target.n_heads, real))
+            batches[site.name].append(passed[site.name])
     return {name: torch.cat(tensors) for name, tensors in batches.items()}
 
 
-def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: RealTokens, name: str, tensor: Tensor) -> None:
-    """Reduce and keep what passes a site."""
-    if name.endswith("hook_pattern") and reduce in OVER_POSITIONS:
-        reduce = "raw"
-    # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
-    chunks.setdefault(name, []).append(_reduced(reduce, tensor, real).detach().to("cpu", copy=True))
+def _passed(
+    target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, sites: list[Site], reduce: Reducer
+) -> dict[str, Tensor]:
+    """What passes each site, reduced, in a run of the model to the deepest one."""
+    passed: dict[str, Tensor] = {}
 
+    def keep(name: str, tensor: Tensor) -> None:
+        if name not in passed:  # a copy: Falcon adds into its MLP's output in place after the hook has seen it
+            passed[name] = reduce(tensor).detach().to("cpu", copy=True)
 
-def _joined(chunks: list[Tensor], reduce: str | Reducer, name: str, heads: int, real: RealTokens) -> Tensor:
-    """Join the chunks of queries in which rows of attention come; every other site has one chunk."""
-    if not name.endswith("hook_pattern"):
-        return chunks[0]
-    if reduce in OVER_POSITIONS:
-        return _reduced(reduce, torch.cat(chunks, 2).transpose(1, 2), real)
-    axis = _query_axis(reduce, name, heads) if len(chunks) > 1 else 0
-    return torch.cat(chunks, axis)
-
-
-def _reduced(reduce: str | Reducer, tensor: Tensor, real: RealTokens) -> Tensor:
-    if isinstance(reduce, str):
-        return REDUCERS[reduce](tensor, real.to(tensor.device))
-    return reduce(tensor)
-
-
-def _query_axis(reduce: str | Reducer, name: str, heads: int) -> int:
-    """The dimension of reduced rows of attention along which queries stand: it is tried with two numbers of them.
-
-    Raises:
-        SinkscopeError: They stand along none, so that chunks cannot be joined.
-    """
-    shapes = list[tuple[int, ...]]()
-    for queries in (2, 3):
-        rows = torch.full((1, heads, queries, 5), 0.2)
-        shapes.append(tuple(_reduced(reduce, rows, torch.ones(rows.shape[:2], dtype=torch.bool)).shape))
-    for axis, (two, three) in enumerate(zip(*shapes, strict=False)):
-        if (two, three) == (2, 3):
-            return axis
-    raise SinkscopeError(
-        f"reduce gives {name} of 2 and of 3 queries the shapes {shapes[0]} and {shapes[1]}, and rows come in chunks of "
-        "queries: reduce over heads or keys, and over queries what is returned"
-    )
-
-
-def _run(
-    target: Target,
-    ids: Int[Tensor, "batch pos"],
-    mask: Tensor | None,
-    sites: list[Site],
-    keep: Callable[[str, Tensor], None],
-) -> None:
-    """Run the model to the deepest site; what passes each is kept by its name."""
     hooks: list[Hook] = []
     of_rows: dict[int, str] = {}
     deepest = -1
@@ -363,14 +290,17 @@ def _run(
 
         hooks.append((site.module, site.when, on_input(read) if site.when == "pre" else on_hidden(read)))
 
-    def show(layer: int, _first: int, rows: Tensor) -> None:
+    def show(layer: int, _first: int, rows: Tensor, _visible: Tensor) -> None:
         keep(of_rows[layer], rows)
 
     last_layer = deepest if 0 <= deepest < target.n_layers else None
     unembed = any(module is target.hf for module, _, _ in hooks)
-    rows = attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext()
+    rows = nullcontext()
+    if of_rows:
+        rows = attention_rows(target, show, layers=list(of_rows), rows_per_chunk=ids.shape[1])
     with held(target, "trace"), rows, target.hooks(*hooks):
         positions: dict[str, Any] = {}
         if mask is not None and "position_ids" in signature(target.base.forward).parameters:
             positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer, **positions)
+    return passed

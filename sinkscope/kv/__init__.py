@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import KeptPerRow, LayerMoment, Policy
-from sinkscope.kv.published import H2O, TOVA, AdaKV, Full, PerLayer, Pyramid, SnapKV, StreamingLLM
-from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
+from sinkscope.kv.published import H2O, TOVA, AdaKV, Full, Pyramid, SnapKV, StreamingLLM
+from sinkscope.kv.registry import policies, policy_named, register_policy
 from sinkscope.kv.usage import Usage
 from sinkscope.kv.watch import AttentionRows, Observe, watch
 
@@ -19,13 +19,11 @@ __all__ = [
     "KeptPerRow",
     "LayerMoment",
     "Observe",
-    "PerLayer",
     "Policy",
     "Pyramid",
     "SnapKV",
     "StreamingLLM",
     "Usage",
-    "make_policy",
     "policies",
     "policy_named",
     "register_policy",

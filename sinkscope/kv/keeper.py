@@ -7,24 +7,19 @@ is refused when the keeper is made, or when a cache is taken over (`adopt`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.attention import Attention
 from sinkscope.engine.rows import RowState, TokenPositions
-from sinkscope.engine.run import Run, check_generation, runs_here
+from sinkscope.engine.run import Reach, Run, runs_here
 from sinkscope.engine.step import Step, TakeBack
 from sinkscope.engine.tap import check_attention_visible
-from sinkscope.engine.visible import FunctionMask, TensorMask
-from sinkscope.errors import UnsupportedError, warn
+from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import QueryKeeper
 from sinkscope.kv.usage import Meter, Usage
@@ -43,7 +38,6 @@ class CacheKeeper(Actor):
         target: The model.
         windows: Sliding window of each layer; None where it sees everything.
         anchors: Number of first positions that the policies and guards of the block keep.
-        acts_on_tokens: Whether something acts on generated tokens, which then have to come one by one.
         meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
     """
 
@@ -53,12 +47,11 @@ class CacheKeeper(Actor):
         self.target = run.target
         self.windows = [layer_window(run.target.config, layer) for layer in range(run.target.n_layers)]
         self.anchors = 0
-        self.acts_on_tokens = False
         self.meters: list[Meter] = []
         self._queries: QueryKeeper | None = None
         self._policy_name: str | None = None
         self._caches: WeakSet[Any] = WeakSet()  # those that were used
-        self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
+        self._reach: Reach | None = None  # whether a token was decoded, or `generate` called
 
     @classmethod
     def of(cls, run: Run, policy: str | None = None, first: int = 0) -> CacheKeeper:
@@ -99,14 +92,19 @@ class CacheKeeper(Actor):
         own_attention(run)
         keeper = cls(run)
         run.stack.callback(keeper._settle)
-        run.stack.push(keeper._warn_if_idle)
-        run.check_generate(keeper._check_generation)
         run.act(keeper, first=True)  # others find what it says in the record of the call
         return keeper
 
-    def watch_decoding(self) -> None:
+    def watch_decoding(self, run: Run) -> None:
         """Ask that tokens come one by one, in rows that keep their places."""
-        self.acts_on_tokens = True
+        if self._reach is None:
+            name = self._policy_name or "the intervention"
+            why = "it acts when a generated token follows a prompt, and only prompts were read"
+            self._reach = run.reach(name, f"{why}; generate, or feed tokens one by one with a cache")
+            run.refuse_generation(
+                uncached="there is no cache that a cache policy or a guard could act on",
+                by_token="a cache policy acts on tokens that come one by one (Full does not)",
+            )
 
     def window_queries(self, run: Run, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
@@ -116,26 +114,11 @@ class CacheKeeper(Actor):
         self._queries.count = max(self._queries.count, last)
         self._queries.keeps_decoding |= decoding
 
-    def _check_generation(self, method: str, options: Mapping[str, Any], _settings: Any) -> None:
-        if self.acts_on_tokens:
-            one_by_one = "a cache policy acts on tokens that come one by one (Full does not)"
-            no_cache = "there is no cache that a cache policy or a guard could act on"
-            check_generation(method, options, assisted=one_by_one, uncached=no_cache)
-
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the block; of a model that is split, the bytes of all processes."""
-        kv_heads = self.target.n_kv_heads if self.target.processes > 1 else None
-        return [meter.usage(kv_heads) for meter in self.meters if meter.calls]
-
-    def _warn_if_idle(self, error: type[BaseException] | None, *_: Any) -> None:
-        """Warn that nothing was measured, if the model ran and the policy never came to act."""
-        if error is None and self._acted is False and self.acts_on_tokens:
-            name = self._policy_name or "the intervention"
-            warn(
-                f"{name} never acted: it acts when a generated token follows a prompt, and only prompts were read, so "
-                "all results are those of the full cache; generate, or feed tokens one by one with a cache"
-            )
+        usages = [meter.usage() for meter in self.meters]
+        return [usage for usage in usages if usage is not None]
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
@@ -154,41 +137,38 @@ class CacheKeeper(Actor):
         meter = state.known.get(_METER)
         if meter is None:
             adopt(cache, self.target, step.earlier)
-            state.known[_METER] = meter = Meter(self.windows)
+            state.known[_METER] = meter = Meter(self.windows, self.target.processes)
         if cache not in self._caches:  # a new one, or a copy
             self._caches.add(cache)
             self.meters.append(meter)
         step.anchors = self.anchors
-        tokens = state.tokens
-        layers = step.layers
-        for kv in cache.layers:  # a plain loop: every token comes here
-            if isinstance(kv, CacheLayer):
-                kv.upcoming = tokens
-                layers.append(kv)
-        if not layers:
+        note_layers(step)
+        if not step.layers:
             return
         if step.new == 1 and step.past and not step.prompting:
             self._begin_decoding(step)
         else:
             if step.past and step.new > 1:
-                check_mask(step.arguments.get("attention_mask"), step, self.target)
+                _check_mask(step.arguments.get("attention_mask"), step)
             state.prefilling = True
-            self._acted = bool(self._acted) or step.prompting
-            for kv in layers:
+            if self._reach is not None and step.prompting:
+                self._reach.is_certain = True
+            for kv in step.layers:
                 kv.settle()
                 kv.reordered = False
 
     def _begin_decoding(self, step: Step) -> None:
         state = step.state
-        step.decodes = self._acted = True
+        step.decodes = True
         step.prefill_ended = state.prefilling or not state.prompt  # of a cache that others filled, too
         state.prefilling = False
         state.decoded += 1
         if step.prefill_ended:
             state.prompt = tuple(step.before.tolist())
             state.decoded = 0
-        if not self.acts_on_tokens:
+        if self._reach is None:
             return
+        self._reach.is_certain = True
         if step.layers[0].reordered:
             raise UnsupportedError(
                 "rows of the cache changed places or number after the prompt, as in beam search, and cache "
@@ -198,40 +178,29 @@ class CacheKeeper(Actor):
             self._check_ends(step)
 
     def _check_ends(self, step: Step) -> None:
-        """Refuse rows without tokens, and rows that end with padding, where their last query is none of theirs."""
-        ends = step.earlier.pos[:, -1] < 0
-        if not bool(ends.any()):
-            return
-        empty = (step.before == 0).nonzero()
-        if len(empty):
+        """Refuse rows that end with padding, or have nothing else: their last query is none of theirs."""
+        padded = (step.earlier.pos[:, -1] < 0).nonzero()
+        if len(padded):
+            row = int(padded[0])
+            has = "has no token" if int(step.before[row]) == 0 else "is padded on the right"
             raise UnsupportedError(
-                f"row {int(empty[0])} of this batch has no token: cache policies and guards need a prompt in each row"
+                f"row {row} of this batch {has}, and cache policies and guards need a prompt in each row, with padding "
+                "on the left (tokenizer.padding_side = 'left')"
             )
-        raise UnsupportedError(
-            f"rows of this batch are padded on the right, where {self.target.name} would write on: cache policies and "
-            "guards need padding on the left (tokenizer.padding_side = 'left')"
-        )
 
     def attends(self, step: Step) -> bool:
         """Return whether the model's own attention would not see right what is left in the cache."""
-        has_gaps = is_ragged = False
-        for kv in step.layers:  # a plain loop: every token comes here
-            if kv.slot_positions is not None:
-                has_gaps = True
-            if not kv.gapless or self.windows[kv.number] is not None:
-                is_ragged = True
-        step.has_gaps = has_gaps
-        return has_gaps and (step.new > 1 or is_ragged)
-
-    def attend(self, step: Step, attention: Attention) -> None:
-        """Say in which columns the keys stand that are left in a layer."""
-        place_keys(step, attention)
+        if step.has_gaps and step.new == 1:
+            return any(not kv.gapless or self.windows[kv.number] is not None for kv in step.layers)
+        return step.has_gaps
 
     def after(self, step: Step) -> TakeBack | None:
         """Count what the cache holds."""
         if step.layers:
             known = step.state.known
-            known[_METER].note(step.layers, decodes=step.decodes, queries=known.get(QueryKeeper.KEY))
+            queries = known.get(QueryKeeper.KEY)
+            beside = 0 if queries is None else queries.nbytes
+            known[_METER].note(step.layers, beside, decodes=step.decodes)
         return None
 
 
@@ -255,40 +224,14 @@ def own_attention(run: Run) -> None:
     run.owns_attention = True
 
 
-def note_gaps(step: Step) -> None:
-    """Note whether some layer of the cache lacks tokens, once everybody has acted on it."""
-    step.has_gaps = False
-    for kv in step.layers:  # a plain loop: every token comes here
-        if kv.slot_positions is not None:
-            step.has_gaps = True
-
-
-def place_keys(step: Step, attention: Attention) -> None:
-    """Say in which columns the keys of a layer stand, if tokens are missing in the cache."""
-    kv = layer_of(step, attention.layer) if step.has_gaps else None
-    if kv is None or attention.lacks_keys:
-        return
-    attention.lacks_keys = True
-    source = attention.source
-    sees_all = not isinstance(source, TensorMask)
-    if isinstance(source, FunctionMask):
-        sees_all = source.local is None and not source.by_vmap
-    attention.slots_of = partial(_columns_of, step, kv)
-    attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hidden
-
-
-def _columns_of(step: Step, kv: CacheLayer) -> Int[Tensor, "batch _ slot"]:
-    """Columns of the slots of a layer."""
-    return step.tokens.columns_of(kv.pos)
-
-
-def layer_of(step: Step, number: int) -> CacheLayer | None:
-    """Return the cache of a decoder layer in a call; None if it is not one of ours."""
-    layers = getattr(step.cache, "layers", None)
-    if not layers or number >= len(layers):
-        return None
-    kv = layers[number]
-    return kv if isinstance(kv, CacheLayer) else None
+def note_layers(step: Step) -> None:
+    """Note the layers of the cache of a call that are ours, and tell them which tokens the call appends."""
+    tokens = step.state.tokens
+    layers = step.layers
+    for kv in getattr(step.cache, "layers", None) or ():  # a plain loop: every token comes here
+        if isinstance(kv, CacheLayer):
+            kv.upcoming = tokens
+            layers.append(kv)
 
 
 def check_seen(cache: Any) -> None:
@@ -315,17 +258,16 @@ def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
     Raises:
         UnsupportedError: The cache is of another kind.
     """
-    layers: list[Any] = getattr(cache, "layers", None) or []
     if own_layers(cache):
         return
-    offloading = getattr(cache, "offloading", False)
-    if not isinstance(cache, DynamicCache) or offloading:
+    if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
         raise UnsupportedError(
             f"the cache is {_named(cache)}: a cache policy or guard needs a plain DynamicCache; pass `DynamicCache()` "
             "or nothing"
         )
     ours = _empty_layers(target)
     if cache.get_seq_length() > 0:
+        layers: list[Any] = cache.layers
         for layer in layers:
             if type(layer) is not DynamicLayer:
                 raise UnsupportedError(
@@ -343,14 +285,8 @@ def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
 
 
 def _named(cache: Any) -> str:
-    """The class of a cache, and how `generate` is asked for one."""
-    kind = type(cache).__name__
-    asked = {"StaticCache": "static", "QuantizedCache": "quantized"}.get(kind)
-    if getattr(cache, "offloading", False):
-        asked = "offloaded"
-    if asked is None:
-        return kind
-    return f"{kind} (cache_implementation={asked!r})"
+    """The class of a cache, and whether it offloads."""
+    return type(cache).__name__ + (" (offloaded)" if getattr(cache, "offloading", False) else "")
 
 
 def own_layers(cache: Any) -> list[CacheLayer]:
@@ -420,7 +356,7 @@ def check_servable(target: Target) -> None:
         )
 
 
-def check_mask(mask: Any, step: Step, target: Target) -> None:
+def _check_mask(mask: Any, step: Step) -> None:
     """Refuse a further turn whose mask hides tokens that earlier calls read.
 
     Raises:
@@ -429,12 +365,10 @@ def check_mask(mask: Any, step: Step, target: Target) -> None:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < step.past:
         return
     earlier = step.earlier.pos
-    hidden = (mask[:, : step.past] == 0).to(earlier.device) & (earlier >= 0)
-    if bool(hidden.any()):
-        pad = target.config.get_text_config().pad_token_id
-        tokens = count_of(int(hidden.sum()), "token")
+    hidden = int(((mask[:, : step.past] == 0).to(earlier.device) & (earlier >= 0)).sum())
+    if hidden:
         raise UnsupportedError(
-            f"the attention mask of this turn hides {tokens} that earlier calls have read; without a mask, "
-            f"`generate` takes every token equal to pad_token_id={pad} for padding: pass attention_mask with 1 at "
+            f"the attention mask of this turn hides {count_of(hidden, 'token')} that earlier calls have read; without "
+            "a mask, `generate` takes every token equal to pad_token_id for padding: pass attention_mask with 1 at "
             "every real token"
         )

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Real
@@ -30,6 +30,7 @@ from sinkscope.kv.usage import held_summary
 
 LayerBudget = int | Int[Tensor, "batch _"]
 """Tokens that a layer keeps: one number, or one for each row, or for each row and kv head."""
+_KEPT = "kept"
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Policy(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
-        CacheKeeper.of(run, self.shown_name, self.first).watch_decoding()
+        CacheKeeper.of(run, self.shown_name, self.first).watch_decoding(run)
         self.watch(run)
         run.act(PolicyActor(self))
 
@@ -201,12 +202,20 @@ class Policy(Intervention):
             SinkscopeError: What is always kept does not fit into the budget of some row.
         """
         if budget is not at.rows.one_budget:
-            check_layer_room(budget, at.rows.first, at.rows.latest, f"{self.shown_name}: layer {at.layer}")
+            self._check_layer_room(budget, at)
         pos = at.kv.pos
         ranked = self._ranked(scores, at)
         if not at.kv.gapless:
             ranked = ranked.masked_fill(pos < 0, -torch.inf)
         return (pos >= 0) & (rank_from_top(ranked) < _by_slot(budget, pos))
+
+    def _check_layer_room(self, budget: LayerBudget, at: LayerMoment) -> None:
+        """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
+        fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
+        for row, kept in enumerate(zip(at.rows.first, at.rows.latest, strict=True)):
+            tokens = fewest[row % len(fewest)]
+            named = f"{self.shown_name}: layer {at.layer} has a budget of {tokens} tokens, which"
+            check_room(tokens, sum(kept), named)
 
     def _ranked(self, scores: Tensor, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """The scores, with infinity for slots that are always kept."""
@@ -218,31 +227,26 @@ class Policy(Intervention):
         """Choose what is kept in every layer, if it is time to."""
         if not step.prefill_ended and (self.every == "prefill" or step.state.decoded % self.every):
             return
-        known, key = step.state.known, ("kept", id(self))  # of each layer, it may be another policy
-        rows = known.get(key)
-        if step.prefill_ended or not isinstance(rows, KeptPerRow):
-            rows = known[key] = self.kept_per_row(step)
-        has_one_budget = type(self).layer_budget is Policy.layer_budget
-        protects = any(rows.first) or any(rows.latest)
+        known = step.state.known
+        rows: Any = None if step.prefill_ended else known.get(_KEPT)
+        if rows is None:
+            rows = known[_KEPT] = self.kept_per_row(step)
         one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
         for kv in step.layers:
             at = LayerMoment(kv, step, rows)
-            budget = rows.one_budget
+            budget = self.layer_budget(at)
             exact = None
             slots = kv.keys.shape[-2]
-            if not has_one_budget:
-                budget = self.layer_budget(at)
             if isinstance(budget, int) and type(self).select is Policy.select:  # every head keeps as many
                 if slots <= budget:
                     continue
                 exact = budget if kv.gapless else None
+            scores = self._checked_scores(at)
             if exact == slots - 1:
-                ranked = self._checked_scores(at)
-                if protects:
-                    ranked = self._ranked(ranked, at)
+                ranked = self._ranked(scores, at)
                 one_too_many.setdefault((ranked.shape, ranked.device), []).append((kv, ranked))
             else:
-                kv.evict(self.chosen(at), exact)
+                kv.evict(self.select(scores, at, budget), exact)
         # At every generated token one slot leaves: without sorting, and with one launch for all layers of a device.
         for (shape, _), layers in one_too_many.items():
             lowest = torch.stack([ranked for _, ranked in layers]).argmin(-1, keepdim=True)
@@ -294,11 +298,7 @@ class Policy(Intervention):
 
 @dataclass(frozen=True, eq=False)
 class PolicyActor(Actor):
-    """Lets a policy act before every generated token.
-
-    Attributes:
-        policy: The policy.
-    """
+    """Lets a policy act before every generated token; `after` is a setting of some policies."""
 
     policy: Policy
 
@@ -342,20 +342,6 @@ def check_room(budget: int, always_kept: int, named: str) -> None:
         raise SinkscopeError(
             f"{named} is below the {max(1, always_kept)} tokens that are always kept: raise the budget or protect fewer"
         )
-
-
-def check_layer_room(
-    budget: int | Int[Tensor, "batch _"], first: Sequence[int], latest: Sequence[int], named: str
-) -> None:
-    """Refuse a layer's own budgets if one is smaller than the first and latest tokens that are kept of its row.
-
-    Raises:
-        SinkscopeError: One is.
-    """
-    fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
-    for row, counts in enumerate(zip(first, latest, strict=True)):
-        tokens = fewest[row % len(fewest)]
-        check_room(tokens, sum(counts), f"{named} has a budget of {tokens} tokens, which")
 
 
 def unseen_queries() -> UnsupportedError:

@@ -4,15 +4,13 @@ Full keeps everything, as the control. StreamingLLM (Xiao et al. 2024, section 3
 (Zhang et al. 2023, section 4 and algorithm 1) what received the most attention, and latest tokens; TOVA (Oren et al.
 2024, section 4) what the newest query attends to; SnapKV (Li et al. 2024, section 4 and listing 1) what the end of the
 prompt attends to, and its neighbours; AdaKV (Feng et al. 2024, section 3 and algorithm 1) shares SnapKV's budget among
-the heads of a layer, and PyramidKV (Cai et al. 2024, section 4.2) among the layers. `PerLayer` gives any of them
-another budget in every layer.
+the heads of a layer, and PyramidKV (Cai et al. 2024, section 4.2) among the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,16 +18,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Run
-from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Budget, Natural, Share, check_fields, share_of
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.files.records import Budget, Natural, Share, share_of
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy, rank_from_top, unseen_queries
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.usage import held_summary
 from sinkscope.kv.watch import AttentionRows, watch
 from sinkscope.models.grouped_heads import in_groups, per_query_head
 from sinkscope.models.target import Target
@@ -327,58 +321,3 @@ class Pyramid(SnapKV):
         mean = (torch.tensor(rows.total) - protected).double()
         lowest = (2 * mean - mean / self.beta).minimum(mean.maximum(prompt - protected))
         return (protected + (lowest + 2 * height * (mean - lowest) + 1e-6).long())[:, None]
-
-
-@dataclass(frozen=True)
-class PerLayer(Intervention, Actor):
-    """Let a policy keep another number of tokens in every layer.
-
-    Attributes:
-        policy: The policy; its own budget is not used.
-        budgets: Budget of each decoder layer, from the first on: a number of tokens, or a fraction of the prompt.
-
-    Raises:
-        SinkscopeError: A budget is smaller than what is always kept, or there are other numbers of budgets and layers.
-
-    Example:
-        >>> PerLayer(SnapKV(), [512, 256]).of_layers[1].budget
-        256
-    """
-
-    policy: Policy
-    budgets: Sequence[Budget]
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _ = self.of_layers
-
-    @cached_property
-    def of_layers(self) -> tuple[Policy, ...]:
-        """The policy with the budget of each layer."""
-        return tuple(replace(self.policy, budget=budget) for budget in self.budgets)
-
-    def check_prompt(self, tokens: int) -> None:
-        """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
-        for policy in self.of_layers:
-            policy.check_prompt(tokens)
-
-    def summary(self, run: Run) -> str:
-        """Return how many tokens the run's caches held, out of how many were read."""
-        return held_summary(f"PerLayer({self.policy.shown_name})", run)
-
-    def enter(self, run: Run, key: int) -> None:
-        """Take over the cache; in each layer the policy acts with the budget of that layer."""
-        if len(self.budgets) != run.target.n_layers:
-            raise SinkscopeError(
-                f"PerLayer: budgets has {len(self.budgets)} numbers, and {run.target.name} has {run.target.n_layers} "
-                "layers: give one for each"
-            )
-        CacheKeeper.of(run, self.policy.shown_name, self.policy.first).watch_decoding()
-        replace(self.policy, budget=1.0).watch(run)  # what any budget of a layer may need
-        run.act(self)
-
-    def before(self, step: Step) -> None:
-        """Choose what each layer keeps."""
-        if step.decodes:
-            for kv in step.layers:
-                self.of_layers[kv.number].act(replace(step, layers=[kv]))

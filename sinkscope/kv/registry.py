@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
@@ -25,7 +22,7 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Intervention])
 
 
 def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
-    """Register the policy whose class is decorated under `name`, for commands and `make_policy`.
+    """Register the policy whose class is decorated under `name`, for commands.
 
     An installed package can instead list its policies in the entry point group `sinkscope.policies`.
 
@@ -35,7 +32,9 @@ def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
 
     def register(policy: PolicyClass) -> PolicyClass:
         if name in _REGISTERED:
-            raise _name_taken(name, _REGISTERED[name], policy)
+            raise SinkscopeError(
+                f"two policies are called {name!r}, {_REGISTERED[name]} and {policy}: give one of them another name"
+            )
         _REGISTERED[name] = policy
         return policy
 
@@ -46,15 +45,11 @@ def policies() -> dict[str, type[Intervention]]:
     """Return every registered policy, by name.
 
     Raises:
-        SinkscopeError: An installed package lists a policy that cannot be imported, or whose name is taken.
+        SinkscopeError: An installed package lists a policy that cannot be imported.
     """
-    for file in iter_modules([str(Path(__file__).parent)]):
-        import_module(f"{__package__}.{file.name}")
     by_name = dict(_REGISTERED)
     for entry in installed(ENTRY_POINTS):
-        policy = _import_policy(entry.value.replace(" ", ""))
-        if by_name.setdefault(entry.name, policy) is not policy:
-            raise _name_taken(entry.name, by_name[entry.name], policy)
+        by_name.setdefault(entry.name, _import_policy(entry.value.replace(" ", "")))
     return dict(sorted(by_name.items()))
 
 
@@ -62,31 +57,6 @@ def policies() -> dict[str, type[Intervention]]:
 def installed(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group; reading those of all installed packages takes about 20 ms."""
     return tuple(entry_points(group=group))
-
-
-def guards() -> dict[str, EntryPoint]:
-    """Return the guards of installed packages by name; a name may be followed by `:paper`."""
-    return {entry.name: entry for entry in installed(GUARDS)}
-
-
-def make_policy(name: str, **options: Any) -> Any:
-    """Make the policy registered as `name`; the options are its fields.
-
-    Raises:
-        SinkscopeError: The policy or field does not exist, or a value is invalid.
-
-    Example:
-        >>> make_policy("streaming", budget=512)
-        StreamingLLM(budget=512, first=4, last=0, every=1)
-    """
-    return _make(name, _policy_class(name), options)
-
-
-def _policy_class(name: str) -> type[Intervention]:
-    by_name = _REGISTERED if name in _REGISTERED else policies()
-    if name not in by_name:
-        raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(by_name)}, or package.module:Class")
-    return by_name[name]
 
 
 def policy_named(text: str) -> Intervention:
@@ -103,25 +73,28 @@ def policy_named(text: str) -> Intervention:
         (StreamingLLM(budget=512, first=2, last=0, every=1), 0.25)
     """
     name, *parts = text.split(":")
-    if name in guards():
-        guard: Any = guards()[name].load()
-        if parts[:1] == ["paper"]:
-            return guard.paper(**_options(text, parts[1:], guard))
-        return guard(**_options(text, parts, guard))
-    if name not in _REGISTERED and parts and parts[0].isidentifier():
-        policy = _import_policy(f"{name}:{parts[0]}")
-        return _make(text, policy, _options(text, parts[1:], policy))
-    policy = _policy_class(name)
-    return _make(name, policy, _options(text, parts, policy))
-
-
-def _options(text: str, parts: Sequence[str], policy: type[Intervention]) -> dict[str, Any]:
-    """The budget and settings after a name."""
+    guards = {entry.name: entry for entry in installed(GUARDS)}
+    by_name = policies()
+    if name in guards:
+        policy: Any = guards[name].load()
+    elif name in by_name:
+        policy = by_name[name]
+    elif parts and parts[0].isidentifier():
+        policy = _import_policy(f"{name}:{parts.pop(0)}")
+    else:
+        raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(by_name)}, or package.module:Class")
+    make = policy
+    if name in guards and parts[:1] == ["paper"]:
+        make = policy.paper
+        parts = parts[1:]
     types = {"budget": Budget}
     if any("=" in part for part in parts):
         types |= setting_types(policy)
-    settings = read_settings([part for part in parts if part], types, f"policy {text!r}", "budget")
-    return with_own_settings(policy, settings)
+    given = read_settings([part for part in parts if part], types, f"policy {text!r}", "budget")
+    try:
+        return make(**with_own_settings(policy, given))
+    except TypeError as error:  # a setting is missing, or a method
+        raise SinkscopeError(f"policy {text!r} cannot be made: {error}") from None
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:
@@ -155,15 +128,3 @@ def _import_policy(path: str) -> type[Intervention]:
     if not isinstance(policy, type) or not issubclass(policy, Intervention):
         raise SinkscopeError(f"policy {path!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
     return policy
-
-
-def _make(name: str, policy: type[Intervention], options: dict[str, Any]) -> Intervention:
-    try:
-        return policy(**options)
-    except TypeError as error:  # a setting that does not exist or is missing, or a method that is missing
-        settings = ", ".join(setting.name for setting in fields(policy))  # type: ignore[arg-type]
-        raise SinkscopeError(f"policy {name!r} cannot be made: {error}; its settings are {settings}") from None
-
-
-def _name_taken(name: str, first: type, second: type) -> SinkscopeError:
-    return SinkscopeError(f"two policies are called {name!r}, {first} and {second}: give one of them another name")

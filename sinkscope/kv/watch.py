@@ -21,10 +21,7 @@ from sinkscope.kv.keeper import (
     CacheKeeper,
     check_seen,
     check_servable,
-    layer_of,
-    note_gaps,
-    own_layers,
-    place_keys,
+    note_layers,
 )
 from sinkscope.kv.slots import Slots
 from sinkscope.models.grouped_heads import per_query_head
@@ -86,10 +83,7 @@ class _Watcher(Actor):
         if step.cache is not None:
             check_seen(step.cache)
             if not step.layers:  # another run may have cut this cache
-                for kv in own_layers(step.cache):
-                    step.layers.append(kv)
-                    kv.upcoming = step.tokens
-                note_gaps(step)
+                note_layers(step)
 
     def attends(self, step: Step) -> bool:
         """Return True: rows are wanted in every call."""
@@ -98,12 +92,11 @@ class _Watcher(Actor):
     def attend(self, step: Step, attention: Attention) -> None:
         """Ask for the rows of a layer."""
         if self.layers is None or attention.layer in self.layers:
-            place_keys(step, attention)
             first = 0 if self.last is None else max(0, attention.queries - self.last)
             attention.show(partial(self._show, step, attention), first=first)
 
     def _show(self, step: Step, attention: Attention, first: int, probs: Tensor) -> None:
-        kv = layer_of(step, attention.layer)
+        kv = step.by_number.get(attention.layer)
         pos = _positions(step, attention) if kv is None else kv.pos
         self.fn(AttentionRows(attention.layer, first, probs, pos, kv, step))
 
@@ -182,7 +175,7 @@ class RemoveTokens(Intervention, Actor):
 
     def enter(self, run: Run, key: int) -> None:
         """Own the cache, and act when a prompt has ended."""
-        CacheKeeper.of(run).watch_decoding()
+        CacheKeeper.of(run).watch_decoding(run)
         run.act(self)
 
     def before(self, step: Step) -> None:

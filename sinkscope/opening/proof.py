@@ -113,7 +113,7 @@ def _attention(target: Target, checks: dict[int, LayerProof]) -> AbstractContext
     attending = [layer for layer in checks if layer in target.attending]
     if not target.adapter.attention_interface:
         return attention_rows(
-            target, lambda layer, _, rows: checks[layer].heads.see_rows(rows), layers=attending, proving=True
+            target, lambda layer, _, rows, __: checks[layer].heads.see_rows(rows), layers=attending, proving=True
         )
 
     def see(call: Attention) -> None:

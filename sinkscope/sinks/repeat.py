@@ -399,7 +399,9 @@ def attention_from(
         total = torch.full((len(rows), keys.shape[2], target.n_layers, target.n_heads), torch.nan)
         total[:, :, target.attending] = 0
 
-        def add(layer: int, _start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
+        def add(
+            layer: int, _start: int, probs: Tensor, _: Tensor, total: Tensor = total, kinds: Tensor = kinds
+        ) -> None:
             to_kinds = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
             total[:, :, layer] += to_kinds.transpose(1, 2).cpu()
 

@@ -373,7 +373,7 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
     def see(call: Attention) -> None:
         if call.layer not in layers or call.is_repeated:
             return
-        if call.lacks_keys:
+        if call.slots_of is not None:
             raise UnsupportedError(
                 "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
                 "anything was generated"

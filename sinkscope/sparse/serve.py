@@ -91,7 +91,7 @@ class LoopServe(SparsePrompts):
     "dense_heads" (number of heads that need so many cells that everything is computed) and "kernel" (what computed the
     others). In one layer of eight it also has what was lost: "recovered", the share of the attention weight that each
     head's lines hold for 16 queries that were not sampled. If a quarter of these heads hold clearly less than alpha, a
-    warning says so at the end. `tokens_read` is the counterpart of "cells" for decoding.
+    warning says so at the end. `mean_read` of `run.usage` is the counterpart of "cells" for decoding.
 
     Attributes:
         alpha: Share of the sampled attention weight that the columns and bands of each head hold (0.955 in the paper's

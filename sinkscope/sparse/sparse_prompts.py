@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention, AttentionOutput
-from sinkscope.engine.run import Event, Run, check_generation
+from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import Step
 from sinkscope.engine.visible import TensorMask, Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.keeper import check_seen, check_servable, layer_of, own_attention
+from sinkscope.kv.keeper import check_seen, check_servable, note_layers, own_attention
 from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Copies, Lines
@@ -85,6 +85,8 @@ class PromptReader(Actor):
         """Add the ids of a call to those before it."""
         if step.cache is not None:
             check_seen(step.cache)
+            if not step.layers:  # another run may have cut this cache
+                note_layers(step)
         new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
         if step.ids is not None:
             new = step.ids.to(new.device)
@@ -99,8 +101,7 @@ class PromptReader(Actor):
 
     def attend(self, step: Step, attention: Attention) -> None:
         """Compute the attention of a layer."""
-        if attention.queries > 1:
-            attention.compute = partial(self._compute, step)
+        attention.compute = partial(self._compute, step)
 
     def _compute(self, step: Step, attention: Attention) -> AttentionOutput | None:
         run = self._run()
@@ -198,13 +199,10 @@ class SparsePrompts(Intervention):
         check_servable(run.target)
         own_attention(run)
         name = type(self).__name__
-        as_prompts = f"{name} would read these as a prompt"
-        each_call = f"{name} reads prompts, and without a cache each call is one"
-
-        def check(method: str, options: Mapping[str, Any], _settings: object) -> None:
-            check_generation(method, options, assisted=as_prompts, uncached=each_call)
-
-        run.check_generate(check)
+        run.refuse_generation(
+            uncached=f"{name} reads prompts, and without a cache each call is one",
+            by_token=f"{name} would read these as a prompt",
+        )
         for actor in run.actors:
             if isinstance(actor, PromptReader):
                 raise UnsupportedError(
@@ -231,7 +229,7 @@ class SparsePrompts(Intervention):
         self, prompt: Attention, step: Step, run: Run, reader: PromptReader
     ) -> Float[Tensor, "batch query head d_value"] | None:
         """Return the attention of a prompt in one layer; None if the model's own attention reads it."""
-        kv, begin = layer_of(step, prompt.layer), prompt.first_key
+        kv, begin = step.by_number.get(prompt.layer), prompt.first_key
         columns = step.columns[:, begin : begin + prompt.key.shape[2]].to(prompt.key.device)
         if kv is not None and kv.edited:
             columns = kv.pos[:, 0]
@@ -331,7 +329,7 @@ class SparsePrompts(Intervention):
             return "learned sinks"
         if kv is not None and kv.edited:
             return "tokens were evicted"
-        if isinstance(source, TensorMask) and source.mask.is_floating_point() and source.function is None:
+        if isinstance(source, TensorMask) and source.mask.is_floating_point():
             return "a mask of numbers"
         if not reader.is_causal(step, prompt):
             return "a mask that is not causal"

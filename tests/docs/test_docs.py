@@ -171,7 +171,7 @@ def test_the_prompt_of_the_page_is_sparse_in_some_heads_and_reads_less_than_all(
     names = run("docs/serve.md", {"max_new_tokens=60": "max_new_tokens=48"})
     dense = [layer["dense_heads"] for layer in names["prefill"]]
     assert max(dense) > 0 and min(dense) < 8
-    assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
+    assert names["run"].usage[0].mean_read[0] < 0.5 * names["inputs"].input_ids.shape[1]
 
 
 _MARKED = re.compile(r"((?:^<!-- (?:test|output): [^\n]*-->\n)*)^```(\w+)\n(.*?)^```", re.M | re.S)

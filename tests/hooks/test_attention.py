@@ -45,7 +45,7 @@ POLICIES = {
     "knockout in a head": ss.Knockout("first", heads=["L1.H1"]),
     "h2o": kv.H2O(8),
     "ragged": kv.AdaKV(8, window=2),
-    "other budgets": kv.PerLayer(kv.SnapKV(window=2), [6, 40]),
+    "other budgets": kv.Pyramid(budget=16, window=2),
     "watched in a layer": kv.Observe(lambda rows: None, layers=[1], last=1),
     "along lines": AShape(first=1, local=4),
 }

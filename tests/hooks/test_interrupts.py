@@ -84,4 +84,4 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, model):
     assert same(generated(model), plain)
     with H2O(budget=6).on(model) as run:  # every later policy came upon what was left
         generated(model)
-    assert run.usage[0].calls == STEPS
+    assert len(run.usage) == 1

@@ -51,7 +51,7 @@ def test_a_pattern_takes_the_layers_that_have_the_site(model_type):
     attending = [f"blocks.{layer}.attn.hook_pattern" for layer in target.attending]
     assert 0 < len(attending) < target.n_layers
     assert list(trace(model, ids, ["blocks.*.attn.hook_pattern"])) == attending
-    assert list(trace(model, ids, lambda name: name.endswith("hook_pattern"), "last")) == attending
+    assert list(trace(model, ids, lambda name: name.endswith("hook_pattern"), "norm")) == attending
     without = next(layer for layer in range(target.n_layers) if layer not in target.attending)
     with pytest.raises(UnsupportedError, match=f"layer {without} of .* has no softmax attention"):
         trace(model, ids, ["blocks.*.hook_resid_post", f"blocks.{without}.attn.hook_pattern"])
@@ -60,12 +60,12 @@ def test_a_pattern_takes_the_layers_that_have_the_site(model_type):
 
 
 @pytest.mark.parametrize("length", [9, 400])
-def test_the_first_row_of_attention_is_that_of_the_first_query(length):
-    """As the model's own eager attention; 400 queries come in several chunks. The net draws the other reducers."""
+def test_rows_of_attention_are_those_of_eager_attention(length):
+    """Of more queries, too, than a chunk has elsewhere."""
     model, _ = tiny_model("llama")
     ids = torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(3))
-    got = trace(model, ids, "blocks.1.attn.hook_pattern", "first")["blocks.1.attn.hook_pattern"]
+    got = trace(model, ids, "blocks.1.attn.hook_pattern", lambda rows: rows[:, :, -1])["blocks.1.attn.hook_pattern"]
     model.set_attn_implementation("eager")
     with torch.no_grad():
         rows = model(ids, output_attentions=True).attentions[1]
-    torch.testing.assert_close(got, rows[:, :, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, rows[:, :, -1], rtol=1e-4, atol=1e-5)

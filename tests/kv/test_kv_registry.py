@@ -21,7 +21,6 @@ from sinkscope.kv import (
     Policy,
     SnapKV,
     StreamingLLM,
-    make_policy,
     policies,
     policy_named,
     register_policy,
@@ -124,13 +123,13 @@ def test_a_policy_of_an_installed_package(module, monkeypatch):
     monkeypatch.setattr(registry, "installed", lambda group: [entry] if group == "sinkscope.policies" else [])
     assert "key-norm" in policies()
     made = policy_named("key-norm:9")
-    assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)
+    assert (type(made).__name__, made.budget) == ("KeyNorm", 9)
 
 
 def test_registering_a_name_twice_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
     register_policy("mine")(StreamingLLM)
-    assert make_policy("mine", budget=9) == StreamingLLM(budget=9)
+    assert policy_named("mine:9") == StreamingLLM(budget=9)
     with refused(r"two policies are called 'mine', .*StreamingLLM.* and .*H2O.*: give one"):
         register_policy("mine")(H2O)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers import DynamicCache
 
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, AdaKV, PerLayer, SnapKV, StreamingLLM, make_policy, policies
+from sinkscope.kv import H2O, SnapKV, StreamingLLM, policies
 
 FAMILIES = ("llama", "mistral", "gpt2", "gemma2", "qwen3", "gpt_oss", "opt", "gemma3_text", "gpt_neox")
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -61,7 +60,7 @@ def test_a_policy_keeps_what_the_reference_keeps(name, seed):
     settings = settings_of(name, draw) | {"budget": draw.choice([12, 14, 20, 0.55, 0.8])}
     if family == "gpt_oss" and "window" in settings:  # weights of learned sinks do not say what a smaller cache gives
         settings["every"] = "prefill"
-    policy = draw.choice([Drawn, Stepped, Ragged])(**settings) if name == "drawn" else make_policy(name, **settings)
+    policy = draw.choice([Drawn, Stepped, Ragged])(**settings) if name == "drawn" else policies()[name](**settings)
     lengths = draw.choice([[PROMPT], [PROMPT, 19], [22, PROMPT, 24]])
     chunks = draw.choice([None, [7, 9, 7, max(lengths) - 23]])
     check(name, policy, model, lengths, draw.randint(3, 8), chunks=chunks)
@@ -74,12 +73,12 @@ def test_every_registered_policy_has_a_reference():
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming"])
 def test_under_edits(name):
     edit = Ablate(heads="L0.H1") | SinkPatch(sites=[(1, 3)]) | Ablate(sites=[(1, 3)], value=2.0, positions=4)
-    check(name, make_policy(name, budget=14), model_of("llama"), [PROMPT, 19], 3, edit)
+    check(name, policies()[name](budget=14), model_of("llama"), [PROMPT, 19], 3, edit)
 
 
 def test_scores_that_the_model_scales_by_layer_and_keys_that_are_latent_vectors():
     check("h2o", H2O(budget=12), model_of("gpt2", scale_attn_by_inverse_layer_idx=True), [PROMPT, 19], 4)
-    check("snapkv", make_policy("snapkv", budget=14, window=8), decoder("deepseek_v2"), [PROMPT, 19], 4)
+    check("snapkv", SnapKV(budget=14, window=8), decoder("deepseek_v2"), [PROMPT, 19], 4)
 
 
 def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
@@ -100,22 +99,6 @@ def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
 def test_a_layers_budget_below_what_is_protected_is_refused():
     with refused(r"layer 2 has a budget of 2 tokens, which is below the 4 tokens that are always kept: raise"):
         run_policy(Stepped(budget=6, first=2, last=2), model_of("llama", num_hidden_layers=3), *prompts([30], 1), 30)
-
-
-@pytest.mark.parametrize("policy", [H2O(), SnapKV(window=3, every=2), AdaKV(window=3)], ids=str)
-def test_per_layer_keeps_in_each_layer_what_its_budget_says(policy):
-    model, (ids, mask) = model_of("llama"), prompts([26, 19], 5)
-
-    def run(entered):
-        return run_policy(entered, model, ids, mask, 26)
-
-    alike, alone = run(PerLayer(policy, [0.4, 0.4])), run(replace(policy, budget=0.4))
-    assert torch.equal(alike[0], alone[0])
-    _, kept = run(PerLayer(policy, [12, 0.4]))
-    twelve = run(replace(policy, budget=12))[1]  # the first layer reads nothing that another one kept
-    assert all(torch.equal(now[0], right[0]) for now, right in zip(kept, twelve, strict=True))
-    assert not torch.equal(kept[0][0], alone[1][0][0])
-    assert kept[0][1].sum(-1).float().mean(1).tolist() == alone[1][0][1].sum(-1).float().mean(1).tolist()
 
 
 def test_a_budget_that_is_a_fraction_is_one_of_all_that_each_turn_has_read():

@@ -13,12 +13,11 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.generation.conversation import Conversation
-from sinkscope.kv import make_policy
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.shapes import AShape
 
-CALLED = {one.__name__: one for one in (Drawn, make_policy, CacheLayer, Conversation)}
+CALLED = {one.__name__: one for one in (Drawn, CacheLayer, Conversation)}
 CALLED |= {"ss": ss, "llama": partial(shallow_of, "llama")}
 REFUSED = {
     "ss.kv.StreamingLLM(budget=0)": "budget=0: expected a number of tokens from 1, or a fraction",
@@ -31,12 +30,6 @@ REFUSED = {
     "ss.kv.SnapKV(kernel=4)": "odd kernel",
     "ss.kv.AdaKV(floor=1.5)": "floor=1.5",
     'ss.Progressive(every="prefill")': "Progressive: every='prefill': expected a whole number from 1",
-    'make_policy(name="h2o", kept=3)': "unexpected keyword argument 'kept'; its settings are",
-    "ss.kv.PerLayer(ss.kv.H2O(), [16, 0])": "budgets[1]=0: expected a number of tokens from 1",
-    "ss.kv.PerLayer(ss.kv.H2O(first=4), [16, 3])": "budget=3 is below the 4 tokens",
-    "ss.kv.PerLayer(print, [16])": "PerLayer: policy=",
-    "ss.kv.PerLayer(ss.kv.H2O(first=4), [0.5, 0.1]).check_prompt(20)": "0.1 of a prompt of 20 tokens, 2, is below",
-    "ss.kv.PerLayer(ss.kv.H2O(), [9] * 3).on(llama()).__enter__()": "budgets has 3 numbers, and ",
     "ss.kv.H2O(budget=0.2, first=4).check_prompt(19)": "budget=0.2 of a prompt of 19 tokens, 3, is below the 4",
     "CacheLayer().crop(2)": "give minus the number of tokens to remove",
     "ss.kv.Observe(fn=print, last=0)": "last=0",

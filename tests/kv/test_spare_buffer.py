@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kv_kit import allocated_slots
 from torch import Tensor
 
 from sinkscope.kv import slots as room
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.usage import allocated_slots
 
 
 def _tokens(n: int) -> tuple[Tensor, Tensor]:

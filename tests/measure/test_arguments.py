@@ -88,7 +88,6 @@ NEEDED = {
     "Ablate": {"sites": [(0, 1)]},
     "SinkPatch": {"sites": [(0, 1)]},
     "Knockout": {"keys": "first"},
-    "PerLayer": {"policy": sinkscope.kv.SnapKV(), "budgets": [512]},
 }
 
 

@@ -20,6 +20,6 @@ def test_norms_and_sums_of_a_spike_are_of_float32(dtype):
     vector[5] = 6000.0
     with ss.Add(vector, site, positions="first").on(live):
         norm = trace(live, ids, [site], "norm")[site]
-        logits = trace(live, ids, "logits", "mean")["logits"]
+        logits = trace(live, ids, "logits", lambda tensor: tensor.float().mean(1))["logits"]
     assert norm.dtype == torch.float32 and float(norm[0, 0]) == pytest.approx(6000, rel=0.01)
     assert logits.isfinite().all()

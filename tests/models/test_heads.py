@@ -55,7 +55,7 @@ def test_states_attention_and_edits_are_served(kind):
 def test_logits_of_tokens_are_refused(kind):
     model, says = model_of(kind), f"a {kind.__name__} has no language head"
     with pytest.raises(ss.SinkscopeError, match=says):
-        ss.trace(model, IDS, "logits", "last")
+        ss.trace(model, IDS, "logits", "norm")
     with pytest.raises(ss.SinkscopeError, match=says):
         ss.generate(model, IDS.tolist())
 

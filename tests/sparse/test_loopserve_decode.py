@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits, window_of
 from sinkscope.generation.progressive import Progressive
-from sinkscope.kv.usage import tokens_read
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.sparse.attention import Scores
 
@@ -61,7 +60,7 @@ def test_steps_hold_the_copy_and_turns_see_everything(model):
             slots.append(cache.layers[0].keys.shape[2])
         assert cache.get_seq_length() == 36
         steps = slots[1:8] + slots[9:]
-        assert tokens_read(run)[0] == [pytest.approx(sum(steps) / len(steps))]
+        assert run.usage[0].mean_read == [pytest.approx(sum(steps) / len(steps))]
     assert slots == [20, 9, 10, 11, 12, 9, 10, 11, 32, 9, 10, 11, 12]
     assert all(layer.keys.shape[2] == 36 for layer in cache.layers)
 

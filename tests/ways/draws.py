@@ -178,9 +178,9 @@ RARE = {
     ),
     "edit": (
         *"guard h2o snapkv streaming tova loopserve zero;full add;zero".split(),
-        *("loopserve 0", "add embed", "trace mean", "trace most", "trace last", "pattern mean", "pattern last"),
+        *("loopserve 0", "add embed", "trace most"),
         *("pattern most", "streaming 12", "h2o 12", "tova 12", "adakv 12", "pyramid 12", "progressive 12"),
-        *("guard steers", "value", "zero first", "add at", "zero|streaming 12", "patch;snapkv 12", "h2o 12 a layer"),
+        *("guard steers", "value", "zero first", "add at", "zero|streaming 12", "patch;snapkv 12"),
         *("half snapkv", "a shape", "a shape 12", "minference", "minference 12", "head mean", "patch up"),
         *("patch calibrated", "mean|guard", "trace zero"),
         *("trace post", "trace z", "trace logits", "trace norm"),

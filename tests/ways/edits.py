@@ -51,7 +51,7 @@ class Edit:
     events: bool = False
     site: str | None = None
     reduce: Any = "raw"
-    reduced: Callable[[Tensor, Tensor], Tensor] = lambda tensor, real: tensor
+    reduced: Callable[[Tensor], Tensor] = lambda tensor: tensor
     acts: bool = False
     steers: bool = False
     knocked: Any = None
@@ -105,16 +105,6 @@ def zero_expert(model: nn.Module, family: Family) -> None:
 
 def has_experts(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].experts is not None and draw["wrapper"] != "lora"
-
-
-def mean_of_real(tensor: Tensor, real: Tensor) -> Tensor:
-    weights = real.view(*real.shape, *[1] * (tensor.ndim - 2))
-    return (tensor * weights).sum(1) / weights.sum(1)
-
-
-def last_real(tensor: Tensor, real: Tensor) -> Tensor:
-    last = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).argmax(1)
-    return tensor[torch.arange(len(tensor)), last]
 
 
 def most(tensor: Tensor) -> Tensor:
@@ -220,18 +210,10 @@ EDITS = {
     "trace post": Edit(_nothing, site=POST, fits=has_mlp),
     "trace z": Edit(_nothing, site=Z),
     "trace logits": Edit(_nothing, site="logits"),
-    "trace norm": Edit(_nothing, site=RESID, reduce="norm", reduced=lambda tensor, real: tensor.norm(dim=-1)),
-    "trace mean": Edit(_nothing, site=RESID, reduce="mean", reduced=mean_of_real),
-    "trace last": Edit(_nothing, site=RESID, reduce="last", reduced=last_real),
-    "trace most": Edit(_nothing, site=RESID, reduce=most, reduced=lambda tensor, real: most(tensor), **WHOLE),
+    "trace norm": Edit(_nothing, site=RESID, reduce="norm", reduced=lambda tensor: tensor.norm(dim=-1)),
+    "trace most": Edit(_nothing, site=RESID, reduce=most, reduced=most, **WHOLE),
     "pattern": Edit(_nothing, **ROWS),
-    "pattern mean": Edit(
-        _nothing, **ROWS, reduce="mean", reduced=lambda rows, real: mean_of_real(rows.transpose(1, 2), real)
-    ),
-    "pattern last": Edit(
-        _nothing, **ROWS, reduce="last", reduced=lambda rows, real: last_real(rows.transpose(1, 2), real)
-    ),
-    "pattern most": Edit(_nothing, **ROWS, reduce=most, reduced=lambda tensor, real: most(tensor)),
+    "pattern most": Edit(_nothing, **ROWS, reduce=most, reduced=most),
     "zero": Edit(lambda: [_zero()], **ZERO),
     "value": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value=0.5)], set_neurons, fits=has_mlp, events=True),
     "zero first": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, positions="first")], alone=True, fits=has_mlp),
@@ -251,7 +233,7 @@ EDITS = {
     "snapkv 12": Edit(lambda: [kv.SnapKV(budget=12, window=6)], **EVICTS),
     "adakv 12": Edit(lambda: [kv.AdaKV(budget=12, window=6)], **EVICTS),
     "pyramid 12": Edit(lambda: [kv.Pyramid(budget=12, window=4)], **EVICTS),
-    "progressive 12": Edit(lambda: [kv.make_policy("progressive", budget=12, every=2, after=1)], **EVICTS),
+    "progressive 12": Edit(lambda: [kv.policies()["progressive"](budget=12, every=2, after=1)], **EVICTS),
     "loopserve 12": Edit(
         lambda: [ss.LoopServe(alpha=0.8, budget=12, shortest=0, interval=2, first=0, sample=8, dense_rows=2)], **EVICTS
     ),
@@ -260,7 +242,6 @@ EDITS = {
     "patch;snapkv 12": Edit(
         lambda: [ss.SinkPatch(layer=LAYER, neurons=[3]), kv.SnapKV(budget=12, window=6)], **EVICTS, fits=has_mlp
     ),
-    "h2o 12 a layer": Edit(lambda: [kv.PerLayer(kv.H2O(), [12, 8, 16])], **EVICTS),
     "half snapkv": Edit(lambda: [kv.SnapKV(budget=0.5, window=6)], **EVICTS),
     "a shape": Edit(lambda: [ss.sparse.AShape(first=4, local=BIG)]),
     "a shape 12": Edit(lambda: [ss.sparse.AShape(first=4, local=8)], **EVICTS),

@@ -88,7 +88,7 @@ class Family:
         return model.get_submodule(self.layer.format(number))
 
 
-_SIZED = ("add", "add embed", "add;zero", "add at", "h2o 12 a layer", "trace z")
+_SIZED = ("add", "add embed", "add;zero", "add at", "trace z")
 """Edits that are as wide or as deep as a small model."""
 _H = "transformer.h.{}"
 FAMILIES = {

@@ -51,7 +51,7 @@ def knockouts() -> dict[str, Edit]:
         "knock at a query": _row(lambda: knock([0, 2], queries=[9, 11]), Knocked(at(0, 2), at(9, 11)), _last_columns),
         "knock in a layer": _row(lambda: knock("first", layers=[LAYER]), FIRST.only(*of_layer), _last_columns),
         "knock in heads of a layer": _row(
-            lambda: knock("first", layers=[LAYER], heads=[0, 2]), FIRST.only((LAYER, 0), (LAYER, 2)), _last_columns
+            lambda: knock("first", heads=[(LAYER, 0), (LAYER, 2)]), FIRST.only((LAYER, 0), (LAYER, 2)), _last_columns
         ),
         "knock in heads": _row(
             lambda: knock("first", heads=[(0, 1), (2, 3)]), FIRST.only((0, 1), (2, 3)), _last_columns

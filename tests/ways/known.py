@@ -139,7 +139,7 @@ REFUSED = [
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
     Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
-    Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
+    Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "is padded on the right"),
     *[
         Refusal(lambda draw, name=name: draw["layers"] == name, one.refused)
         for name, one in LAYERED.items()

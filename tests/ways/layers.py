@@ -101,7 +101,7 @@ class Layered:
             return False
         if draw["wrapper"] != "bare" or draw["other"] != "nothing" or draw["mode"] not in ("usual", "inference"):
             return False
-        of_all = draw["edit"] != "h2o 12 a layer" and draw["cache"] != "pickled"
+        of_all = draw["cache"] != "pickled"
         return of_all and draw["family"] in DECODERS and draw["attention"] in ("sdpa", "eager")
 
 

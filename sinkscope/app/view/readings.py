@@ -103,7 +103,7 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
     shape = (sink.setup.n_layers, sink.setup.n_heads, length)
     rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
 
-    def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"]) -> None:
+    def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"], _: object) -> None:
         rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
         received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 

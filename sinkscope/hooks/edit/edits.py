@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.engine.run import Event, Reach, Run, check_generation
+from sinkscope.engine.run import Event, Reach, Run
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, check_values, checked_value
@@ -87,36 +87,17 @@ class PlacedEdit(Intervention):
         """What the edit has to remember of earlier calls; "" if each call is edited by itself."""
         return ""
 
-    @property
-    def by_token(self) -> bool:
-        """Whether what it remembers changes with every token, so that a token may not be read and taken back."""
-        return False
-
-    @property
-    def acts_at(self) -> Positions | None:
-        """The positions that are edited; None if all are."""
-        return getattr(self, "positions", None)
-
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
         if self.remembers:
-            run.check_generate(self._check_generation)
+            reason = f"{type(self).__name__} remembers {self.remembers}, and without a cache each call is a first one"
+            run.refuse_generation(uncached=reason)
         reach = None
-        if self.acts_at is not None:
-            reach = run.reach(type(self).__name__, f"no token stood at positions={self.acts_at!r}")
+        positions = getattr(self, "positions", None)
+        if positions is not None:
+            reach = run.reach(type(self).__name__, f"no token stood at positions={positions!r}")
         for number, (point, of) in enumerate(self.hook_points(run.target)):
             run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of, reach)))
-
-    def _check_generation(self, method: str, options: Mapping[str, Any], _settings: Any) -> None:
-        """Refuse kinds of generation that do not read tokens one by one, as what the edit remembers requires.
-
-        Raises:
-            UnsupportedError: Generation runs without a cache; or it is assisted, and that matters.
-        """
-        remembers = f"{type(self).__name__} remembers {self.remembers}"
-        assisted = remembers if self.by_token else None
-        uncached = f"{remembers}, and without a cache each call is a first one"
-        check_generation(method, options, assisted=assisted, uncached=uncached)
 
     def _edit(self, run: Run, key: tuple[int, int], of: Any, reach: Reach | None, tensor: Tensor) -> Tensor | None:
         """New values; None if the run does not act on this call."""
@@ -129,7 +110,7 @@ class PlacedEdit(Intervention):
                 f"{step.index.numel()}, whose positions are not known: leave its layer out of the edit"
             )
         if reach is not None and not reach.is_certain:
-            reach.note(chosen_positions(step.index, self.acts_at))
+            reach.note(chosen_positions(step.index, getattr(self, "positions", None)))
         # OPT and experts run batch and position together.
         old = tensor.reshape(*step.index.shape, tensor.shape[-1])
         return self.edited(Values(old, of, step, key, run)).reshape(tensor.shape)

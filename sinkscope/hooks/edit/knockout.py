@@ -24,18 +24,17 @@ from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.engine.visible import Cells, Hidden
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Whole, check_values, checked_value
+from sinkscope.files.records import Whole, check_values
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions, head_of, listed
+from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.inputs import attending_layers, check_site
 from sinkscope.models.target import Target
 from sinkscope.models.windows import layers_with_states
 from sinkscope.results.notation import count_of
-from sinkscope.results.parts import Head
 
-HeadsByLayer = Mapping[int, list[int] | None]
-"""Heads of each layer in which something is hidden; None: all of them."""
+HeadsByLayer = Mapping[int, list[int]]
+"""Heads of each layer in which something is hidden; an empty list stands for all of them."""
 
 
 class Hiding(Intervention):
@@ -77,7 +76,7 @@ class Knockout(Hiding):
         keys: Positions of the keys that are hidden, or "first".
         queries: Positions of the queries that do not see them. None: all that come later than the key.
         layers: The layers in which they are hidden. None: all.
-        heads: Query heads of these layers, by number, or pairs of layer and head ("L3.H5", (3, 5), `Head`). None: all.
+        heads: Query heads in which they are hidden, in place of whole layers: (layer, head), or names such as "L3.H5".
 
     Raises:
         SinkscopeError: The keys, queries, layers or heads are none of these.
@@ -86,49 +85,48 @@ class Knockout(Hiding):
 
     Example:
         >>> Knockout("first", layers=[2, 3])
-        Knockout(keys='first', queries=None, layers=(2, 3), heads=None)
+        Knockout(keys='first', queries=None, layers=(2, 3), heads=())
     """
 
     keys: Any
     queries: Any = field(default=None, kw_only=True)
     layers: Any = field(default=None, kw_only=True)
-    heads: Any = field(default=None, kw_only=True)
+    heads: Any = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if self.keys is None:
             raise SinkscopeError('keys=None: expected positions or "first"; give the keys to hide')
         object.__setattr__(self, "keys", checked_positions(self.keys, "keys"))
-        if self.queries is not None:
-            object.__setattr__(self, "queries", checked_positions(self.queries, "queries"))
+        object.__setattr__(self, "queries", checked_positions(self.queries, "queries"))
+        heads = tuple(dict.fromkeys(map(head_of, listed("heads", self.heads))))
+        object.__setattr__(self, "heads", heads)
         if self.layers is not None:
             layers = tuple(listed("layers", self.layers))
             check_values(tuple[Whole, ...], layers=layers)
+            if heads:
+                raise SinkscopeError(f"layers={layers} with heads={heads}: heads name their layers; give one of both")
             object.__setattr__(self, "layers", layers)
-        if self.heads is not None:
-            object.__setattr__(self, "heads", _checked_heads(self.heads, self.layers))
 
     def heads_by_layer(self, target: Target) -> HeadsByLayer:
-        """Return the chosen layers, with the chosen heads of each."""
-        layers = attending_layers(target, self.layers)
-        if self.heads is None:
-            return dict.fromkeys(layers)
-        chosen: dict[int, list[int] | None] = {}
+        """Return the chosen layers, or the layers of the chosen heads with these."""
+        chosen: dict[int, list[int]] = {}
         for layer, head in self.heads:
-            for number in layers if layer is None else attending_layers(target, [layer]):
-                check_site(target, number, head=head)
-                of_layer = chosen.setdefault(number, [])
-                assert of_layer is not None
-                of_layer.append(head)
+            check_site(target, layer, head=head)
+            attending_layers(target, [layer])
+            chosen.setdefault(layer, []).append(head)
+        if not chosen:
+            for layer in attending_layers(target, self.layers):
+                chosen[layer] = []
         return chosen
 
     def hidden(self, step: Step, device: torch.device) -> Hidden:
         """Look keys and queries up among the columns of a call."""
-        keys = _columns(self.keys, step, device)
-        queries = None if self.queries is None else _columns(self.queries, step, device)
+        keys = chosen_positions(step.columns, self.keys).to(device)
+        queries = chosen_positions(step.columns, self.queries).to(device)
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
             gone = _at(keys, key.flatten(1)).view(len(key), key.shape[1], 1, -1)
-            if queries is None:
+            if self.queries is None:
                 return gone & (key[:, :, None] < query[:, None, :, None])
             return gone & _at(queries, query)[:, None, :, None]
 
@@ -150,11 +148,20 @@ class HideCells(Hiding):
 
     def heads_by_layer(self, target: Target) -> HeadsByLayer:
         """Return the chosen layers, with all heads."""
-        return dict.fromkeys(attending_layers(target, self.layers))
+        return {layer: [] for layer in attending_layers(target, self.layers)}
 
     def hidden(self, step: Step, device: torch.device) -> Hidden:
-        """Return what looks cells up."""
-        return partial(_cells_at, self.cells.to(device))
+        """Look cells up."""
+        table = self.cells.to(device)
+
+        def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
+            row = torch.arange(len(query), device=device)[:, None, None, None] % len(table)
+            at = query[:, None, :, None]
+            to = key[:, :, None]
+            inside = (at < table.shape[1]) & (to >= 0) & (to < table.shape[2])
+            return table[row, torch.where(inside, at, 0), torch.where(inside, to, 0)] & inside
+
+        return cells
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +192,7 @@ class _HidingActor(Actor):
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
             gone = hidden(query, key) & (key[:, :, None] != query[:, None, :, None])
-            if chosen is None:
+            if not chosen:
                 return gone
             in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
             in_head[chosen] = True
@@ -204,46 +211,10 @@ def _cover(run: Run, actor: _HidingActor, layer: int, _module: Any, _args: Any, 
     return scores.masked_fill(gone, torch.finfo(scores.dtype).min)
 
 
-def _columns(chosen: Positions, step: Step, device: torch.device) -> Bool[Tensor, "batch seen"]:
-    """The columns of a call that positions name."""
-    return chosen_positions(step.columns, chosen).to(device)
-
-
 def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:
     """Values of columns; False where there is none."""
     inside = (at >= 0) & (at < columns.shape[1])
     return columns.gather(1, torch.where(inside, at, 0)) & inside
-
-
-def _cells_at(
-    cells: Bool[Tensor, "#batch query key"], query: Int[Tensor, "batch n"], key: Int[Tensor, "batch _ m"]
-) -> Cells:
-    """Values of pairs of columns; False beyond them."""
-    row = torch.arange(len(query), device=cells.device)[:, None, None, None] % len(cells)
-    at = query[:, None, :, None]
-    to = key[:, :, None]
-    inside = (at < cells.shape[1]) & (to >= 0) & (to < cells.shape[2])
-    return cells[row, torch.where(inside, at, 0), torch.where(inside, to, 0)] & inside
-
-
-def _checked_heads(heads: Any, layers: Any) -> tuple[tuple[int | None, int], ...]:
-    """Pairs of a layer (None: each of those chosen) and a head."""
-    chosen = [heads] if isinstance(heads, Head) else listed("heads", heads)
-    if not chosen:
-        raise SinkscopeError("heads=[]: expected at least one head; give None for all")
-    pairs: list[tuple[int | None, int]] = []
-    for head in chosen:
-        pair: Any = head
-        if isinstance(head, Head):
-            pair = (head.layer, head.head)
-        if not isinstance(pair, str | tuple | list):
-            pairs.append((None, checked_value(Whole, pair, "heads, of which one is ")))
-            continue
-        layer, number = head_of(pair)
-        if layers is not None and layer not in layers:
-            raise SinkscopeError(f"head L{layer}.H{number} with layers={list(layers)}: give heads of these layers")
-        pairs.append((layer, number))
-    return tuple(dict.fromkeys(pairs))
 
 
 def _check_servable(target: Target) -> None:
@@ -252,18 +223,17 @@ def _check_servable(target: Target) -> None:
     Raises:
         UnsupportedError: It is such a model.
     """
-    name = target.name
     if target.kind != "bridge":  # whose scores are edited
         check_attention_visible(target)
     states = layers_with_states(target)
     if states:
         raise UnsupportedError(
-            f"{count_of(len(states), 'layer')} of {name} with a state that carries every earlier token, so that a "
-            "hidden key would still be seen: use a model whose layers all attend"
+            f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so that "
+            "a hidden key would still be seen: use a model whose layers all attend"
         )
     for layer in target.attending:
         if hasattr(target.sub(layer, "attn"), "indexer"):
             raise UnsupportedError(
-                f"an indexer chooses the keys that {name} attends to, and would choose others without the hidden ones: "
-                "use another model"
+                f"an indexer chooses the keys that {target.name} attends to, and would choose others without the "
+                "hidden ones: use another model"
             )

@@ -14,7 +14,6 @@ What happens after each call of the model (`GuardActor.after`):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -199,25 +198,11 @@ class LoopGuard(Intervention):
         keeper = CacheKeeper.of(run, first=self.kept_first)
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
-        keeper.watch_decoding()
-        run.check_generate(_check_one_text)
+        keeper.watch_decoding(run)
+        run.reads_one_text = True
         if self.act == "rewind" and self.steer is not None:  # else the loop would be written again
             run.takes_back = True
         run.act(GuardActor(self, self.settings, run, keeper))
-
-
-def _check_one_text(_method: str, _options: Mapping[str, Any], settings: Any) -> None:
-    """Refuse settings under which `generate` reads a text of its own beside the one that is watched.
-
-    Raises:
-        UnsupportedError: There is such a setting.
-    """
-    scale = getattr(settings, "guidance_scale", None)
-    if scale not in (None, 1):
-        raise UnsupportedError(
-            f"guidance_scale={scale}: the model reads a second text beside the one that a guard watches: generate "
-            "without it, or without the guard"
-        )
 
 
 def event_in_words(event: Event, act: str) -> str:

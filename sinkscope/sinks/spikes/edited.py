@@ -25,7 +25,7 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
-from sinkscope.engine.tap import visible_rows
+from sinkscope.engine.tap import attention_rows
 from sinkscope.files.progress import report_progress
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.knockout import HideCells
@@ -251,7 +251,7 @@ def _read(
         last = target.n_layers - 1
     with ExitStack() as stack:
         if layers:
-            stack.enter_context(visible_rows(target, attend, layers=list(layers), rows_per_chunk=ids.shape[1]))
+            stack.enter_context(attention_rows(target, attend, layers=list(layers), rows_per_chunk=ids.shape[1]))
         stack.enter_context(batch.acting())
         stack.enter_context(target.hooks(*hooks))
         if positions is None:
