@@ -292,7 +292,9 @@ def _source(
         if function is None and not is_whole and handler.functions:
             function = _of_layer(module, handler.functions, settings)
     if function is not None:
-        source = CausalMask() if function.is_skipped and not has_gaps else function
+        source: MaskSource = function
+        if function.is_skipped and not has_gaps:
+            source = CausalMask()
         return PlacedSource(source, function.first_query, function.first_key)
     if isinstance(mask, Tensor) and is_whole:  # one that has a column for each token so far
         return PlacedSource(TensorMask(mask, first_query), first_query, max(0, mask.shape[-1] - keys))

@@ -80,7 +80,8 @@ class FunctionMask:
         if self.padding is not None:
             padding = self.padding.to(at.device)
             inside = columns < padding.shape[1]
-            sees = sees & padding[row, torch.where(inside, columns, 0)] & inside
+            real = padding[row, torch.where(inside, columns, 0)]
+            sees = sees & real & inside
         return sees
 
 
@@ -155,18 +156,22 @@ class Visible:
     def mask(self) -> Shaped[Tensor, "batch _ query key"]:
         """Return the mask, for each kv head or query head, or once for all: bool, or additive as the model has it."""
         cells = self.source.cells(self)
-        queries = len(self.query) if isinstance(self.query, range) else self.query.shape[1]
+        if isinstance(self.query, range):
+            queries = len(self.query)
+        else:
+            queries = self.query.shape[1]
         cells = cells.expand(self.batch, -1, queries, -1)
         hidden = [hide(self.query_columns(), self.key_columns()) for hide in self.hidden]
         if not isinstance(self.key, range):
             hidden.append((self.key < 0)[:, :, None])
         for gone in hidden:
             heads = max(cells.shape[1], gone.shape[1])
-            seen, gone_by_head = per_query_head(cells, heads), per_query_head(gone, heads)
+            cells = per_query_head(cells, heads)
+            gone_by_head = per_query_head(gone, heads)
             if cells.is_floating_point():
-                cells = seen.masked_fill(gone_by_head, torch.finfo(seen.dtype).min)
+                cells = cells.masked_fill(gone_by_head, torch.finfo(cells.dtype).min)
             else:
-                cells = seen & ~gone_by_head
+                cells = cells & ~gone_by_head
         return cells
 
     def mask_by_head(self, heads: int) -> Shaped[Tensor, "batch _ query key"]:

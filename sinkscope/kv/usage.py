@@ -87,7 +87,9 @@ class HeldTokens(NamedTuple):
 def _held(layer: CacheLayer, device: torch.device) -> Float[Tensor, " row"] | int:
     """Tokens of each row in a layer: a plain number if there are no holes."""
     slots = layer.keys.shape[-2]
-    return slots if layer.gapless else slots - layer.holes().to(device)
+    if layer.gapless:
+        return slots
+    return slots - layer.holes().to(device)
 
 
 def _within(layer: CacheLayer, window: int, device: torch.device) -> Float[Tensor, " row"] | int:
@@ -96,7 +98,10 @@ def _within(layer: CacheLayer, window: int, device: torch.device) -> Float[Tenso
         return min(layer.slots, window)
     pos = layer.pos
     newest = pos.amax((1, 2))[:, None, None]
-    begin = newest - newest % window if isinstance(window, ChunkWindow) else newest - window + 1
+    if isinstance(window, ChunkWindow):
+        begin = newest - newest % window
+    else:
+        begin = newest - window + 1
     return ((pos >= 0) & (pos >= begin)).sum(-1).float().mean(1).to(device)
 
 
