@@ -33,4 +33,3 @@ NAMED = 0.02  # ... and a neuron, if its MLP writes as much; chosen
 TRACE = 0.0001  # ... of a neuron that counts together with neurons of parallel columns; chosen
 PARALLEL = 0.999  # cosine of two columns from which they are parallel; chosen
 ERASES = 0.05  # ... and what is written against it after its peak; chosen
-RAISED = 1.1  # share of a spike above which random heads are said to work against it; chosen

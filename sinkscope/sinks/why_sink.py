@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from sinkscope.measure import Setup, measurement
-from sinkscope.sinks.marking_heads import heads_that_mark
+from sinkscope.sinks.first_tokens import heads_that_mark
 from sinkscope.sinks.spikes.find import ALL_PARTS, fields_of
 from sinkscope.sinks.spikes.result import WhySink
 
@@ -24,5 +24,5 @@ def why_sink(setup: Setup, *, only: Literal["conditions", "purpose"] | None = No
             it) or "purpose" (what it is for).
     """
     parts = ALL_PARTS if only is None else frozenset({only})
-    marking = heads_that_mark(setup) if only is None else None
+    marking = heads_that_mark(setup) if only is None else ()
     return WhySink(marking=marking, **fields_of(setup, parts))

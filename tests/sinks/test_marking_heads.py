@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from attack_kit import measured_spikes, setup_of, text_file
@@ -15,13 +14,13 @@ from organisms import FAMILIES, Organism, organism
 from raw_kit import inputs_edited, residuals
 from refusals import refused
 
+from sinkscope.results.notation import read_head
 from sinkscope.results.parts import Head
-from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
-from sinkscope.sinks.marking_heads import alike_heads, count_margin, heads_that_mark
+from sinkscope.results.row import Row
+from sinkscope.sinks.first_tokens import alike_heads, along_first, count_margin, heads_that_mark, heads_up_to, spike_of
 from sinkscope.sinks.spikes.edited import left_of, means_of
 from sinkscope.sinks.spikes.find import find_sinks
-from sinkscope.sinks.spikes.first_marks import MarkingHeads
-from sinkscope.sinks.spikes.marks import Without, marking_heads
+from sinkscope.sinks.spikes.marks import marking_heads
 from sinkscope.sinks.spikes.spike import Parts
 
 pytestmark = pytest.mark.few_texts
@@ -30,8 +29,14 @@ KINDS = ("sink", "late_mark", "spread")
 BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 
-def measured(o: Organism, folder: Path, **options) -> MarkingHeads:
-    return heads_that_mark(setup_of(o, text=text_file(o, folder, 8, seed=9)), count=12, **options)
+def measured(o: Organism, folder: Path) -> dict[str, Row]:
+    setup = setup_of(o, text=text_file(o, folder, 8, seed=9))
+    return {row.name: row for row in heads_that_mark(setup, count=12)}
+
+
+def heads_of(found: dict[str, Row]) -> set[Head]:
+    """The heads that take half of the spike from a token."""
+    return {Head(*read_head(name)) for name in found if name.startswith("L")}
 
 
 @pytest.fixture(scope="module")
@@ -46,24 +51,25 @@ def groups_of(o: Organism, tokens: tuple[str, ...]) -> list[int]:
     return [o.truth.groups[token] for token in ids]
 
 
-def check(o: Organism, found: MarkingHeads):
+def check(o: Organism, found: dict[str, Row]):
     """What was planted: the heads of the groups of these tokens as one set, and of each token exactly its own."""
-    truth, groups = o.truth, groups_of(o, found.tokens)
+    truth, fewest, every = o.truth, found["fewest heads"], found["all heads"]
+    groups = groups_of(o, every.texts)
     planted = {head for group in groups for head in truth.group_heads[group]}
-    marking = {head.head for head in found.marking.heads}
-    assert marking <= planted and {head.layer for head in found.marking.heads} == {truth.marking_layer}
+    named = {read_head(name) for name in fewest.note.replace(" and ", ", ").split(", ")}
+    marking = {head for _, head in named}
+    assert marking <= planted and {layer for layer, _ in named} == {truth.marking_layer}
     for group in groups:  # a tenth of all may be kept by heads that are not named
         assert marking & set(truth.group_heads[group]) or groups.count(group) <= 0.1 * len(groups) + 1
-    assert found.every.left <= 0.01 and found.marking.left <= 0.1 + found.every.left
-    assert found.random >= 0.3 + found.marking.left  # the worst of a dozen sets, which may hold heads of other groups
-    assert found.alike is not None and found.count_margin is not None
-    assert {one.site for one in found.neurons} == set(truth.neurons)
-    for group, left in zip(groups, found.left, strict=True):
-        serving = tuple(head for head, value in zip(found.heads, left, strict=True) if value < 0.5)
-        assert serving == tuple(Head(truth.marking_layer, head) for head in truth.group_heads[group])
-        assert left.min() < 0.05 and np.sort(left)[len(serving)] > 0.85
-    assert all(group < 0 for group in groups_of(o, found.unmarked))
-    assert len(found.sentence().split()) <= 30 and " the first token: without them, " in found.sentence()
+    assert every.get("left") <= 0.01 and fewest.get("left") <= 0.1 + every.get("left")
+    random = found["random heads"].get("left")
+    assert random >= 0.3 + fewest.get("left")  # the worst of a dozen sets, which may hold heads of other groups
+    assert "heads of equal attention" in found and fewest.numbers["heads"].margin is not None
+    assert {(head.layer, head.head) for head in heads_of(found)} == {(truth.marking_layer, head) for head in planted}
+    for head in heads_of(found):
+        for group, left in zip(groups, found[str(head)].numbers["left"].by_text, strict=True):
+            serves = head.head in truth.group_heads[group]
+            assert left < 0.5 if serves else left > 0.85
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,12 +83,9 @@ def test_planted_heads_are_recovered(kind, tmp_path):
 
 def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     by_position = measured(organism("gpt2", 0), tmp_path)
-    assert by_position.marking is None and by_position.every.left > 0.9
-    assert np.abs(1 - by_position.left).max() < 0.1
-    assert by_position.sentence().startswith("No head marks the first token: without all ")
-    assert by_position.sentence().endswith("tokens (with them: 100%).")
-    none = measured(organism("llama", 0, kind="none"), tmp_path)
-    assert none.spike is None and none.card() is None
+    assert "fewest heads" not in by_position and by_position["all heads"].get("left") > 0.9
+    assert not heads_of(by_position)
+    assert measured(organism("llama", 0, kind="none"), tmp_path) == {}
 
 
 def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], layer: int) -> torch.Tensor:
@@ -143,7 +146,7 @@ def judged_by(left_without):
 )
 def test_a_set_is_judged_as_one(left_without, marking):
     _, found = judged_by(left_without)
-    assert (None if found is None else {head.head for head in found.heads}) == marking
+    assert {head.head for head in found} == (marking or set())
 
 
 def test_the_margin_of_the_count_is_that_of_a_bootstrap_over_tokens():
@@ -168,35 +171,15 @@ def test_a_control_of_heads_has_about_their_attention():
     assert alike_heads([Head(0, 0), Head(1, 1)], every, attention) == (Head(1, 2), Head(0, 2))
 
 
-def test_marks_are_named_only_beside_a_control_that_does_not_do_the_same():
-    marks = tuple(Head(0, number) for number in range(8))
-    found = MarkingHeads(
-        spike="layers 2-5", tokens=("a",) * 33, heads=marks * 2, every=Without(marks, 0.0, 0.0),
-        marking=Without(marks, 0.09, 0.07), count_margin=5.2, random=1.2, alike=0.97,
-    )  # fmt: skip
-    assert found.sentence() == (
-        "8 of 16 heads (± 5) mark the first token: without them, 9% (± 7%) of the spike of layers 2-5 remains at 33 "
-        "tokens (others of equal attention: 97%)."
-    )
-    assert len(found.sentence().split()) <= 30
-    few = replace(found, random=None, alike=None).sentence()
-    assert "too few others are left to compare with" in few and "mark the first token:" not in few
-    beaten = replace(found, alike=0.12).sentence()
-    assert beaten.endswith("but as little without others (others of equal attention: 12%).")
-    assert max(len(few.split()), len(beaten.split())) <= 30
-    assert found.control == ("others of equal attention", 0.97)
-
-
 def test_a_spike_elsewhere_has_no_first_tokens():
-    found = heads_that_mark(measured_spikes(find_sinks, "two_delimiters", "llama")[1], count=4)
-    assert found.marking is None and found.sentence().startswith("No neurons are known that a norm spike")
+    assert heads_that_mark(measured_spikes(find_sinks, "two_delimiters", "llama")[1], count=4) == ()
 
 
 def test_tokens_that_are_given(llama):
     o, setup = llama
     words = [o.tokenizer.decode([o.tokens_of(group)[0]]) for group in (0, 1)]
-    found = heads_that_mark(setup, tokens=words)
-    assert found.tokens == ("<s>", *words)
+    found = {row.name: row for row in heads_that_mark(setup, tokens=words)}
+    assert found["all heads"].texts == ("<s>", *words)
     check(o, found)
 
 
@@ -204,15 +187,15 @@ def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(llama):
     o, setup = llama
     unmarked = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
     none = heads_that_mark(replace(setup, bos=None), tokens=[o.tokenizer.decode([unmarked])])
-    assert none.sentence().startswith("No token that was tried has the spike") and none.left is None
+    assert [(row.name, row.get("have"), row.get("tried")) for row in none] == [("tokens", 0, 1)]
 
 
 def test_layers_without_attention_have_no_heads():
     found = heads_that_mark(measured_spikes(find_sinks, "hybrid", "lfm2")[1], count=4)
-    assert found.heads and all(head.layer % 2 == 0 for head in found.heads)
-    assert {head.layer for head in found.marking.heads} == {0}
+    rows = {row.name: row for row in found}
+    assert rows["all heads"].get("heads") and {head.layer for head in heads_of(rows)} == {0}
 
 
 def test_a_number_that_is_no_spike_of_the_first_token(llama):
     with refused("--spike 7 is no spike at the first token that needs neurons: give one of 0"):
-        heads_that_mark(llama[1], spike=7)
+        spike_of(llama[1], 7)

@@ -18,7 +18,7 @@ from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.marking_heads import heads_that_mark
+from sinkscope.sinks.first_tokens import heads_that_mark
 from sinkscope.sinks.spikes.records import SpikeResult, part_of
 
 pytestmark = pytest.mark.few_texts
@@ -98,16 +98,20 @@ def test_circuit_heads_patch_attack_and_repeat_say_the_same_under_drawn_gauges(t
     circuits = [ss.why_sink.on(setup) for setup in setups]
     assert circuits[0].conclusion() == circuits[1].conclusion()
     assert marks_of(circuits[0], names) == pytest.approx(marks_of(circuits[1], Names()), **CLOSE)
-    heads = [heads_that_mark(setup, count=6) for setup in setups]
-    marking = [made.marking.heads if made.marking else () for made in heads]
-    assert {renamed(str(head), names) for head in marking[0]} == set(map(str, marking[1]))
-    assert heads[0].every.left == pytest.approx(heads[1].every.left, **CLOSE)
-    assert heads[0].random == (None if heads[1].random is None else pytest.approx(heads[1].random, **CLOSE))
+    old, new = (
+        {
+            renamed(row.name, own) if row.name[0] == "L" else row.name: row.get("left")
+            for row in heads_that_mark(setup, count=6)
+        }
+        for setup, own in zip(setups, (names, Names()), strict=True)
+    )
+    assert old == pytest.approx(new, **CLOSE)
     patches = [ss.patch.on(setup, max_repeats=64, pieces=4, length=16) for setup in setups]
     assert {renamed(str(site), names) for site in patches[0].sites} == set(map(str, patches[1].sites))
     assert (patches[0].verdict, patches[0].reason) == (patches[1].verdict, patches[1].reason)
-    if patches[0].proof is not None:
-        assert patches[0].proof.along == pytest.approx(patches[1].proof.along, rel=1e-2, abs=5e-3)
+    for first, second in zip(patches[0].proof, patches[1].proof, strict=True):
+        for number, mean in first.numbers.items():
+            assert mean.by_text == pytest.approx(second.numbers[number].by_text, rel=1e-2, abs=5e-3)
     repeats = [ss.repeat.on(setup, max_repeats=32) for setup in setups]
     assert repeats[0].conclusion() == repeats[1].conclusion()
     attacks = [ss.attack.on(setup, n_tokens=24, sequences=4) for setup in setups]

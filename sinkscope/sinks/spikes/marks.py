@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from statistics import median
 
@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
 from sinkscope.results.row import Mean, Row
 from sinkscope.sinks.spikes.asked import Case, measure
@@ -92,37 +91,22 @@ def _heads(texts: SpikeTexts, reported: SpikeTexts, parts: Parts, seed: int) -> 
         return []
     heads = [Head(part.layer or 0, head) for head in range(target.n_heads)]
     without = texts.along([(head,) for head in heads])
-    every, marking = marking_heads(heads, without, texts.along)
-    if marking is None:
+    order, marking = marking_heads(heads, without, texts.along)
+    if not marking:
         return []
-    random = random_heads(marking.heads, every.heads, seed)
+    random = random_heads(marking, order, seed)
     left_by_random = float(reported.along(random).mean()) if random else None
-    marks = [_mark(reported, marking.heads, left_by_random, len(random))]
-    if len(marking.heads) > 1:
-        for head in every.heads[:MOST]:
+    marks = [_mark(reported, marking, left_by_random, len(random))]
+    if len(marking) > 1:
+        for head in order[:MOST]:
             if abs(float(without[heads.index(head)].mean())) <= REMAINS:
                 marks.append(_mark(reported, (head,), None, 0))
     return marks
 
 
-@dataclass(frozen=True)
-class Without:
-    """A set of heads, and what is left of a spike with all of them replaced.
-
-    Attributes:
-        heads: The heads.
-        left: What is left, mean over cases.
-        margin: Half of the 95 % interval over cases. None: fewer than three.
-    """
-
-    heads: tuple[Head, ...]
-    left: float
-    margin: float | None
-
-
 def marking_heads(
     heads: Sequence[Head], without: Float[Tensor, "head case"], judge: Judge
-) -> tuple[Without, Without | None]:
+) -> tuple[tuple[Head, ...], tuple[Head, ...]]:
     """Find the fewest heads that mark places, judged as one set over all cases.
 
     Args:
@@ -132,23 +116,18 @@ def marking_heads(
 
     Returns:
         All heads, first those that take most away alone and keep most without the others; and the fewest, in that
-        order, that together take nine tenths of what all take. None: without all, more than three quarters are left.
+        order, that together take nine tenths of what all take. None if without all more than three quarters are left.
     """
-
-    def first(count: int) -> Without:
-        left = judge([order[:count]])[0]
-        return Without(order[:count], float(left.mean()), margin_of(left.numpy()))
-
     only = judge([tuple(other for other in heads if other != head) for head in heads])
     order = tuple(heads[number] for number in (without - only).mean(1).argsort(stable=True).tolist())
-    every = first(len(order))
-    if every.left > REMAINS:
-        return every, None
-    too_few, marking = 0, every
-    while len(marking.heads) - too_few > 1:
-        tried = first((too_few + len(marking.heads)) // 2)
-        if 1 - tried.left >= ENOUGH * (1 - every.left):
-            marking = tried
+    every = float(judge([order]).mean())
+    if every > REMAINS:
+        return order, ()
+    too_few, enough = 0, len(order)
+    while enough - too_few > 1:
+        tried = (too_few + enough) // 2
+        if 1 - float(judge([order[:tried]]).mean()) >= ENOUGH * (1 - every):
+            enough = tried
         else:
-            too_few = len(tried.heads)
-    return every, marking
+            too_few = tried
+    return order, order[:enough]

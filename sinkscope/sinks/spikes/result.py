@@ -14,7 +14,6 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.row import Row, of_table, table_of, with_texts
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import said
-from sinkscope.sinks.spikes.first_marks import MarkingHeads
 from sinkscope.sinks.spikes.records import SpikeResult, part_of, span, title_of
 
 FIRST = "the first token"
@@ -128,13 +127,13 @@ class WhySink(FindSinks):
     """The circuit of each sink: what marks its place, what writes and needs its spike, who reads it, and what for.
 
     Attributes:
-        marking: The heads that mark the first token, over many tokens. None: it was not asked.
+        marking: The heads that mark the first token, over many tokens.
     """
 
     kind = "why-sink"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw_answers"
 
-    marking: MarkingHeads | None = None
+    marking: tuple[Row, ...] = ()
 
     @property
     def answered(self) -> SpikeResult | None:
@@ -151,7 +150,7 @@ class WhySink(FindSinks):
 
     def findings(self) -> list[Row]:
         """Return the same with the heads that mark the first token."""
-        return super().findings() + ([] if self.marking is None else self.marking.findings())
+        return [*super().findings(), *self.marking]
 
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
@@ -162,9 +161,8 @@ class WhySink(FindSinks):
 
     def cards(self) -> list[Card]:
         """Return the answers first: what makes the place, why heads read it, what attention to it is for."""
-        marking = None if self.marking is None else self.marking.card()
         answers = [card for spike in self.spikes for card in said.answer_cards(spike)]
-        return [*answers, *super().cards(), *([] if marking is None else [marking])]
+        return [*answers, *super().cards(), *said.marking_cards(self.marking)]
 
     def details(self) -> list[str]:
         """Return what marks the place, what the needed neurons do, and what the labels mean."""
@@ -173,6 +171,4 @@ class WhySink(FindSinks):
         lines = [super().conclusion(), *super().details()]
         if self.answered is not None and self.spike.table("marks"):
             lines.insert(0, said.marks_sentence(self.spike))
-        if self.marking is not None:
-            lines.append(self.marking.sentence())
         return lines

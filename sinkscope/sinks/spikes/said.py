@@ -49,6 +49,7 @@ SAID = {"its token": "carries {token}", "alone": "sees only itself", "id 0": "ha
 
 SHOWN = 3  # items that a label names
 PLACES = 2  # places that it names
+MARKING = 8  # rows of heads that mark the first token
 GAP = "   "  # between the items of a label
 
 LEFT = ("{left} of the spike", "{heads} head(s)")
@@ -292,6 +293,13 @@ def answer_cards(spike: SpikeResult) -> list[Card]:
         purpose = tuple((row.name, row.words(PURPOSE)) for row in rows)
         made.append(Card(f"What attention to it is for: {where}", purpose))
     return made
+
+
+def marking_cards(rows: Sequence[Row]) -> list[Card]:
+    """Return the card of the heads that mark the first token; none if no spike is known that they could mark."""
+    phrases = "{have} of {tried} tokens, each alone, have the spike", "{heads} head(s) replaced", "{left} left"
+    said = tuple((row.name, row.words(phrases)) for row in rows[:MARKING])
+    return [Card(f"Heads that mark the first token: spike of {rows[0].about}", said)] if rows else []
 
 
 def attention_card(rows: Sequence[Row]) -> Card:
