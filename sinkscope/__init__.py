@@ -4,7 +4,6 @@ Names are imported when first used, so that `import sinkscope` is instant and lo
 each of them lives, for Python and for type checkers; measurements of other packages are found by their entry points.
 """
 
-import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
@@ -40,12 +39,7 @@ def _measurements() -> Mapping[str, Any]:
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from sinkscope.results.console import NotebookBar
-
-        with NotebookBar() as bar:
-            if "torch" not in sys.modules:
-                bar("importing torch", 0, 0)
-            return _stated(name)
+        return _stated(name)
     if name in ROOMS:
         return import_module(f"sinkscope.{name}")
     if not name.startswith("_") and name in _measurements():

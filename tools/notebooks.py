@@ -32,6 +32,7 @@ from sinkscope.files.output import write_atomic
 
 FOLDER = Path(__file__).parents[1] / "docs/notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
+WIDGET = "application/vnd.jupyter.widget-view+json"
 FOLDED = {"jupyter": {"source_hidden": True}, "tags": ["checks"]}  # of the last cell, which holds the checks
 LARGEST = 300_000  # bytes of a notebook
 MODEL = 'MODEL = None  # or "../../real/smollm2-135m.gguf"'
@@ -69,7 +70,7 @@ def executed(path: Path) -> Any:
         cell.metadata = {}
         if cell.cell_type == "code":
             kept = [output for output in cell.outputs if output.get("name") != "stderr"]
-            kept = [output for output in kept if output.get("metadata", {}).get("sinkscope") != "progress"]
+            kept = [output for output in kept if WIDGET not in output.get("data", {})]  # progress
             cell.outputs = [_stored(output) for output in kept]
     notebook.cells[-1].metadata = FOLDED
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

@@ -19,7 +19,7 @@ from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
 from sinkscope.models.modes import evaluating
-from sinkscope.results.console import NotebookBar
+from sinkscope.results.console import ProgressBar
 from sinkscope.results.result import Result
 
 P = ParamSpec("P")
@@ -98,7 +98,7 @@ class Measurement(Generic[P, R]):
         edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
         shared = {name: arguments[name] for name in SETUP_PARAMETERS if name in self._shared and name in arguments}
         own = {name: arguments[name] for name in self._own if name in arguments}
-        with NotebookBar() as bar:
+        with ProgressBar() as bar:
             if shared.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
                 shared["progress"] = bar

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import suppress
-from html import escape
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any, ClassVar
@@ -15,106 +13,65 @@ from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
-
-BETWEEN = 0.5
-"""Seconds between what a notebook shows of progress."""
-
 ERASE = "\r\x1b[K"
 """Makes a terminal erase the line."""
+COUNTED, WAITED = "{desc} {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}", "{desc} {elapsed}"
+"""What a bar shows of a stage, and of one without an end that is known."""
 
 
 class ProgressBar:
-    """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
+    """A bar with the time elapsed and left, where a terminal or a notebook shows it; elsewhere it shows nothing.
 
     It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
     and must end before anything but a note is printed, because it is painted over what stands in its line.
-    Bars of other libraries, such as a download's, take turns with it.
     """
 
-    shown: ClassVar[bool] = False
-    """Whether one stands on the screen."""
+    shown: ClassVar[Any] = None
+    """The one that stands on the screen."""
 
     def __init__(self) -> None:
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        terminal = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "dumb")
+        self._live = terminal or type(shell).__name__ == "ZMQInteractiveShell"
         self._bar: Any = None
-        self._task: Any = None
-        self._live = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "dumb")
+        self._stage = ("", 0)
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
-        if self._live:
-            if self._bar is None:
-                self._make(stage)
-            count = f"{done}/{total}" if total else ""
-            bar: Any = self._bar
-            bar.update(self._task, description=visible(stage), completed=done, total=total or None, count=count)
+        if not self._live:
+            return
+        if self._bar is None or self._stage != (stage, total):
+            from tqdm.auto import tqdm
 
-    def _make(self, stage: str) -> None:
-        from rich import progress as rich
-        from rich.console import Console
+            self._close()
+            self._stage = stage, total
+            form = COUNTED if total else WAITED
+            options: Any = {
+                "desc": visible(stage),
+                "total": total or None,
+                "initial": done,
+                "bar_format": form,
+                "leave": False,
+                "disable": False,
+            }
+            self._bar = ProgressBar.shown = tqdm(**options, mininterval=0.5, dynamic_ncols=True, file=sys.stderr)
+        self._bar.update(done - self._bar.n)
 
-        self._bar = rich.Progress(
-            rich.TextColumn("{task.description}", markup=False),
-            rich.BarColumn(),
-            rich.TextColumn("{task.fields[count]}", markup=False),
-            rich.TimeElapsedColumn(),
-            rich.TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            refresh_per_second=2,
-        )
-        ProgressBar.shown = True
-        self._task = self._bar.add_task(visible(stage), total=None, count="")
-        self._bar.start()
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = ProgressBar.shown = None
 
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""
-        if self._live and self._bar is not None:
-            self._bar.stop()
-            ProgressBar.shown = False
+        self._close()
         self._live = False
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-
-class NotebookBar:
-    """What a measurement does, in the output of a notebook's cell; outside of notebooks it shows nothing.
-
-    It is called like `ProgressBar`, appears with the first call, and is empty at the end.
-    """
-
-    def __init__(self) -> None:
-        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-        self._live = type(shell).__name__ == "ZMQInteractiveShell"
-        self._handle: Any = None
-        self._shown = 0.0
-
-    def __enter__(self) -> NotebookBar:
-        return self
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done, at most twice a second; of a `total` of 0 only the stage is shown."""
-        if self._live and time.monotonic() - self._shown >= BETWEEN:
-            count = f" {done}/{total} <progress value='{done}' max='{total}'></progress>" if total else ""
-            self._show(f"<small>{escape(visible(stage))}{count}</small>")
-            self._shown = time.monotonic()
-
-    def _show(self, html: str) -> None:
-        from IPython.display import HTML, display  # there is one, else nothing is live
-
-        if self._handle is None:
-            self._handle = display(HTML(html), display_id=True, metadata={"sinkscope": "progress"})
-        else:
-            self._handle.update(HTML(html), metadata={"sinkscope": "progress"})
-
-    def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            self._show("")
 
 
 def end_bar(progress: Any) -> None:
@@ -144,8 +101,10 @@ def wrapped(text: str, stream: Any) -> str:
 def note(message: str) -> None:
     """Print a line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
-        erased = ERASE if ProgressBar.shown else ""
-        print(erased + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        bar = ProgressBar.shown
+        print((ERASE if bar is not None else "") + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        if bar is not None:
+            bar.refresh()
     except (OSError, ValueError):
         drop(sys.stderr)
 

@@ -49,8 +49,6 @@ repeat = measures(
         Several(["--tokens"], spaces=True, metavar="A,B,...|all"),
         click.Option(["--prefix"]),
         click.Option(["--max-repeats"], type=int),
-        click.Option(["--sample"], type=int),
-        click.Option(["--resume"], metavar="DIR"),
     ],
 )
 
