@@ -25,7 +25,7 @@ def draw(file: Path, figure: Callable[[Row], Any]) -> None:
 
 def write_png(figure: Any, path: Path) -> None:
     """Write a picture of a figure, in its own size."""
-    write_atomic(path, figure.to_image(format="png"))
+    write_atomic(path, figure.to_image(format="png", width=figure.layout.meta["width"], scale=2))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -26,7 +26,7 @@ from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
 from sinkscope.measure.margin import Interval, in_points, known_numbers, mean_known
 from sinkscope.results.result import Result
 from sinkscope.results.row import Kind, Mean, Row, row_beside
-from sinkscope.results.tables import MOST_ROWS, Grid, Table, constant_last, strings
+from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 HEADS = {"read": "tokens_read", "cells": "attention_computed"}
 """Heads of columns whose names in records are shorter."""
@@ -139,7 +139,7 @@ class BenchTable(Result):
             columns = {HEADS.get(name, name): cells for name, cells in strings(rows, percent).items()}
             shown = ("method", main, "low", "high", "difference", "from", "to", *self.differs())
             sets = ["set"] if len({*columns["set"]}) > 1 else []
-            grids.append(Grid(constant_last(columns), important=(*sets, *shown)))
+            grids.append(Grid(columns, important=(*sets, *shown)))
         return grids
 
     def lead(self, group: BenchGroup) -> tuple[BenchGroup, Interval | None]:

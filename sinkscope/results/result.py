@@ -173,25 +173,18 @@ class Result(Envelope):
 
     # How it looks
 
-    def figure(self, panel: str | None = None) -> Any:
+    def figure(self) -> Any:
         """Return the result as a plotly figure, as wide as its frame.
 
-        Args:
-            panel: The number of one of its panels, or a word of its title: this one alone. None: all.
-
         Raises:
-            SinkscopeError: Results of this kind have no figure, or it has no such panel.
+            SinkscopeError: Results of this kind have no figure.
         """
         draw = type(self).drawing
         if isinstance(draw, str):
             draw = resolve_name(draw)
         if draw is None:
             raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
-        if panel is None:
-            return draw(self)
-        from sinkscope.results.style import panel_of  # plotly is slow to load
-
-        return panel_of(draw(self), panel)
+        return draw(self)
 
     def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
         """Return cards and tables, then the details, and the conclusion last, where a terminal shows it.
@@ -233,10 +226,10 @@ class Result(Envelope):
         A subclass adds to its pages by extending this, as in
 
             section = super().section(file)
-            return replace(section, html=section.html + plot(self.figure(panel="heads")))
+            return replace(section, html=section.html + plot(self.figure()))
 
         with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`; `escape` of markupsafe escapes other
-        words. A panel is named by its number or by a word of its title.
+        words.
 
         Args:
             file: Displayed name of its file. Empty: the model's name is displayed.

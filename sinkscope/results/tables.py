@@ -6,7 +6,7 @@ import inspect
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from itertools import product
 from textwrap import fill
 from typing import Any, Literal, get_args, get_type_hints
@@ -31,21 +31,14 @@ class Grid:
 
     Attributes:
         columns: The cells of each column, by its name.
-        title: Title above the table.
-        note: Note below the table.
         important: Names of the columns that are shown first; their cells take several lines where they must.
     """
 
     columns: Mapping[str, Sequence[str]]
-    title: str = ""
-    note: str = ""
     important: Sequence[str] = ()
 
-    def narrow(self, width: int | None) -> Grid:
-        """Return the table with the important columns and others that fit, and a note that names the rest.
-
-        None as the width keeps all columns.
-        """
+    def fitting(self, width: int | None) -> dict[str, Sequence[str]]:
+        """Return the important columns and others that fit a line; None as the width keeps all."""
         shown: dict[str, Sequence[str]] = {}
         end = -BETWEEN
         for name in dict.fromkeys([*self.important, *self.columns]):
@@ -53,42 +46,36 @@ class Grid:
                 end += BETWEEN + _width(name, self.columns[name])
                 if width is None or end <= width or name in self.important or not shown:
                     shown[name] = self.columns[name]
-        note = self.note
-        left_out = ", ".join(_words(name) for name in self.columns if name not in shown)
-        if left_out:
-            note += f"\nNot shown: {left_out} (--csv FILE writes all columns)."
-        return replace(self, columns=shown, note=note.strip())
+        return shown
 
     def notes(self, rows: int = MOST_ROWS) -> list[str]:
-        """Return the lines below the table when at most `rows` of its rows are shown."""
-        notes = self.note.splitlines()
+        """Return the line below the table when at most `rows` of its rows are shown."""
         every = max(map(len, self.columns.values()), default=0)
-        if rows < every:
-            notes.append(f"{rows} of {every} rows are shown (--csv FILE writes them all).")
-        return notes
+        return [f"{rows} of {every} rows are shown (--csv FILE writes them all)."] if rows < every else []
 
     def text(self, width: int | None = None, rows: int = MOST_ROWS) -> str:
-        """Return title, columns that fit, and note; a head may take several lines, and numbers stand right.
+        """Return the columns that fit, and notes; a head may take several lines, and numbers stand right.
 
         Args:
-            width: Characters of a line. None: every column is shown, and the note is not broken.
+            width: Characters of a line. None: every column is shown, and the notes are not broken.
             rows: Rows that are shown at most.
         """
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        shown, printed = self.narrow(width), io.StringIO()
+        shown, printed, notes = Grid(self.fitting(width)), io.StringIO(), self.notes(rows)
         table = RichTable(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style="")
         for (name, cells), side in zip(shown.columns.items(), shown.sides(), strict=True):
             table.add_column(_words(name), justify=side, overflow="fold", max_width=_width(name, cells))
         for row in shown.rows(rows):
             table.add_row(*row)
         options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}
-        console = Console(file=printed, width=width or WIDEST, **options)
-        console.print(table)
-        lines = [self.title, *printed.getvalue().splitlines()]
-        for note in shown.notes(rows):
-            lines.append(note if width is None else fill(note, width))
+        Console(file=printed, width=width or WIDEST, **options).print(table)
+        left_out = ", ".join(_words(name) for name in self.columns if name not in shown.columns)
+        if left_out:
+            notes.insert(0, f"Not shown: {left_out} (--csv FILE writes all columns).")
+        lines = printed.getvalue().splitlines()
+        lines += notes if width is None else [fill(note, width) for note in notes]
         return "\n".join(filter(None, map(str.rstrip, lines)))
 
     def rows(self, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
@@ -97,7 +84,7 @@ class Grid:
 
     def sides(self) -> list[Literal["left", "right"]]:
         """Return on which side the cells of each column stand: numbers right, words left."""
-        return ["right" if _are_numbers(cells) else "left" for cells in self.columns.values()]
+        return ["right" if all(map(_NUMBER.fullmatch, cells)) else "left" for cells in self.columns.values()]
 
 
 def _width(name: str, cells: Sequence[str]) -> int:
@@ -105,11 +92,6 @@ def _width(name: str, cells: Sequence[str]) -> int:
     from rich.cells import cell_len  # some characters take two places
 
     return max(map(cell_len, [*name.split("_"), *cells]))
-
-
-def _are_numbers(cells: Sequence[str]) -> bool:
-    """Whether every cell of a column is a number, a share, yes or no, or empty."""
-    return all(map(_NUMBER.fullmatch, cells))
 
 
 def _words(name: str) -> str:
@@ -155,11 +137,6 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
         if values.count(None) < len(values):
             shown[name] = [cell(value, percent=name in percent) for value in values]
     return shown
-
-
-def constant_last(columns: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-    """Return columns with those last that say the same in all of several rows."""
-    return dict(sorted(columns.items(), key=lambda column: len(column[1]) > 1 and len({*column[1]}) == 1))
 
 
 def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:

@@ -27,6 +27,7 @@ from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
 from sinkscope.results.console import WIDTH
 from sinkscope.results.result import FEW_ROWS, Result
+from sinkscope.results.tables import Grid
 
 pytestmark = pytest.mark.few_texts
 
@@ -102,7 +103,7 @@ def test_it_is_shown_with_its_conclusion(name, measured):
 @EVERY
 def test_its_table_fits_80_columns_and_is_explained(name, measured):
     result = measured(name)
-    grids = [grid.narrow(WIDTH) for grid in result.grids()]
+    grids = [Grid(grid.fitting(WIDTH)) for grid in result.grids()]
     for grid in grids:
         assert max(map(len, grid.text(WIDTH).split("\n"))) <= 80
     few = result.text(brief=True)

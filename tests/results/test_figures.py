@@ -1,9 +1,8 @@
-"""Figures: as wide as their frame, one panel alone, and bars of rows."""
+"""Figures: as wide as their frame, and bars of rows."""
 
 from __future__ import annotations
 
 import pytest
-from refusals import refused
 from repository import FIGURES
 from sample_results import sample_find_sinks, with_rows
 
@@ -18,20 +17,6 @@ from sinkscope.sinks.spikes.result import WhySink
 def test_a_figure_is_as_wide_as_its_frame(name):
     layout = Result.load(FIGURES / f"{name}.json").figure().layout
     assert layout.width is None and layout.height >= 300
-
-
-def test_one_panel_stands_alone():
-    found = sample_find_sinks()
-    whole, heads = found.figure(), found.figure(panel="heads that")
-    bars = [trace for trace in whole.data if trace.xaxis == "x4"]
-    assert [trace.y for trace in heads.data] == [trace.y for trace in bars] and len(bars) == 2
-    assert heads.layout.title.text == "Heads that attend to the place of each spike"
-    assert heads.layout.xaxis.domain == (0, 1) and heads.layout.yaxis.title.text == "heads"
-    norms = found.figure(panel="1")
-    assert [trace.name for trace in norms.data] == ["the first token, median", "later tokens, median"]
-    assert len(norms.layout.shapes) == 1 and norms.layout.shapes[0].xref == "x"
-    with refused("panel='zebra'.*Norm of the residual stream"):
-        found.figure(panel="zebra")
 
 
 def test_answers_are_bars_of_rows_with_their_controls_in_grey():

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -62,21 +62,21 @@ def _columns(rows: list[list[str]]) -> dict[str, list[str]]:
 def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
     columns = _columns([[f"{i}{j:07}" for j in range(13)] for i in range(3)])
     grid = Grid(columns, important=["column_l", "column_b"])
-    text = grid.narrow(80).text(80)
+    text = grid.text(80)
     assert text.splitlines()[0].split()[:4] == ["column", "l", "column", "b"]
     assert max(map(len, text.splitlines())) <= 80 and "column j" in text and "--csv FILE" in text
-    plain = Grid(columns).narrow(80)
-    assert list(plain.columns) == WORDS[:8] and plain.note.startswith("Not shown: column i, column j, column k")
-    assert grid.narrow(None).columns == columns
+    plain = Grid(columns)
+    assert list(plain.fitting(80)) == WORDS[:8] and "Not shown: column i, column j, column k" in plain.text(80)
+    assert grid.fitting(None) == columns
 
 
 @given(st.lists(st.lists(st.text("ab _\u65e5", max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))
 def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     from rich.cells import cell_len
 
-    shown = Grid(_columns(rows)).narrow(80)
-    assert all(cell_len(line) <= 80 for line in replace(shown, note="").text(80).splitlines())
-    assert shown.columns.items() <= _columns(rows).items()
+    shown = Grid(_columns(rows)).fitting(80)
+    assert all(cell_len(line) <= 80 for line in Grid(shown).text(80).splitlines())
+    assert shown.items() <= _columns(rows).items()
 
 
 def test_a_result_explains_its_columns_from_its_docstrings():
@@ -117,12 +117,12 @@ def test_what_is_no_neuron_is_refused(text):
 
 
 def test_a_table_says_how_many_rows_of_all_it_shows():
-    grid = Grid({"neuron": ["a"] * 99, "drop": ["99.0%"] * 99}, note="Seen.")
+    grid = Grid({"neuron": ["a"] * 99, "drop": ["99.0%"] * 99})
     assert grid.text(80, rows=1).splitlines()[1:] == ["a       99.0%", *grid.notes(1)]
-    assert grid.notes() == ["Seen.", "64 of 99 rows are shown (--csv FILE writes them all)."]
-    assert grid.notes(99) == ["Seen."]
+    assert grid.notes() == ["64 of 99 rows are shown (--csv FILE writes them all)."]
+    assert grid.notes(99) == []
     page = Tabled(parts=(Row(1, None, 338, 0.5, 1.0),) * 99).fragment()
-    assert page.count("<tr>") == 65 and grid.notes()[1] in page
+    assert page.count("<tr>") == 65 and grid.notes()[0] in page
 
 
 def test_a_table_is_text_in_a_notebook_too(monkeypatch):
