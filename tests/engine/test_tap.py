@@ -13,6 +13,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
+from sinkscope.opening.structure import structure_of
 from sinkscope.sparse.lines import scores_of
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
@@ -54,3 +55,12 @@ def test_exits_in_any_order_restore_the_models_attention():
     assert model.config._attn_implementation == stock.NAME and stock.stock_of(model.config).kind == "sdpa"
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
+
+
+def test_a_block_replaces_nothing_that_a_model_is_made_of():
+    """Else it would be proved again, on the model that another thread runs."""
+    model = model_of("llama")
+    layers = target_of(model).layers
+    before = structure_of(model, layers)
+    with StreamingLLM(budget=6).on(model):
+        assert structure_of(model, layers) == before
