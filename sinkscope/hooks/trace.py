@@ -109,7 +109,7 @@ Pattern = str | Callable[[str], bool]
 def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]:
     """Return sites that are meant by one or several patterns, in the order of the forward pass.
 
-    A pattern takes the layers that have the site: in hybrid models, not all have attention.
+    A pattern takes the sites that there are: in hybrid models, not all layers have attention.
 
     Raises:
         SinkscopeError: A pattern matches nothing; the message shows names that exist.
@@ -129,17 +129,16 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
             raise SinkscopeError(
                 f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
             )
-        absent, there = dict[str, NoSiteError](), set[str]()  # by the last part of their names
+        absent: NoSiteError | None = None
+        is_there = False
         for name in matches:
-            part = name.split(".", 2)[-1]
             try:
                 chosen[name] = _site(target, name)
-                there.add(part)
+                is_there = True
             except NoSiteError as error:
-                absent.setdefault(part, error)
-        for part, error in absent.items():
-            if part not in there:
-                raise error
+                absent = error
+        if absent is not None and not is_there:
+            raise absent
     return [chosen[name] for name in names if name in chosen]
 
 

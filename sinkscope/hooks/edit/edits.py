@@ -176,34 +176,34 @@ class NeuronEdit(PlacedEdit):
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""
-        old = values.old
         index = values.index
         of = values.of
-        original = values.keep("first", index == 0)
-        changed = new = self.new_values(values)
-        size = _norm if isinstance(of, Head) else torch.abs
-        first = size(original.detach().nan_to_num(0))
-        moves = size((new - old).detach())
-        fires = None if self.FIRES is None else moves > self.FIRES * first
-        if isinstance(of, Head):
-            old = _norm(old)
-            new = _norm(new)
+        changed = self.new_values(values)
+        old = values.old.detach()
+        new = changed.detach()
+        moves = (new - old).abs()
+        fired: Tensor | None = None
+        if self.FIRES is not None:
+            first = values.keep("first", index == 0).detach()
+            fired = moves > self.FIRES * first.nan_to_num(0).abs()
+        if isinstance(of, Head):  # a head has one size, its norm
+            old = torch.linalg.vector_norm(old, dim=-1, keepdim=True)
+            new = torch.linalg.vector_norm(new, dim=-1, keepdim=True)
+            moves = moves.amax(-1, keepdim=True)
         moved = (moves > 0) & (index >= 0)[..., None]
         step = values.step.number
-        before = old.detach()
-        after = new.detach()
 
         def events() -> list[Event]:
             """Return an event for each neuron, or head, that was moved at a token."""
             positions = index.tolist()
             acts: list[Event] = []
-            fired = moved[moved] if fires is None else fires[moved]
-            numbers = moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), fired.tolist()
-            for (row, token, number), was, became, large in zip(*numbers, strict=True):
+            large = [] if fired is None else fired[moved].tolist()
+            places = zip(moved.nonzero().tolist(), old[moved].tolist(), new[moved].tolist(), strict=True)
+            for count, ((row, token, number), was, became) in enumerate(places):
                 data = {"old": was, "new": became}
                 head = None
-                if fires is not None:
-                    data["fired"] = large
+                if fired is not None:
+                    data["fired"] = large[count]
                 if isinstance(of, Head):
                     head = of.head
                 else:
@@ -342,11 +342,6 @@ class Ablate(NeuronEdit):
         mean = torch.where(earlier.isnan(), mean, earlier)
         known[key] = mean.detach()  # for later calls
         return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
-
-
-def _norm(values: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
-    """The norm of a head's output, as its one size."""
-    return torch.linalg.vector_norm(values, dim=-1, keepdim=True)
 
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
