@@ -205,11 +205,10 @@ def test_why_heads_read_the_first_token_of_smollm2(smollm2, setup_of_smollm2):
     made = plain_constancy.plain(model, ids, alone)[0][:, rows, at]
     has = own.along(made[own.peak + 1]) >= 0.5
     assert after == layers[0]
-    by_layer = of_table(found, "state by layer").values()
-    for number, read in (("place", made), ("ordinary", states[:, rows, at])):
-        said = [row.get(number) for row in by_layer]
+    state = of_table(found, "constant")["state"]
+    for number, read in (("after", made), ("ordinary_after", states[:, rows, at])):
         between = plain_constancy.cosine_between(read[:, has])
-        torch.testing.assert_close(torch.tensor(said[:29]), between[:29], atol=1e-3, rtol=0)
+        assert state.get(number) == pytest.approx(float(between[after]), abs=1e-3)
     heads = {layer: given[layer] for layer in layers}
     of_value, of_score = plain_constancy.in_heads(model, scores, values, heads, at, LAST)
     assert len(of_value[0]) == count > 100

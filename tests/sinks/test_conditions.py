@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 from attack_kit import measured_spikes
-from raw_kit import blocks, part
 from test_spikes import bundled  # noqa: F401  (a fixture)
 
-from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import conditions_of
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.records import necessary, sufficient
@@ -21,9 +19,6 @@ def test_another_seed_draws_other_positions_and_says_the_same(bundled):  # noqa:
     first, second = (conditions_of([spike], seed)[0] for seed in (0, 1))
     assert first != second
     assert sufficient(first) == sufficient(second) == necessary(first) == necessary(second) == ("alone",)
-    last = of_table(first, "conditions")["alone suffices"].get("last_layer")
-    assert last < spike.peak + 1, "in these, seeing only itself suffices"
-    assert part(blocks(bundled.target.hf)[0], "self_attn")  # it attends in every layer
 
 
 def test_of_a_place_that_is_not_the_first_token_it_is_said_that_it_is_not_asked():

@@ -13,7 +13,7 @@ from torch import nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.opening.load import open_target
 from sinkscope.results.row import of_table
-from sinkscope.sinks.spikes.asked import BEGIN, SEEN, Case, conditions_of, measure, ordinary_positions, purpose_of
+from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, Case, conditions_of, measure, ordinary_positions, purpose_of
 from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
@@ -84,7 +84,7 @@ def test_conditions_are_those_of_the_model_alone(kind):
     assert ("place, 32 later" in left) == (kind != "few learned positions")
     if not learned:
         assert left["place, 32 later"] == pytest.approx(1, abs=1e-4)  # no other position is nearer
-    for count in SEEN[:3]:  # within all windows
+    for count in (1, BEFORE):  # within all windows
         before = torch.cat([ids[:, LENGTH - count :], ids[:, :1]], 1)
         causal = torch.zeros(8, 1, count + 1, count + 1).masked_fill(
             torch.ones(count + 1, count + 1, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min

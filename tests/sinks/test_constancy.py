@@ -42,11 +42,12 @@ def test_states_are_those_of_plain_masks(bundled, spike, found):  # noqa: F811
     states = plain(bundled.target.hf, ids, alone)[0][:, rows, at]
     has = spike.along(states[spike.peak + 1]) >= 0.5
     assert int(has.sum()) < TEXTS  # some do not become such a place, and are left out
-    layers = of_table(found, "state by layer").values()
-    for mask, number in ((alone, "place"), (causal, "ordinary")):
-        said = [row.get(number) for row in layers]
+    row = of_table(found, "constant")["state"]
+    _, after, before = map(int, re.findall(r"\d+", row.note))
+    for mask, number in ((alone, ""), (causal, "ordinary_")):
         between = cosine_between(plain(bundled.target.hf, ids, mask)[0][:, rows, at][:, has])
-        torch.testing.assert_close(torch.tensor(said[:-1]), between[: len(said) - 1], atol=1e-4, rtol=1e-4)
+        assert row.get(f"{number}before") == pytest.approx(float(between[before]), abs=1e-4)
+        assert row.get(f"{number}after") == pytest.approx(float(between[after]), abs=1e-4)
 
 
 def test_values_and_scores_are_those_of_plain_attention(bundled, spike, found):  # noqa: F811

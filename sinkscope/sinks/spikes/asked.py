@@ -34,7 +34,7 @@ from sinkscope.sinks.spikes.places import at_position
 from sinkscope.sinks.spikes.records import AS_IT_IS, CAUSES, NO_EQUAL, ONE_OTHER, PURPOSE_CONTROLS, TAKEN, TAKEN_SIGHT
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.thresholds import HALF, READS
+from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import TokenRows
 
 FEW, ALONE = 8, 4  # texts of controls and of removals everywhere; texts of units that are removed alone
@@ -42,8 +42,7 @@ UNITS = 8  # units that are removed alone
 TEXTS = 8  # texts of conditions and purpose, two of each kind
 FIRST, LAST = 16, 40  # ordinary positions are drawn from these on, up to here
 SHIFT = 32  # by which the start is shifted
-SEEN = (1, 2, 4, 8)  # other tokens that an ordinary position, or the place, sees beside itself
-BEFORE = 4  # of these, beside which heads are read
+BEFORE = 4  # tokens that the place sees before itself
 DRAWS = 4  # positions of each text that see one other token: it matters much which both are
 BEGIN = 16  # tokens from here on are read for the purpose: all come after the keys that are hidden
 CHANGED = 12  # the token that is another one, to see how far this spreads
@@ -140,38 +139,16 @@ def measure(
         other = read(replace(batch, ids=changed[rows], texts=None), states=True, since=since).states
         spread = (seen.states - other).norm(dim=-1) / seen.states.norm(dim=-1)
         numbers["spread"] = mean_of(spread.mean(1), "share")
-    if like is not None:
-        numbers |= {"sets": len(case.sets), "reached": reached(like, left, rise, rows, edit_of)}
+    if like is not None:  # sets that raise the loss as much in the same texts, or leave as little of the spike
+        what, sign, own = ("loss", 1, rise) if "loss" in like.numbers else ("left", -1, left)
+        known, reached = sign * torch.tensor(like.numbers[what].by_text), 0
+        for number in range(len(case.sets)):
+            some = edit_of == number
+            reached += bool(sign * own[some].mean() >= known[rows[some]].mean())
+        numbers |= {"sets": len(case.sets), "reached": reached}
         numbers["size"] = Mean(float(np.mean([len(parts) for parts in case.sets])), kind="count")
         numbers["norm"] = None if case.norm is None else Mean(case.norm, kind="share")
     return row_of(case.table, case.name, case.note, **numbers)
-
-
-def reached(
-    like: Row,
-    left: Float[Tensor, " row"],
-    rise: Float[Tensor, " row"],
-    rows: Int[Tensor, " row"],
-    set_of: Int[Tensor, " row"],
-) -> int:
-    """Count sets that raise the loss as much as the needed set does in the same texts, or leave as little of the spike.
-
-    Args:
-        like: What the needed set does.
-        left: What is left of the spike in each row.
-        rise: How the loss rises in it.
-        rows: Number of its text.
-        set_of: Number of its set.
-    """
-    own, known, count = rise, torch.tensor(like.numbers["left"].by_text), 0
-    if "loss" in like.numbers:
-        known = torch.tensor(like.numbers["loss"].by_text)
-    else:
-        own, known = -left, -known
-    for number in set_of.unique().tolist():
-        of_set = set_of == number
-        count += bool(own[of_set].mean() >= known[rows[of_set]].mean())
-    return count
 
 
 # --- effects ---
@@ -377,12 +354,6 @@ def with_causes(batch: Batch, causes: Sequence[str]) -> Batch:
     return with_position(batch, batch.ids[:, 0] if token else None, nothing if alone else None, start)
 
 
-def nearest_others(batch: Batch, count: int) -> Bool[Tensor, "row key"]:
-    """Mark the nearest tokens before the position of each row."""
-    at, key = batch.places[0].int().argmax(1)[:, None], torch.arange(batch.ids.shape[1])
-    return (key < at) & (key >= at - count)
-
-
 @torch.no_grad()
 def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
     """Ask what makes a position the place of spikes of the first token, of each; empty if the texts are too short.
@@ -399,14 +370,20 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
     at = torch.randint(FIRST, ids.shape[1], (len(ids),), generator=generator)
     token = ids.roll(1, 0)[torch.arange(len(ids)), at]
     first = at_positions(spikes, ids, torch.zeros(len(ids), dtype=torch.long))
-    cases = with_heads(ordinary, first, token)
+    takes, later = takes_positions(target), torch.arange(ids.shape[1]).expand_as(ids) + SHIFT
+    cases: dict[str, Batch] = {}
+    for has in product((False, True), repeat=3):
+        causes = [cause for cause, there in zip(CAUSES, has, strict=True) if there]
+        if takes or not has[2]:
+            cases[", ".join(causes) or AS_IT_IS] = with_causes(ordinary, causes)
+    cases[TAKEN["its token"]] = with_position(first, token)
+    cases[TAKEN["alone"]] = place_sees(first, BEFORE)
+    if takes and int(later.max()) < (target.max_positions or int(later.max()) + 1):
+        cases[TAKEN["id 0"]] = replace(first, positions=later)
     read_heads = {*cases}
     cases["random token, alone"] = with_causes(with_position(ordinary, token), ["alone"])
     cases[ONE_OTHER] = one_other_drawn(spikes, survey.ids, seed)
-    for count in SEEN:
-        cases[f"sees {count} nearest"] = with_position(ordinary, sees=nearest_others(ordinary, count))
-    for count in SEEN:
-        cases.setdefault(TAKEN_SIGHT.format(count), place_sees(first, count))
+    cases[TAKEN_SIGHT.format(1)] = place_sees(first, 1)
     for name, batch in cases.items():
         layers, texts = target.attending, len(survey.ids) if name == ONE_OTHER else len(ids)
         if name not in read_heads:
@@ -416,43 +393,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
             left = mean_of(seen.along[:, number].reshape(-1, texts).mean(0), "share")
             received = seen.attention[:, [*spike.reading_layers]].permute(1, 2, 0)
             rows.append(row_of("conditions", name, left=left, heads=count_readers(received) if layers else None))
-    for spike, rows in zip(spikes, by_spike, strict=True):
-        if of_table(rows, "conditions")["alone"].get("left") >= HALF:
-            rows.append(row_of("conditions", "alone suffices", last_layer=first_layers(spike, ordinary)))
     return by_spike
-
-
-def with_heads(ordinary: Batch, first: Batch, token: Int[Tensor, " row"]) -> dict[str, Batch]:
-    """Return the cases whose heads are read: all combinations of causes, and each taken away at the place.
-
-    Args:
-        ordinary: Rows with an ordinary position.
-        first: The same with the place.
-        token: Tokens that the place may have instead of its own.
-    """
-    cases, takes = dict[str, Batch](), takes_positions(ordinary.target)
-    for has in product((False, True), repeat=3):
-        causes = [cause for cause, there in zip(CAUSES, has, strict=True) if there]
-        if takes or not has[2]:
-            cases[", ".join(causes) or AS_IT_IS] = with_causes(ordinary, causes)
-    cases[TAKEN["its token"]] = with_position(first, token)
-    cases[TAKEN["alone"]] = place_sees(first, BEFORE)
-    later = torch.arange(first.ids.shape[1]).expand_as(first.ids) + SHIFT
-    if takes and int(later.max()) < (ordinary.target.max_positions or int(later.max()) + 1):
-        cases[TAKEN["id 0"]] = replace(first, positions=later)
-    return cases
-
-
-def first_layers(spike: Spike, ordinary: Batch) -> int:
-    """Return the last of the first layers in which seeing only itself gives half of the spike, by halving."""
-    low, high, alone = 0, spike.peak + 1, with_causes(ordinary, ["alone"])
-    alone = replace(alone, spikes=(spike,), places=alone.places[:1])
-    alone = alone.until_place()
-    while high - low > 1:
-        middle = (low + high) // 2
-        share = float(read(replace(alone, layers=range(middle))).along.mean())
-        low, high = (low, middle) if share >= HALF else (middle, high)
-    return high - 1
 
 
 def one_other_drawn(spikes: Sequence[Spike], ids: TokenRows, seed: int) -> Batch:

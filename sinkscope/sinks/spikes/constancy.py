@@ -120,8 +120,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[str], seed: int
         seed: Seed of the ordinary positions.
 
     Returns:
-        Rows of the tables "constant" and "state by layer"; none where no head reads the place, or no other position
-        becomes one.
+        Rows of the table "constant"; none where no head reads the place, or no other position becomes one.
     """
     target = spike.survey.target
     earlier, reading = [layer for layer in target.attending if layer <= begins], reading_heads(spike)
@@ -145,8 +144,6 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[str], seed: int
     for name, by_layer in {"value": keys.values, "score": keys.common}.items():
         before, behind = over_heads(by_layer, {first: every}), over_heads(by_layer, reading)
         rows.append(constant_of(name, torch.stack([before, behind])))
-    for layer, cosine in enumerate(zip(place.mean(1).tolist(), ordinary_place.mean(1).tolist(), strict=True)):
-        rows.append(row_of("state by layer", f"layer {layer}", place=cosine[0], ordinary=cosine[1]))
     return rows
 
 

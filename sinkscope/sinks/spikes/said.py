@@ -279,7 +279,7 @@ def listed(rows: Iterable[Row], phrases: Sequence[str], start: str = "", *, note
 def answer_cards(spike: SpikeResult) -> list[Card]:
     """Return what makes a position the sink, why heads read it, and what attention to it is for, if this was asked."""
     where, made = f"{spike.place.words}, {run(*spike.layers)}", list[Card]()
-    asked = {name: row.words((*LEFT, "up to layer {last_layer}")) for name, row in spike.table("conditions").items()}
+    asked = {name: row.words(LEFT) for name, row in spike.table("conditions").items()}
     if asked:
         for label, causes in (("sufficient", sufficient(spike.rows)), ("necessary", necessary(spike.rows))):
             words = [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
