@@ -17,18 +17,22 @@ from kv_kit import masks_of_run, worth
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.testing import assert_close
+from transformers import DynamicCache
 
 from sinkscope.conformance.masked import attending, positions_of
 
 
 @dataclass
 class Seen:
-    """A layer when a policy chooses: `probs` [row kv_head group query key], `held` [row kv_head key], `real` [row key].
+    """A layer when a policy chooses: `probs` [row kv_head group query key], `keys` [row kv_head key d_head].
+
+    `held` is [row kv_head key], `real` [row key].
 
     `budgets` are those of the rows in tokens, and `prompts` the lengths of their prompts.
     """
 
     probs: Tensor
+    keys: Tensor
     held: Tensor
     real: Tensor
     budgets: list[int]
@@ -208,7 +212,7 @@ def check_run(
     tokens = mask[:, :prompt].sum(1).tolist()
     budgets = [policy.budget if isinstance(policy.budget, int) else int(policy.budget * n + 1e-6) for n in tokens]
     with attending(model, masks_of_run(model, kept, mask, prompt)):
-        given = {"attention_mask": mask, "position_ids": positions_of(mask), "use_cache": False}
+        given = {"attention_mask": mask, "position_ids": positions_of(mask), "past_key_values": DynamicCache()}
         whole = model(input_ids=ids, output_attentions=True, **given)
     assert_close(logits, whole.logits[:, prompt - 1 :], atol=5e-5, rtol=0)
     for layer, probs in enumerate(whole.attentions):
@@ -217,7 +221,8 @@ def check_run(
         for now in range(prompt, ids.shape[1]):
             if is_due(policy, now - prompt):
                 real = mask[:, :now].bool()
-                seen = Seen(grouped[..., :now, :now], held[..., :now], real, budgets, tokens, layer, len(kept[0]))
+                keys = whole.past_key_values.layers[layer].keys[:, :, :now]
+                seen = Seen(grouped[..., :now, :now], keys, held[..., :now], real, budgets, tokens, layer, len(kept[0]))
                 held[..., :now] &= REFERENCES[name](policy, seen)
             step = now - prompt
             assert torch.equal(kept[step][layer][..., :now], held[..., :now]), f"step {step}, layer {layer}"

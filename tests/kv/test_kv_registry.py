@@ -72,7 +72,7 @@ def test_a_policy_is_found_by_the_path_of_its_file(tmp_path):
 
 
 def test_names_modules_and_budgets(module, model):
-    assert list(policies()) == ["adakv", "full", "h2o", "progressive", "pyramid", "snapkv", "streaming", "tova"]
+    assert {"adakv", "full", "h2o", "progressive", "pyramid", "snapkv", "streaming", "tova"} <= {*policies()}
     for name, policy in NAMES.items():
         assert policy_named(name) == policy
     assert LoopGuard.paper() != LoopGuard()
@@ -99,7 +99,7 @@ def test_the_budget_is_the_first_field_of_each_policy(module):
     [
         (
             "lru",
-            "policy 'lru': expected one of adakv, full, h2o, progressive, pyramid, snapkv, streaming, tova, or package",
+            f"policy 'lru': expected one of {', '.join(policies())}, or package",
         ),
         ("h2o:many", "policy 'h2o:many': budget='many': expected a number of tokens"),
         (
