@@ -1,43 +1,37 @@
-"""Write the tables of two real models from what was measured: python -m experiments.real.page
+"""Write the table of two real models from what was measured: python -m experiments.real.page
 
-The numbers that all pages cite go to docs/real_models.md, what every command says to figures/real_models.md. Both stand
-between two marks, and a test compares them with the data in figures/.
+The numbers that all pages cite go to docs/real_models.md, between two marks, and a test compares them with the data in
+figures/.
 """
 
 from __future__ import annotations
 
 from math import log
 from pathlib import Path
-from textwrap import shorten
 
 from experiments.drawn import markdown, put_table
-from experiments.real.commands import COLUMN, COMMANDS
 from experiments.record import Row, earlier
 from experiments.script import run as run_script
 from sinkscope.results import row as results
 from sinkscope.sinks.spikes.result import FindSinks
 
 ROOT = Path(__file__).parents[2]
-PAGE, COMMANDS_PAGE = ROOT / "docs/real_models.md", ROOT / "figures/real_models.md"
-TABLE, READINGS = ROOT / "figures/real_models.json", ROOT / "figures/real_readings.json"
+PAGE = ROOT / "docs/real_models.md"
+READINGS = ROOT / "figures/real_readings.json"
 FOUND = {"smollm2": ROOT / "figures/find_sinks_smollm2.json", "gemma3": ROOT / "figures/find_sinks_gemma3.json"}
-TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
-MOST = 204
-HEAD = ("command", "CPU s", "peak GB", "what it says")
 
 
 def main() -> None:
-    """Write the tables into their pages."""
-    table, readings = earlier(TABLE), earlier(READINGS)
+    """Write the table into its page."""
+    readings = earlier(READINGS)
     found = {name: FindSinks.load(path) for name, path in FOUND.items()}
     put_table(PAGE, "real.page", numbers(found, readings))
-    put_table(COMMANDS_PAGE, "real.page", tables(table))
 
 
 def numbers(found: dict[str, FindSinks], readings: Row) -> str:
     """The table of the numbers that pages cite: what `find-sinks` measures, beside plain hooks on other texts."""
     columns: list[list[str]] = []
-    for name in TITLES:
+    for name in FOUND:
         columns.append(measured_numbers(found[name]))
         columns.append(plain_numbers(readings[name]))
     head = ("", "SmolLM2: `find-sinks`", "plain hooks", "Gemma: `find-sinks`", "plain hooks")
@@ -89,30 +83,6 @@ def names_of(parts: list[str]) -> str:
     """Some neurons: the first two by name, the others by their number."""
     shown = ", ".join(parts[:2])
     return f"{shown} and {len(parts) - 2} more" if len(parts) > 2 else shown
-
-
-def tables(table: Row) -> str:
-    """A table for each model."""
-    parts: list[str] = []
-    for model, title in TITLES.items():
-        rows: list[list[str]] = []
-        for name in COMMANDS:
-            if name in table:
-                rows.append(row_of(name, table[name][model][COLUMN]))
-        parts.append(f"### {title}\n\n{markdown(HEAD, rows)}")
-    return "\n\n".join(parts)
-
-
-def row_of(name: str, measured: Row) -> list[str]:
-    """A line of a table."""
-    if "not_run" in measured:
-        return [f"`{name}`", "-", "-", f"not run: {measured['not_run']}"]
-    said = shorten(measured["said"], MOST, placeholder=" ...").replace("|", "\\|").replace("<", "&lt;") or "nothing"
-    if measured["cut"]:
-        said = f"cut after {measured['cpu_seconds']:.0f} CPU seconds, before it ended"
-    elif measured["exit_code"]:
-        said = f"exit code {measured['exit_code']}: {said}"
-    return [f"`{name}`", f"{measured['cpu_seconds']:.0f}", f"{measured['peak_bytes'] / 1e9:.1f}", said]
 
 
 NUMBERS = (

