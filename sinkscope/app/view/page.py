@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,7 +43,12 @@ def view_page(view: Result | None, title: str) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    data = "null" if view is None else json.dumps(_shown(view.to_dict()), allow_nan=False, separators=(",", ":"))
+    shown = None
+    if view is not None:
+        shown = _shown(view.to_dict())
+        for text in shown["result"]["texts"]:
+            _leave_out(text["variants"])
+    data = json.dumps(shown, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # no token of a text can end the element
     name = "app/view/view.html"
     return render(name, kind="view", policy=policy, title=title, style=style, data=data, script=script)
@@ -54,6 +59,15 @@ def _shown(part: Any) -> Any:
     if isinstance(part, dict):
         return {name: _shown(value) for name, value in part.items() if name != "by_text"}
     return [_shown(value) for value in part] if isinstance(part, list | tuple) else part
+
+
+def _leave_out(variants: Sequence[dict[str, Any]]) -> None:
+    """Leave out the attention of heads that is as in the intact model, which is the first variant."""
+    intact, *others = (variant["rows"] for variant in variants)
+    for rows in others:
+        for number, row in enumerate(intact):
+            if rows[number] == row:
+                rows[number] = None
 
 
 def _hash(text: str) -> str:

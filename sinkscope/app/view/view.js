@@ -157,7 +157,7 @@ class View {
 
   async rowsOf({ text }, variant, wanted = this.head) {
     const place = (variant.heads || text.heads).findIndex((head) => head.join() === wanted.join());
-    return place < 0 ? null : unpacked(variant.rows[place]);
+    return place < 0 ? null : unpacked(variant.rows[place] || text.variants[0].rows[place]); // a page leaves out what is as intact
   }
 
   // The page
