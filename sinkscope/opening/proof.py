@@ -3,11 +3,10 @@
 1. The same enters a layer in all rows of the batch. In some of them one thing is edited: the numbers of one head of the
    queries, keys or values change places; attention gives random numbers in one head and zeros in the others; every
    second output of `up` is multiplied.
-2. In every row, the residual stream after a part must be the one before it and what the part adds.
-3. What the MLP gives must be what its down projections and experts give. Experts are computed again from their weights.
-4. Exactly the turned head of what attention reads must change, and of what the output projection reads exactly the
+2. In every row, the sums of the layer must hold: of the residual stream, and of what its MLP gives.
+3. Exactly the turned head of what attention reads must change, and of what the output projection reads exactly the
    part of the head with random numbers. After the edit of `up`, exactly every second neuron must change.
-5. Attention is computed again from its queries, keys and values.
+4. Attention and experts are computed again.
 
 The proof runs on a small random model of the class, where nothing is alike by chance, and on the user's own model,
 whose modules may have been replaced.
@@ -15,28 +14,218 @@ whose modules may have been replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.engine.attention import Attention, relative_error
-from sinkscope.engine.tap import attention_rows, listening
+from sinkscope.engine.stock import eager
+from sinkscope.engine.tap import listening
 from sinkscope.errors import UnsupportedError, first_line
-from sinkscope.models.adapters import PATHS
+from sinkscope.models.adapters import PATHS, Adapter, NotInferredError
+from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
-from sinkscope.models.neurons import holds_shared, on_mlp
-from sinkscope.models.target import Target
-from sinkscope.opening.heads import ROWS, SCALED, HeadProof, RowValues, by_row, shows_attention
-from sinkscope.opening.sample import TOKENS, token_ids
+from sinkscope.models.numbering import misnumbered
+from sinkscope.models.target import Target, longest_context
+from sinkscope.models.windows import ChunkWindow, layer_window
 
+TOKENS = 20
+"""Tokens of the text of a proof: more than every window and chunk of a small model."""
+_ROWS = 6  # one intact, three with a turned head, one with random numbers in one head, one for the MLP
+_TURNED, _NOISE, _SCALED = {"q": 1, "k": 2, "v": 3}, 4, 5
+_HEAD = 1  # the edited head, if a layer has two or more
+_TOKEN = 2  # the one whose numbers are turned
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 _EXACT = 1e-3  # largest relative distance between two ways to one number, in float32
 _IN_HALF, _ATTENDED_IN_HALF = 4, 16  # times the relative rounding of a number, in half precision
+_ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
+
+RowValues = Float[Tensor, "row pos width"]
+Paths = Mapping[str, Any]
+"""Where a layer has its parts, by the fields of an adapter."""
+
+
+# -- what passes -------------------------------------------------------------------------------------------------------
+
+
+def _by_row(tensor: Tensor) -> Tensor:
+    """A tensor by row and position, which OPT and experts run together."""
+    if tensor.ndim == 2:
+        return rearrange(tensor, "(row pos) width -> row pos width", row=_ROWS)
+    return rearrange(tensor, "row pos ... -> row pos (...)")
+
+
+def _alike(hidden: Tensor) -> Tensor:
+    """What enters a layer, with that of the first row in every row, so that no edit of an earlier layer is seen."""
+    rows = _by_row(hidden)
+    return rows[:1].expand_as(rows).clone().reshape(hidden.shape)
+
+
+class Values:
+    """What entered and left the modules of one layer, the first tensor of each.
+
+    Attributes:
+        layer: Number of the layer.
+        ran: Whether it ran.
+        rows: Rows of attention that a module returned beside its output, by path.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self.layer, self.ran = layer, False
+        self.rows: dict[str, Tensor] = {}
+        self._entered: dict[str, RowValues] = {}
+        self._left: dict[str, RowValues] = {}
+
+    def hooks(self, module: nn.Module, paths: Iterable[str]) -> list[Hook]:
+        """Return hooks that keep what passes some modules of the layer, and the layer itself."""
+        hooks = list[Hook]()
+        for path in {"", *paths}:
+            part = module.get_submodule(path)
+            hooks += [(part, "pre", partial(self._enter, path)), (part, "post", partial(self._leave, path))]
+        return hooks
+
+    def _enter(self, path: str, _module: Any, args: Args, kwargs: Kwargs) -> None:
+        if not path and self.ran:
+            raise NotInferredError(f"layer {self.layer} runs several times in a pass")
+        self.ran = True
+        entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        _keep(self._entered, path, entered)
+
+    def _leave(self, path: str, _module: Any, _args: Args, _kwargs: Kwargs, output: Any) -> None:
+        _keep(self._left, path, first_tensor(output))
+        if isinstance(output, tuple) and len(output) > 1 and getattr(output[1], "ndim", 0) == 4:
+            self.rows[path] = output[1].float()
+
+    def entered(self, path: str | None) -> Any:
+        """Return what entered a module; None if it did not run."""
+        return None if path is None else self._entered.get(path)
+
+    def left(self, path: str | None) -> Any:
+        """Return what left a module; None if it did not run."""
+        return None if path is None else self._left.get(path)
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._entered.clear()
+        self._left.clear()
+        self.rows.clear()
+
+
+def _keep(kept: dict[str, RowValues], path: str, tensor: Any) -> None:
+    """Keep a copy, because some models add to it in place."""
+    if isinstance(tensor, Tensor) and tensor.ndim > 1 and (tensor.ndim > 2 or len(tensor) % _ROWS == 0):
+        kept[path] = _by_row(tensor.detach()).float().clone()
+
+
+def read(target: Target, hooks: list[Hook], last: int, tap: AbstractContextManager[Any]) -> None:
+    """Run a pass over some tokens, always the same ones, in equal rows; it ends at a layer."""
+    vocabulary = int(next(target.embedding.parameters()).shape[0])
+    generator = torch.Generator().manual_seed(0)
+    length = min(TOKENS, longest_context(target.config) or TOKENS)
+    ids = torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator)
+    with torch.no_grad(), tap, target.hooks(*hooks):
+        target.forward(ids.expand(_ROWS, -1), last_layer=last)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sum:
+    """Parts that add up to a total, each times a factor.
+
+    Attributes:
+        name: What the total is.
+        total: The total.
+        start: What the parts are added to; None: nothing.
+        parts: The parts, by the field of an adapter that has the factor.
+    """
+
+    name: str
+    total: RowValues
+    start: RowValues | None
+    parts: dict[str, Any]
+
+    def _fits(self) -> bool:
+        return all(part is not None and part.shape == self.total.shape for part in self.parts.values())
+
+    def fit(self) -> dict[str, float] | None:
+        """Return the factors; None if the parts do not add up to the total, or one is no part of it."""
+        if not self.parts or not self._fits():
+            return None
+        change = self.total if self.start is None else self.total - self.start
+        wanted = change.double().flatten()
+        columns = torch.stack([part.double().flatten() for part in self.parts.values()], 1)
+        solution = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
+        if not (columns @ solution - wanted).abs().max() <= _EXACT * wanted.abs().max():
+            return None
+        factors = dict[str, float]()
+        for name, factor in zip(self.parts, solution.tolist(), strict=True):
+            if abs(factor) < _ONE:
+                return None
+            factors[name] = 1.0 if abs(factor - 1) < _ONE else float(f"{factor:.4g}")
+        return factors
+
+    def off(self, adapter: Adapter) -> float:
+        """Return the largest distance from the sum, relative to the largest number in it, of any token."""
+        if not self._fits():
+            return float("inf")
+        added = [value * getattr(adapter, name) for name, value in self.parts.items()]
+        if self.start is not None:
+            added.append(self.start)
+        error, size = self.total, self.total.abs().amax(-1)
+        for part in added:
+            size, error = torch.maximum(size, part.abs().amax(-1)), error - part
+        off = (error.abs().amax(-1) / size).nan_to_num(torch.inf)
+        return float(off.where(size > 0, 0).max())
+
+
+def residual_sums(values: Values, paths: Paths) -> list[Sum]:
+    """Return the sums of the residual stream: up to between attention and MLP, and from there, or one of both."""
+    start, end, mid = values.entered(""), values.left(""), values.entered(paths.get("mid"))
+    attn = values.left(paths.get("attn_out") or paths.get("attn"))
+    before = {} if attn is None else {"attn_factor": attn}
+    written = _written(values, paths) if paths.get("mlp") else None
+    after = {} if written is None else {"write_factor": written}
+    if mid is None or mid.shape != start.shape:
+        return [Sum("hook_resid_post", end, start, {**before, **after})]
+    return [Sum("hook_resid_mid", mid, start, before), Sum("hook_resid_post", end, mid, after)]
+
+
+def is_inside(paths: Paths) -> bool:
+    """Return whether the shared expert is a part of the mixture, and not beside it."""
+    return f"{paths['down']}.".startswith(f"{paths['mlp']}.".lstrip("."))
+
+
+def _written(values: Values, paths: Paths) -> Any:
+    """What the MLP writes: of a norm behind it, or of a mixture and the shared expert beside it."""
+    if paths.get("post_mlp_norm"):
+        return values.left(paths["post_mlp_norm"])
+    total, down = values.left(paths["mlp"]), values.left(paths.get("down"))
+    if total is not None and paths.get("experts") is not None and paths.get("down") and not is_inside(paths):
+        return None if down is None else total + down
+    return total
+
+
+def mlp_sum(values: Values, paths: Paths) -> Sum:
+    """Return what the MLP gives as the sum of what down projections and experts give."""
+    down, gate = values.left(paths.get("down")), values.left(paths.get("shared_gate"))
+    parts = {"down_factor": down}
+    if paths.get("experts") is not None:
+        parts = {"expert_factor": values.left(paths["experts"])}
+        if down is not None and is_inside(paths) and paths["mlp"] != paths["experts"]:
+            parts["shared_factor"] = down if gate is None else down * gate.sigmoid()
+    return Sum("mlp", values.left(paths["mlp"]), None, parts)
+
+
+# -- the proof ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -69,31 +258,23 @@ def prove(target: Target, layers: Iterable[int] | None = None) -> Proof:
         _check_paths(target)
         checks = {layer: LayerProof(target, layer) for layer in numbers}
         hooks = list[Hook]()
+        for layer in range(max(numbers) + 1):
+            hooks.append((target.layers[layer], "pre", on_input(_alike)))  # a later one may read its keys and values
+            if layer in checks:
+                hooks += checks[layer].hooks()
+        read(target, hooks, max(numbers), _tap(target, checks))
         for check in checks.values():
-            hooks += check.hooks()
-        for layer in range(max(numbers)):
-            if layer not in checks:  # a later one may read its keys and values
-                hooks.append((target.layers[layer], "pre", on_input(_alike)))
-        with _attention(target, checks), target.hooks(*hooks):
-            target.forward(token_ids(target, TOKENS).expand(ROWS, -1), last_layer=max(numbers))
-        for check in checks.values():
-            if not check.ran:
+            if not check.values.ran:
                 raise UnsupportedError(f"layer {check.layer} does not run in a pass over text")
             if check.problems:
                 proof.unproved[check.layer] = check.problems
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except UnsupportedError as wrong:
+    except (UnsupportedError, NotInferredError) as wrong:
         proof.problem = str(wrong)
     except Exception as error:  # a model may do anything in a pass
         proof.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
     return proof
-
-
-def _alike(hidden: Tensor) -> Tensor:
-    """What enters a layer, with that of the first row in every row, so that no edit of an earlier layer is seen."""
-    rows = by_row(hidden)
-    return rows[:1].expand_as(rows).clone().reshape(hidden.shape)
 
 
 def _check_paths(target: Target) -> None:
@@ -106,206 +287,245 @@ def _check_paths(target: Target) -> None:
             raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
 
-def _attention(target: Target, checks: dict[int, LayerProof]) -> AbstractContextManager[None]:
+def _shows_attention(target: Target) -> bool:
+    """Whether attention can be seen: a bridge computes its own, and layers may be numbered in another way."""
+    for layer in target.attending[:1]:
+        if hasattr(target.sub(layer, "attn"), "original_component"):
+            return False
+    return not misnumbered(target)
+
+
+def _tap(target: Target, checks: dict[int, LayerProof]) -> AbstractContextManager[Any]:
     """What shows the attention of a pass, where it can be told apart by layer."""
-    if not shows_attention(target):
+    if not _shows_attention(target):
         return nullcontext()
-    attending = [layer for layer in checks if layer in target.attending]
     if not target.adapter.attention_interface:
-        return attention_rows(
-            target, lambda layer, _, rows, __: checks[layer].heads.see_rows(rows), layers=attending, proving=True
-        )
+        return eager(target)
 
     def see(call: Attention) -> None:
-        if call.layer in attending:
-            checks[call.layer].heads.see(call)
+        if call.layer in checks and call.layer in target.attending:
+            checks[call.layer].see(call)
 
     return listening(target, see, proving=True)
 
 
 class LayerProof:
-    """Records what passes the modules of one layer, and compares at its end.
+    """Edits and keeps what passes the modules of one layer, and compares at its end.
 
     Attributes:
         problems: Why sites cannot be proved, by the last part of their names.
-        ran: Whether the layer ran.
+        values: What passed.
     """
 
     def __init__(self, target: Target, layer: int) -> None:
-        self.target, self.layer = target, layer
+        self.target, self.layer, self.paths = target, layer, target.paths[layer]
+        self.problems = dict[str, str]()
+        self.values = Values(layer)
         eps = torch.finfo(target.dtype).eps
         self._tolerance = max(_EXACT, _IN_HALF * eps)
         self._attended = max(_EXACT, _ATTENDED_IN_HALF * eps)
-        self.problems = dict[str, str]()
-        self.ran = False
-        self._values: dict[str, RowValues] = {}  # of each part that ran, in float32
-        self.heads = HeadProof(target, layer, self.problems, exact=self._tolerance, attended=self._attended)
+        self._attends = layer in target.attending and _shows_attention(target)
+        self._chunks = list[Tensor]()  # rows of attention
+        self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
+        self._own: tuple[Tensor, Tensor] | None = None  # what attention gives by itself, and its values
 
     def hooks(self) -> list[Hook]:
-        """Return hooks that edit, record, and compare at the end of the layer."""
-        target, layer, paths = self.target, self.layer, self.target.paths[self.layer]
-        on_part = partial(target.part_hooks, layer)
-        hooks: list[Hook] = [(target.layers[layer], "pre", on_input(self._enter))]
-        hooks += self.heads.hooks()
-        hooks += on_part("o", "post", on_hidden(self._keeping("projected")))
-        hooks += on_part("attn_out" if "attn_out" in paths else "attn", "post", on_hidden(self._keeping("attn")))
-        hooks += on_part("mid", "pre", on_input(self._keeping("mid")))
-        if layer in target.with_neurons:
-            hooks += self._mlp_hooks()
+        """Return hooks that edit, keep, and compare at the end of the layer."""
+        target, layer, hooks = self.target, self.layer, list[Hook]()
+        for which in _TURNED if self._attends else ():
+            if not target.adapter.attention_interface:
+                self.problems[f"attn.hook_{which}"] = "the attention does not show what it reads"
+                continue
+            part = which
+            if target.adapter.qkv_layout is not None and which not in self.paths:
+                part = "fused_qkv"
+            hooks += target.part_hooks(layer, part, "post", on_hidden(partial(self._turn, which)))
+        if layer in target.mixtures:
+            hooks += target.part_hooks(layer, "experts", "post", self._recompute)
+        elif layer in target.with_neurons:
+            hooks += target.part_hooks(layer, "up", "post", on_hidden(self._scale_up))
+        hooks += self.values.hooks(target.layers[layer], self.paths.values())
         return [*hooks, (target.layers[layer], "post", on_hidden(self._finish))]
 
-    def _mlp_hooks(self) -> list[Hook]:
-        target, layer = self.target, self.layer
-        on_part = partial(target.part_hooks, layer)
-        hooks = on_part("down", "pre", on_input(self._keeping("post")))
-        hooks += on_part("down", "post", on_hidden(self._keeping("down")))
-        hooks += on_part("shared_gate", "post", on_hidden(self._keeping("shared_gate")))
-        if layer in target.mixtures:
-            hooks += on_part("experts", "post", self._recompute)
-        else:
-            hooks += on_part("up", "post", on_hidden(self._scale_up))
-        hooks += on_mlp(target, layer, self._keeping("mlp"))
-        return hooks + on_part("post_mlp_norm", "post", on_hidden(self._keeping("written")))
+    # -- edits ---------------------------------------------------------------------------------------------------------
 
-    # -- recording -----------------------------------------------------------------------------------------------------
-
-    def _keeping(self, part: str) -> Callable[[Tensor], None]:
-        """A function that keeps a copy of what passes; some models add to it in place."""
-
-        def keep(tensor: Tensor) -> None:
-            self._values[part] = by_row(tensor.detach()).float().clone()
-
-        return keep
-
-    def _enter(self, hidden: Tensor) -> Tensor:
-        """Let the same enter in every row, and keep it."""
-        if self.ran:
-            raise UnsupportedError(f"layer {self.layer} runs several times in a pass")
-        self.ran = True
-        same = _alike(hidden)
-        self._keeping("pre")(same)
-        return same
+    def _turn(self, which: str, tensor: Tensor) -> Tensor:
+        """Let the numbers of one head change places; until attention is seen to read them so, the site is refused."""
+        site = f"attn.hook_{which}"
+        self.problems[site] = "softmax attention does not read the heads that are there"
+        turned = tensor.clone()
+        try:
+            heads = head_projection(which, self.target, turned.view(_ROWS, -1, turned.shape[-1]))
+        except Exception:  # it cannot be split into heads
+            return tensor
+        self._turned[which] = tuple(heads.shape[2:])
+        head = heads[_TURNED[which], _TOKEN, _HEAD % heads.shape[2]]
+        rolled = head.roll(1, -1)
+        if torch.equal(rolled, head):  # a head of zeros
+            del self.problems[site]
+        head.copy_(rolled)
+        return turned
 
     def _scale_up(self, up: Tensor) -> Tensor:
-        rows = by_row(up).clone()
+        rows = _by_row(up).clone()
         first = rows.shape[-1] // 2 if self.target.adapter.fused_gate_up else 0
-        rows[SCALED, :, first::2] *= _FACTOR
-        self._keeping("up")(rows)
+        rows[_SCALED, :, first::2] *= _FACTOR
         return rows.reshape(up.shape)
 
-    def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+    def _recompute(self, _module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what their weights say."""
-        given = by_row(first_tensor(output)).float()
-        self._values["experts"] = given.clone()
-        experts = self.target.experts(self.layer)
+        given, experts = first_tensor(output), self.target.experts(self.layer)
         try:
-            computed = by_row(experts.output(experts.routed(args, kwargs))).float()
+            computed = experts.output(experts.routed(args, kwargs)).view_as(given)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             raise UnsupportedError("the experts compute something else than an MLP each") from None
-        if given.any() and not relative_error(given, computed) <= self._attended:
+        if given.any() and not relative_error(given.float(), computed.float()) <= self._attended:
             raise UnsupportedError("the experts do not give what their weights say")
 
-    # -- sums ----------------------------------------------------------------------------------------------------------
+    def see(self, call: Attention) -> None:
+        """Compare what attention gets; let it give random numbers in one head of one row."""
+        for which, part in (("q", call.query), ("k", call.key), ("v", call.value)):
+            heads, width = self._turned.get(which, (1, 0))
+            if part.shape[1] % heads == 0 and part.shape[3] == width:
+                change = (part[_TURNED[which]] - part[0]).detach().float().abs().amax((1, 2))
+                reading = torch.arange(len(change), device=change.device) * heads // len(change) == _HEAD % heads
+                most = self._tolerance * part.float().abs().max()
+                if bool((change[reading] > 0).all()) and bool((change[~reading] <= most).all()):
+                    self.problems.pop(f"attn.hook_{which}", None)
+        if call.is_repeated:
+            return
+        output = call.stock(call.mask)[0] if call.own.is_known else call.recomputed()[0]
+        self._own = output.detach().float(), call.value.detach().float()
+        call.show(lambda _, rows: self._chunks.append(rows), gives_output=False)
+        noise = torch.randn(len(output[0]), output.shape[-1], generator=torch.Generator().manual_seed(self.layer))
+        changed = output.clone()
+        changed[_NOISE] = 0
+        changed[_NOISE, :, _HEAD % output.shape[2]] = (noise - noise.mean(-1, keepdim=True)).to(output)  # as norms do
+        call.compute = lambda _: (changed, None)
 
-    def _finish(self, output: Tensor) -> None:
+    # -- comparing -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, _output: Tensor) -> None:
         """Compare at the end of the layer."""
-        self._keeping("end")(output)
         if self.layer in self.target.with_neurons:
             self._prove_neurons()
-        self.heads.finish()
+        if self._attends:
+            rows = self._prove_attention()
+            self._prove_heads(rows)
         self._prove_residual()
         self._prove_projection()
-        if self.target.adapter.adds and "hook_mlp_out" in self.problems:
-            reason = self.problems["hook_mlp_out"]
-            raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
-        self._values.clear()
-        del self.heads
+        self.values.clear()
+        self._chunks.clear()
+        self._own = None
 
     def _prove_neurons(self) -> None:
         """What the MLP gives is what its down projections and experts give, by the factors of the adapter."""
-        values, adapter = self._values, self.target.adapter
-        if "mlp" not in values or ("down" not in values and "experts" not in values):
+        total = mlp_sum(self.values, self.paths)
+        if total.total is None or all(part is None for part in total.parts.values()):
             self.problems["mlp.hook_post"] = "the modules of its MLP do not run"
-            return
-        written = torch.zeros_like(values["mlp"])
-        if "experts" in values:
-            written = written + adapter.expert_factor * values["experts"]
-        if "down" in values and not holds_shared(self.target, self.layer):
-            down = values["down"]
-            if "shared_gate" in values:
-                down = down * values["shared_gate"].sigmoid()
-            factor = adapter.shared_factor if self.layer in self.target.mixtures else adapter.down_factor
-            written = factor * down + (written if written.shape == down.shape else 0)
-        if self._off(values["mlp"], written) > self._tolerance or not self._scaled_up():
+        elif total.off(self.target.adapter) > self._tolerance or not self._scaled_up():
             raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
 
     def _scaled_up(self) -> bool:
         """Whether exactly every second neuron has changed with `up`, and by the same factor if there is a gate."""
-        up, post = self._values.get("up"), self._values["post"] if "post" in self._values else None
-        if up is None or post is None:
+        up, post = self.values.left(self.paths.get("up")), self.values.entered(self.paths.get("down"))
+        if up is None or post is None or self.layer in self.target.mixtures:
             return True
         if up.shape[-1] != post.shape[-1] * (1 + self.target.adapter.fused_gate_up):
             return False
-        change = post[SCALED] - post[0]
-        is_gated = self.target.is_gated(self.layer)
+        change = post[_SCALED] - post[0]
         if not up[0].any() or not post.any():  # weights of zero
             return True
-        expected = (post[0] * (_FACTOR - 1) if is_gated else change).clone()
+        expected = (post[0] * (_FACTOR - 1) if self.target.is_gated(self.layer) else change).clone()
         expected[:, 1::2] = 0
         size = torch.maximum(post[0].abs().max(), change.abs().max())
         return bool((change - expected).abs().max() <= self._attended * size)
 
+    def _prove_attention(self) -> Float[Tensor, "row head query key"]:
+        """Attention that is computed again gives what the model's own gives; return its rows."""
+        target = self.target
+        if not target.adapter.attention_interface:
+            self._chunks += [rows for path, rows in self.values.rows.items() if path == self.paths["attn"]]
+        if not self._chunks:
+            raise UnsupportedError(f"no attention was recomputed in layer {self.layer}")
+        rows = torch.cat(self._chunks, 2)
+        if rows.shape[1] != target.n_heads:
+            raise UnsupportedError(
+                f"layer {self.layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}"
+            )
+        if rows.shape[-2] != rows.shape[-1]:
+            raise UnsupportedError(f"recomputed attention has shape {tuple(rows.shape)}")
+        if bool((rows.triu(1) > 0).any()):
+            raise UnsupportedError("it is not causal, because later tokens change what it reads")
+        window = layer_window(target.config, self.layer)
+        if window is not None and not isinstance(window, ChunkWindow) and bool((rows.tril(-window) > 0).any()):
+            self.problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
+        if self._own is None:
+            is_same = bool(((rows.sum(-1) - 1).abs() <= self._attended).all())
+        else:
+            own, value = self._own
+            weighted = (rows.float() @ per_query_head(value, target.n_heads)).transpose(1, 2)
+            is_same = relative_error(weighted, own) <= self._attended
+        if not is_same:
+            raise UnsupportedError("recomputed attention differs from the model's own")
+        return rows
+
+    def _prove_heads(self, rows: Float[Tensor, "row head query key"]) -> None:
+        """The output projection reads its heads side by side."""
+        heads, count = self.values.entered(self.paths.get("o")), self.target.n_heads
+        if heads is None:
+            return
+        is_beside = heads.shape[-1] % count == 0
+        if is_beside and self.target.adapter.attention_interface:
+            moved = (heads[_NOISE] - heads[_NOISE, :1]).abs().amax(0).reshape(count, -1).amax(1)
+            is_beside = bool(moved.sum() <= (1 + self._tolerance) * moved[_HEAD % count])
+        elif is_beside:
+            is_beside = self._holds_values(rows, heads)
+        if not is_beside:
+            self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
+
+    def _holds_values(self, rows: Float[Tensor, "row head query key"], read: RowValues) -> bool:
+        """Whether what is read, by head, is values that some projection gives, weighted by the rows."""
+        given = self.values.left(self.paths.get("v", self.paths.get("fused_qkv")))
+        heads = rearrange(read, "row pos (head d_head) -> row head pos d_head", head=rows.shape[1])
+        if given is None or given.shape[-1] < heads.shape[-1]:
+            return False
+        pieces = given.unfold(-1, heads.shape[-1], 1)  # [row pos place d_head]
+        place = torch.cdist(heads[0, :, 0], pieces[0, 0]).argmin(-1)  # the first token reads itself alone
+        weighted = rows @ pieces[:, :, place].transpose(1, 2)
+        return relative_error(weighted, heads) <= self._attended
+
     def _prove_residual(self) -> None:
         """Each sum of the residual stream holds; a site without which it does not is refused."""
-        values, adapter = self._values, self.target.adapter
-        start, names = values["pre"], ["hook_resid_pre"]
-        attn = values["attn"] * adapter.attn_factor if "attn" in values else None
-        if "mid" in values:
-            if attn is not None:
-                off = self._off(values["mid"], start, attn)
-                claim = "hook_resid_mid is not hook_resid_pre + hook_attn_out"
-                self._must(off, claim, "hook_resid_mid", "hook_attn_out")
-            else:
+        adapter = self.target.adapter
+        for each in residual_sums(self.values, self.paths):
+            if each.name == "hook_resid_mid" and not each.parts:
                 self.problems["hook_resid_mid"] = "nothing that is added before it is known"
-            start, names = values["mid"], ["hook_resid_mid"]
-        elif attn is not None:
-            start, names = start + attn if attn.shape == start.shape else attn, ["hook_resid_pre", "hook_attn_out"]
-        parts, mlp = [start], values.get("written", values.get("mlp"))
-        if mlp is not None:
-            parts.append(mlp * adapter.write_factor)
-            names.append("hook_mlp_out")
-        if not adapter.adds:
-            return
-        off = self._off(values["end"], *parts)
-        claim = f"hook_resid_post is not {' + '.join(names)}"
-        self._must(off, claim, *[name for name in names if name in ("hook_attn_out", "hook_mlp_out")])
+                continue
+            is_end = each.name == "hook_resid_post"
+            off = each.off(adapter)
+            if off <= self._tolerance or (is_end and not adapter.adds):
+                continue
+            reason = f"{each.name} is not the sum of its parts (off by {off:.2g})"
+            if "write_factor" in each.parts:
+                raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
+            for site in ("hook_attn_out",) if is_end else ("hook_resid_mid", "hook_attn_out"):
+                self.problems.setdefault(site, reason)
 
     def _prove_projection(self) -> None:
         """What the output projection gives is what attention adds, or what a norm after it reads."""
-        projected, attn = self._values.get("projected"), self._values.get("attn")
-        if projected is None or attn is None:
+        projected = self.values.left(self.paths.get("o"))
+        attn = self.values.left(self.paths.get("attn_out") or self.paths.get("attn"))
+        if projected is None or attn is None or _is_near(attn, projected, self._tolerance):
             return
-        off = self._off(attn, projected)
-        if off > self._tolerance and "attn_out" in self.target.paths[self.layer]:
+        if "attn_out" in self.paths:
             norm: Any = self.target.sub(self.layer, "attn_out")
             with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
-                off = self._off(attn, first_tensor(norm.forward(projected.to(self.target.dtype))).float())
-        self._must(off, "hook_attn_out cannot be computed from it", "attn.hook_z")
+                projected = first_tensor(norm.forward(projected.to(self.target.dtype))).float()
+        if not _is_near(attn, projected, self._tolerance):
+            self.problems.setdefault("attn.hook_z", "hook_attn_out cannot be computed from it")
 
-    def _must(self, off: float, claim: str, *parts: str) -> None:
-        if off <= self._tolerance:  # NaN is wrong as well
-            return
-        for part in parts:
-            self.problems.setdefault(part, f"{claim} (off by {off:.2g})")
 
-    def _off(self, total: Tensor, *parts: Tensor) -> float:
-        """Largest distance from a sum, relative to the largest number in it, of any token."""
-        if any(part.shape != total.shape for part in parts):
-            return float("inf")
-        error = total
-        size = error.abs().amax(-1)
-        for part in parts:
-            size = torch.maximum(size, part.abs().amax(-1))
-            error = error - part
-        off = (error.abs().amax(-1) / size).nan_to_num(torch.inf)
-        return float(off.where(size > 0, 0).max())
+def _is_near(total: Tensor, other: Tensor, most: float) -> bool:
+    """Whether two ways to one number agree at every token."""
+    return total.shape == other.shape and Sum("", total, other, {}).off(Adapter("")) <= most

@@ -8,29 +8,18 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import layer_kinds, layers_at, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
-from sinkscope.models.target import Target
+from sinkscope.opening.proof import TOKENS
 
-TOKENS = 20
-"""Tokens of the text of a proof: more than every window and chunk of a sample."""
 _VOCABULARY = 64
 _WIDE = re.compile("intermediate_size|ffn_dim|ffn_hidden|n_inner|d_ff")
 _REACH = re.compile("sliding_window|window_size|attention_chunk_size|local_attention|index_topk$")
 _BLOCK = re.compile("index_topk_blocks|index_block_size")
 _MOST = ((_WIDE, 32), (_REACH, 6), (_BLOCK, 2))
 """Sizes in configurations, and what they are at most in a sample."""
-
-
-def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
-    """Return some tokens, always the same ones."""
-    vocabulary = int(next(target.embedding.parameters()).shape[0])
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
 
 
 def model_within(hf: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -19,9 +19,8 @@ from torch import nn
 from sinkscope.models.modes import has_hooks
 
 _SETTINGS = (bool, int, float, str, type(None))
-_NUMBERING = ("layer_idx", "layer_id", "layer_number", "idx", "index")
-"""Settings that differ between layers which compute the same."""
-_CHANGING = ("training", "gradient_checkpointing", "max_seq_len_cached")
+_IGNORED = ("layer_idx", "layer_id", "layer_number", "idx", "index", "training", "gradient_checkpointing")
+"""Settings that differ between layers which compute the same, or while a model is used."""
 _WRAPPERS = ("nnsight", "sinkscope")
 """Packages whose functions in the place of a method call the module's own."""
 _CLASSES: set[Callable[..., Any]] = set()
@@ -43,36 +42,33 @@ class Structure:
     replaced: tuple[Any, ...]
 
 
-_KINDS: dict[str, tuple[int, ...]] = {}
-"""Kinds of layers by the text of a structure, because they are asked for whenever a model is used."""
-
-
-def structure_of(hf: nn.Module, layers: Iterable[nn.Module]) -> Structure:
+def structure_of(hf: nn.Module, layers: list[nn.Module]) -> Structure:
     """Return the structure of a model, which changes if somebody replaces a module, a size, a setting or a function.
 
     Args:
         hf: The model.
         layers: Its decoder layers.
     """
-    replaced = list[Any]()
-    parts = [_description(path, module, replaced) for path, module in hf.named_modules()]
-    text = hashlib.sha256(repr(parts).encode()).hexdigest()
-    if text not in _KINDS:
-        firsts, kinds = dict[str, int](), list[int]()
-        for number, layer in enumerate(layers):
-            own = [_description(path, module, [], _NUMBERING) for path, module in layer.named_modules()]
-            kinds.append(firsts.setdefault(repr(own), number))
-        _KINDS[text] = tuple(kinds)
-    return Structure(text, _KINDS[text], tuple(replaced))
+    replaced, described = list[Any](), dict[int, str]()
+    parts = list[str]()
+    for path, module in hf.named_modules():
+        described[id(module)] = str(_description(module, replaced))
+        parts += (path, described[id(module)])
+    firsts, kinds = dict[str, int](), list[int]()
+    for number, layer in enumerate(layers):
+        own = [path + described[id(module)] for path, module in layer.named_modules()]
+        kinds.append(firsts.setdefault(" ".join(own), number))
+    text = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    return Structure(text, tuple(kinds), tuple(replaced))
 
 
-def _description(path: str, module: nn.Module, replaced: list[Any], ignored: tuple[str, ...] = ()) -> list[Any]:
+def _description(module: nn.Module, replaced: list[Any]) -> list[Any]:
     """What one module of a model is: functions of the object itself are added to `replaced`."""
     cls: Any = type(module)
     _CLASSES.update((cls, cls.forward))
-    words = [path, cls.__qualname__, id(cls), id(cls.forward)]
+    words = [cls.__qualname__, id(cls), id(cls.forward)]
     for name, value in list(vars(module).items()):  # another thread may enter or leave a block
-        if name[0] == "_" or name in _CHANGING or name in ignored:
+        if name[0] == "_" or name in _IGNORED:
             continue
         if isinstance(value, _SETTINGS):
             words += (name, value)
@@ -101,17 +97,14 @@ def _replacement(module: nn.Module, name: str, value: Any) -> Any:
     return function
 
 
-def is_hooked(model: nn.Module) -> bool:
-    """Return whether the user has hooks on a model."""
-    return any(has_hooks(module) for module in model.modules())
-
-
 def without_hooks(model: nn.Module) -> nn.Module:
-    """Return a model with the same weights in modules of its own, which have none of the hooks of the given ones.
+    """Return a model, or one with the same weights in modules of its own, which have none of the hooks of its user.
 
     Raises:
         Exception: Somebody has put something into a module that cannot be copied.
     """
+    if not any(has_hooks(module) for module in model.modules()):
+        return model
     copies: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for name, value in list(vars(module).items()):  # another thread may enter or leave a block

@@ -53,6 +53,8 @@ def _refused(model, **fields) -> set[str]:
 
 
 RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
+UNSEEN = {"attn.hook_q", "attn.hook_k", "attn.hook_v"}
+"""What attention outside transformers' interface reads is not offered."""
 
 
 WRONG = [  # what a row says of a type, and what is then not offered
@@ -67,13 +69,11 @@ WRONG = [  # what a row says of a type, and what is then not offered
     ("gemma2", {"attn_out": None}, RESIDUAL),
     ("gemma2", {"post_mlp_norm": None}, {"all"}),
     ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
-    ("falcon", {"o": "mlp.dense_h_to_4h"}, {"attn.hook_v", "attn.hook_z"}),
-    ("gptj", {}, set()),
-    ("gptj", {"q": "attn.k_proj"}, {"attn.hook_q"}),
-    ("gptj", {"k": "attn.v_proj", "v": "attn.k_proj"}, {"attn.hook_k", "attn.hook_v", "attn.hook_z"}),
-    ("bloom", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
-    ("mpt", {"qkv_layout": "by head"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
-    ("gptj", {"o": "mlp.fc_in"}, {"attn.hook_v", "attn.hook_z"}),
+    ("falcon", {"o": "mlp.dense_h_to_4h"}, {*UNSEEN, "attn.hook_z"}),
+    ("gptj", {}, UNSEEN),
+    ("bloom", {"fused_qkv": "mlp.dense_h_to_4h"}, {*UNSEEN, "attn.hook_z"}),
+    ("gptj", {"v": "attn.k_proj"}, {*UNSEEN, "attn.hook_z"}),
+    ("gptj", {"o": "mlp.fc_in"}, {*UNSEEN, "attn.hook_z"}),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
