@@ -16,7 +16,7 @@ from sinkscope.files.plain import check_encodable
 from sinkscope.files.records import between, checked_value
 from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
-from sinkscope.models.weights import plain_weight
+from sinkscope.models.weights import is_plain
 from sinkscope.results.notation import neuron_name
 
 LARGEST_ID = (1 << 63) - 1
@@ -287,10 +287,8 @@ def _as_lists(value: Any) -> Any:
 
 def _check_ids(target: Target, ids: Ids) -> None:
     """Refuse ids for which the embedding has no row."""
-    size = int(target.config.vocab_size)
-    weight = plain_weight(target.embedding)
-    if weight is not None:
-        size = len(weight)
+    weight = getattr(target.embedding, "weight", None)
+    size = len(weight) if is_plain(weight) else int(target.config.vocab_size)
     impossible = ids[(ids < 0) | (ids >= size)]
     if len(impossible) > 0:
         raise SinkscopeError(

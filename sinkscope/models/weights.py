@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -17,10 +16,10 @@ from sinkscope.models.shards import local, shards_of
 
 
 @contextmanager
-def brought(module: nn.Module) -> Iterator[None]:
-    """Context manager in which weights that accelerate keeps on disk or on the CPU are in the module."""
+def brought(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
+    """Context manager in which weights that accelerate keeps on disk or on the CPU are in the module, or below it."""
     with ExitStack() as stack:
-        for part in module.modules():
+        for part in module.modules() if recurse else (module,):
             if any(parameter.is_meta for parameter in part.parameters(recurse=False)):
                 from accelerate.utils import align_module_device
 
@@ -33,28 +32,22 @@ def is_plain(weight: Any) -> TypeGuard[Tensor]:
     return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 
 
-def plain_weight(module: Any) -> Tensor | None:
-    """Return the floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
-    if hasattr(module, "base_layer"):  # an adapter adds to what this weight says
-        return None
-    inner = getattr(module, "original_component", None)
-    weight = getattr(inner if isinstance(inner, nn.Module) else module, "weight", None)
-    if not is_plain(weight) or weight.ndim != 2:
-        return None
-    return weight.detach()
+def _inner(module: Any) -> Any:
+    """The linear module inside a bridge's wrapper, and inside an adapter."""
+    inner = getattr(module, "original_component", module)
+    return getattr(inner, "base_layer", inner)
 
 
 def is_transposed(module: Any) -> bool:
     """Return whether a linear module stores its weight input x output, as Conv1D does, also below wrappers."""
-    inner = getattr(module, "original_component", module)
-    return type(getattr(inner, "base_layer", inner)).__name__ == "Conv1D"
+    return type(_inner(module)).__name__ == "Conv1D"
 
 
 def input_width(projection: nn.Module) -> int:
     """Return the number of inputs of a linear module."""
-    linear: Any = getattr(projection, "base_layer", projection)  # inside an adapter
-    weight = plain_weight(linear)
-    if weight is None:  # quantised
+    linear = _inner(projection)
+    weight = getattr(linear, "weight", None)
+    if not is_plain(weight) or weight.ndim != 2:  # quantised
         return int(linear.in_features)
     return int(weight.shape[0 if is_transposed(linear) else 1])
 
@@ -65,43 +58,7 @@ def are_alike(given: Tensor, expected: Tensor, share: float) -> bool:
     return bool((given - expected).abs().max() <= share * size)
 
 
-_CHECKED: WeakKeyDictionary[nn.Module, tuple[Any, bool]] = WeakKeyDictionary()
-"""Whether modules compute with their weights, and as what they were when that was tried."""
-_TRIED = 3  # random inputs by which it is tried
 _LARGE, _LINEAR = 30.0, 0.05  # inputs by which a module is tried that is asked, and the relative error it may have
-_EXACT, _IN_HALF = 1e-3, 16  # largest relative distance in float32; times the rounding of numbers in half precision
-
-
-def computes_with(module: Any, weight: Tensor) -> bool:
-    """Return whether a linear module gives what its weight says, as its user has made it; it is tried once.
-
-    It does not if somebody replaced its `forward`, or put a hook on it that changes what it gets or gives.
-
-    Args:
-        module: The module.
-        weight: Its weight.
-    """
-    if "forward" in vars(module) or has_hooks(module):  # which may do another thing at any time
-        return _gives_product(module, weight)
-    state = (id(weight), weight._version, type(module), type(module).forward)
-    known = _CHECKED.get(module)
-    if known is None or known[0] != state:
-        _CHECKED[module] = state, _gives_product(module, weight)
-    return _CHECKED[module][1]
-
-
-@torch.no_grad()
-def _gives_product(module: Any, weight: Tensor) -> bool:
-    matrix = weight if is_transposed(module) else weight.T
-    inputs = torch.zeros(1, _TRIED + 1, len(matrix), dtype=weight.dtype)
-    inputs[:, 1:] = torch.randn(1, _TRIED, len(matrix), generator=torch.Generator().manual_seed(0))
-    inputs = inputs.to(weight.device)
-    given = _asked(module, inputs)[0].float()
-    expected = inputs[0].float() @ matrix.float()
-    change = given[1:] - given[:1]  # without the bias
-    most = max(_EXACT, _IN_HALF * torch.finfo(weight.dtype).eps)
-    size = torch.maximum(expected.abs().max(), given.abs().max())
-    return bool((change - expected[1:]).abs().max() <= most * size)
 
 
 def _asked(module: nn.Module, inputs: Float[Tensor, "1 row input"]) -> Float[Tensor, "1 row output"]:
@@ -126,6 +83,12 @@ def _asked(module: nn.Module, inputs: Float[Tensor, "1 row input"]) -> Float[Ten
         ) from None
 
 
+def _computes_with_weight(module: Any) -> bool:
+    """Whether a linear module is one of PyTorch or transformers, as they made it, so that its weight says all."""
+    is_own = type(module) is nn.Linear or type(module).__module__ == "transformers.pytorch_utils"
+    return is_own and is_plain(module.weight) and "forward" not in vars(module) and not has_hooks(module)
+
+
 @torch.no_grad()
 def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None = None) -> Float[Tensor, "input output"]:
     """Return what a linear module gives when one of its inputs is 1, without the bias.
@@ -140,12 +103,11 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     """
     width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if weight is not None and hasattr(weight, "device_mesh"):
         shards = shards_of(weight)
         return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
-    weight = plain_weight(module)
-    if weight is not None and computes_with(module, getattr(module, "weight", weight)):
+    if _computes_with_weight(module):
         return weight[chosen] if is_transposed(module) else weight[:, chosen].T
     # Quantised, adapted or replaced: ask the module itself; the last rows give its bias, and whether it is linear.
     device = next((parameter.device for parameter in module.parameters()), target.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,12 @@ from sinkscope.models.checkpoints.checkpoint import (
     is_quantised,
     loading_errors,
     model_with_weights,
-    open_weights,
     quiet,
 )
-from sinkscope.models.checkpoints.config import (
-    check_finite,
-    check_vocabulary,
-    parse_device,
-    parse_dtype,
-    read_config,
-    read_tokenizer,
-)
+from sinkscope.models.checkpoints.config import check_finite, parse_device, parse_dtype, read_config, read_tokenizer
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.checkpoints.gguf_file import forget_vocabulary, parsed_once
-from sinkscope.models.checkpoints.locate import BUNDLED, ModelSource, locate
+from sinkscope.models.checkpoints.gguf_file import parsed_once
+from sinkscope.models.checkpoints.locate import BUNDLED, locate
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target, check_divides
@@ -87,54 +78,38 @@ def load(
         )
     if device_map is not None and device is not None:
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
-    is_split = world_size() > 1 and device_map is None and device is None
     options = {"dtype": parse_dtype(dtype) or "auto", "quantization_config": quantization_config}
+    is_split = world_size() > 1 and device_map is None and device is None
     if device_map is None and not is_split:
         place = parse_device(device)
         device_map = None if place.type == "cpu" else {"": place}
     options["device_map"] = device_map
     source = locate(x, revision)
-    with quiet(), loading_errors(source):
-        with parsed_once() if source.kind == "gguf" else nullcontext():
-            hf, origin = _plain(source, options, layers, tokenizer, is_split)
-        check_vocabulary(hf.tokenizer, hf)
+    with quiet(), loading_errors(source), parsed_once() if source.kind == "gguf" else nullcontext():
+        files = Files(source.where, revision=source.revision)
+        files.fetch_beside()
+        config = read_config(source.name, files.folder, gguf=files.gguf, layers=layers)
+        if is_split:
+            from transformers.distributed import DistributedConfig  # from 5.19 on
+
+            check_divides(config, source.name, world_size())
+            options["distributed_config"] = DistributedConfig(tp_size=world_size())
+        if tokenizer is None:
+            tokenizer = read_tokenizer(source.name, files.folder, gguf=files.gguf)
+        hf = model_with_weights(source, files, config, options)
+        hf.sinkscope_name, hf.tokenizer = source.name, tokenizer
+        if source.kind == "hub":
+            hf.config._name_or_path, hf.config._commit_hash = str(source.where), files.commit
+        if source.planted:
+            _plant(hf, files.folder / source.planted)
+            hf.config.circuit = source.name
         check_finite(hf)
         target = Target(hf, hf, "hf", DRAFT, name=source.name)
         target = replace(target, adapter=adapter_of(target, proves=probe, every_layer=probe))
         avoid_misreading(target)
-        if quantization_config is None:
-            hf.sinkscope_origin = origin, fingerprint(hf)
+        if quantization_config is None and not source.planted:  # which is not the model it was made from
+            hf.sinkscope_origin = fingerprint(files), fingerprint(hf)
     return hf
-
-
-def _plain(
-    source: ModelSource, options: dict[str, Any], layers: int | None, tokenizer: Any, is_split: bool
-) -> tuple[Any, str]:
-    """The plain model with its tokenizer, and the fingerprint of what it was made from."""
-    files = Files(source.where, revision=source.revision)
-    files.fetch_beside(weights=True)
-    name, folder, gguf = source.name, files.folder, files.gguf
-    config = read_config(name, folder, gguf=gguf, layers=layers)
-    if is_split:
-        from transformers.distributed import DistributedConfig  # from 5.19 on
-
-        check_divides(config, name, world_size())
-        options = {**options, "distributed_config": DistributedConfig(tp_size=world_size())}
-    if tokenizer is None:
-        tokenizer = read_tokenizer(name, folder, gguf=gguf)
-    if gguf is not None:
-        forget_vocabulary(folder / gguf)
-    hf = model_with_weights(source, files, config, options)
-    hf.sinkscope_name, hf.tokenizer = name, tokenizer
-    origin = fingerprint(files)
-    if source.kind == "hub":
-        hf.config._name_or_path = str(source.where)
-        hf.config._commit_hash = files.commit
-    if source.planted:
-        _plant(hf, folder / source.planted)
-        hf.config.circuit = name
-        origin = fingerprint(hf)  # not that of the model it was made from
-    return hf, origin
 
 
 @torch.no_grad()
@@ -148,33 +123,14 @@ def _plant(hf: Any, file: Path) -> None:
 
 
 SHARE = 0.5  # of the free memory that weights may take: the rest is for what is computed
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-"""Bytes per number, by the dtype's name in safetensors; dtypes that are missing here take 1."""
-
-
-def free_memory(device: torch.device) -> int:
-    """Return bytes that are free on a device and on the host, whichever are fewer: weights pass through both."""
-    host = psutil.virtual_memory().available
-    if device.type == "cuda":
-        return min(host, torch.cuda.mem_get_info(device)[0])
-    return host
 
 
 def fits(weights: int, device: torch.device) -> bool:
-    """Return whether weights of this many bytes leave enough memory free."""
-    return 0 < weights <= SHARE * free_memory(device)
-
-
-def stored_bytes(folder: Path, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes that the safetensors of a folder take in memory, in their own dtypes or another one."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        with open_weights(file) as tensors:
-            for name in tensors.keys():
-                part = tensors.get_slice(name)
-                size = _BYTES.get(part.get_dtype(), 1) if dtype is None else dtype.itemsize
-                total += size * prod(part.get_shape())
-    return total
+    """Return whether weights of this many bytes leave enough memory free; they pass through the host to a device."""
+    free = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free = min(free, torch.cuda.mem_get_info(device)[0])
+    return 0 < weights <= SHARE * free
 
 
 def fits_in_memory(
@@ -182,16 +138,14 @@ def fits_in_memory(
 ) -> bool:
     """Return whether a folder of safetensors takes at most half of the memory that is free where it would be loaded.
 
-    It is False of anything else.
-
-    Args:
-        model: The folder.
-        device: As for `load`.
-        dtype: As for `load`.
+    It is False of anything else. The arguments are those of `load`; a dtype that is asked for counts as twice the one
+    that is stored, if it is wider than half precision.
     """
     if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
         return False
-    return fits(stored_bytes(Path(model), parse_dtype(dtype)), parse_device(device))
+    kind = parse_dtype(dtype)
+    stored = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    return fits(stored if kind is None else stored * max(1, kind.itemsize // 2), parse_device(device))
 
 
 LAYER_BYTES = 1 << 30
@@ -215,32 +169,27 @@ def open_target(
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
+    target = None
     if model is None or isinstance(model, str | os.PathLike):
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         source, is_bundled = locate(model, revision), model in (None, BUNDLED)
-        target = None
         if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
             with suppress(UnsupportedError), quiet(), loading_errors(source):  # else it is loaded whole, or refused
                 tensors = SafetensorsSource(source.where, revision=source.revision)
                 target = open_stream(tensors, name=source.name, **options)
-        if target is None:
-            # The bundled model needs no probe at every start, because the tests check its circuit.
-            target = target_of(load(model, revision=revision, probe=not is_bundled, **options))
-    else:
+        if target is None:  # the tests check the circuit of the bundled model, so that it needs no probe at every start
+            model = load(model, revision=revision, probe=not is_bundled, **options)
+    if target is None:
         target = target_of(model, tokenizer)
     if needed:
         tokenizer_of(target)
-    if target.tokenizer is None:
-        target = replace(target, tokenizer=target.available_tokenizer)
-    return target
+    return replace(target, tokenizer=target.available_tokenizer)
 
 
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:
     """Return the dtype of computation: the checkpoint's; on a CPU float32, because half precision is slow there."""
     own = config.dtype or config.get_text_config().dtype
-    if device.type == "cpu" or own is None:
-        return torch.float32
-    return own
+    return torch.float32 if device.type == "cpu" or own is None else own
 
 
 def open_stream(
@@ -275,6 +224,8 @@ def open_stream(
     source.fetch_beside()
     config = read_config(name, source.folder)
     kind = parse_dtype(dtype) or dtype_on(place, config)
+    if tokenizer is None:
+        tokenizer = read_tokenizer(name, source.folder)
     try:
         if is_quantised(config):
             raise UnsupportedError("it is quantised")
@@ -283,9 +234,8 @@ def open_stream(
         target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name, store)
         target = replace(target, adapter=adapter_of(target))
         avoid_misreading(target)
-        target.forward(
-            torch.zeros(1, 4, dtype=torch.long), last_layer=max(layer_kinds(target.layers))
-        )  # or it is loaded whole
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        target.forward(ids, last_layer=max(layer_kinds(target.layers)))  # a proof may be known from another object
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -296,7 +246,4 @@ def open_stream(
         ) from error
     layer_bytes = kind.itemsize * sum(parameter.numel() for parameter in target.layers[-1].parameters())
     store.resident = resident or max(1, LAYER_BYTES // max(layer_bytes, 1))
-    if tokenizer is None:
-        target = replace(target, tokenizer=read_tokenizer(name, source.folder))
-    check_vocabulary(target.tokenizer, target.hf)
     return target

@@ -136,10 +136,10 @@ def yarn_frequencies(writer: Any) -> None:
 
 
 REFUSED = {
-    lora: "a.gguf is a LoRA adapter, whose weights are changes to those of Big Base: give a file into which",
-    part: "a.gguf is part 1 of 3 of a split file: give one whole file",
-    tower: "a.gguf is the image tower of a model",
-    imatrix: "a.gguf is a file of the type 'imatrix'",
+    lora: "a.gguf holds no whole model, but what GGUF calls 'adapter'",
+    part: "a.gguf holds no whole model, but what GGUF calls 'part 1 of 3'",
+    tower: "a.gguf holds no whole model, but what GGUF calls 'mmproj'",
+    imatrix: "a.gguf holds no whole model, but what GGUF calls 'imatrix'",
     strange: "a.gguf scales rope by 'su', of which transformers has no equal",
     yarn_factor: "a.gguf scales rope by yarn with yarn_log_multiplier = 0.1",
     yarn_frequencies: "a.gguf scales rope by 'yarn' and factors of a tensor",
@@ -156,5 +156,5 @@ def test_what_is_no_model_or_not_read_is_named(more, tmp_path):
 
 def test_a_vocabulary_alone_is_named(tmp_path):
     write_gguf(tmp_path / "a.gguf", *tiny_model("llama"), weights=False)
-    with pytest.raises(SinkscopeError, match=r"a\.gguf holds a vocabulary and no weights: give the file of a model"):
+    with pytest.raises(SinkscopeError, match=r"GGUF calls 'vocabulary without weights'"):
         load(tmp_path / "a.gguf")

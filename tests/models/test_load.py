@@ -16,7 +16,6 @@ from gguf_file import write_gguf
 from hub_server import hub
 from intervention_kit import loaded, logits
 from organisms.tiny import tiny_model
-from organisms.tokens import word_tokenizer
 from refusals import refused
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.gguf_file import forget_vocabulary, parsed_once
+from sinkscope.models.checkpoints.gguf_file import parsed_once
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load, open_stream
 
@@ -66,7 +65,7 @@ def test_what_is_no_model_is_refused():
         with refused(f"{type(model).__name__} is no name, folder or file"):
             load(model)
     file = checkpoint("llama") / "model.safetensors"
-    with refused(f"model.safetensors is not a model.*{file.parent}"):
+    with refused("model.safetensors.? is no model that is here"):
         load(file)
 
 
@@ -126,36 +125,15 @@ def test_a_gguf_file_is_parsed_once_and_the_parser_is_left_as_it_was(gguf, monke
             super().__init__(path, *args)
 
     monkeypatch.setattr(library, "GGUFReader", Counted)
-    names, dequantize = library.get_tensor_name_map, library.dequantize
+    names = library.get_tensor_name_map
     load(gguf)
     assert parsed == [str(gguf)] and library.GGUFReader is Counted
-    assert library.get_tensor_name_map is names and library.dequantize is dequantize
+    assert library.get_tensor_name_map is names
     with parsed_once():
         mapped = library.GGUFReader(gguf)
         assert type(mapped.data) is np.ndarray, "a slice of a memory map takes four times as long"
         llama = library.MODEL_ARCH.LLAMA
         assert library.get_tensor_name_map(llama, 2) is library.get_tensor_name_map(llama, 2)
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F32"])
-@pytest.mark.parametrize("rows", [3, 2500])
-def test_numbers_in_blocks_are_those_of_the_library(kind, rows):
-    library = pytest.importorskip("gguf")
-    kind = library.GGMLQuantizationType[kind]
-    blocks = library.quantize(np.random.default_rng(0).standard_normal((rows, 64), dtype=np.float32), kind)
-    expected = library.dequantize(blocks, kind)
-    with parsed_once():
-        numbers = library.dequantize(blocks, kind)
-    assert numbers.dtype == expected.dtype and numbers.flags.c_contiguous
-    np.testing.assert_array_equal(numbers, expected)
-
-
-def test_a_model_is_loaded_when_its_vocabulary_was_forgotten(gguf):
-    library = pytest.importorskip("gguf")
-    with parsed_once():
-        forget_vocabulary(gguf)
-        assert not any(name.startswith("tokenizer.") for name in library.GGUFReader(str(gguf)).fields)
-    assert len(load(gguf).tokenizer) == len(tiny_model("llama")[1])  # a parser that is new knows it
 
 
 # -- names and hubs ------------------------------------------------------------------------------------------------
@@ -184,19 +162,6 @@ def test_overflow_to_infinity_is_found(tmp_path):
     with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
         load(tmp_path, layers=1, dtype="float16")
     load(tmp_path, layers=1)
-
-
-def test_special_tokens_without_a_row_are_no_mismatch(tmp_path):
-    """Gemma 3 1B's tokenizer has a token for images beyond its embedding."""
-    folder = spoiled(tmp_path / "m")
-    tokenizer = word_tokenizer(96)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    tokenizer.save_pretrained(folder)
-    load(folder)
-    tokenizer.add_tokens(["word"])
-    tokenizer.save_pretrained(folder)
-    with refused(words=["(1 tokens have none)"]):
-        load(folder)
 
 
 class _Code:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sinkscope.opening.load import fits, fits_in_memory, free_memory, stored_bytes
+from sinkscope.opening.load import fits, fits_in_memory
 
 GB = 1 << 30
 
@@ -22,22 +22,19 @@ def have(monkeypatch, host: int, device: int) -> None:
 def test_a_model_larger_than_the_gpu_does_not_fit_beside_much_memory_of_the_host(monkeypatch):
     have(monkeypatch, 256 * GB, 24 * GB)
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert (free_memory(cuda), free_memory(cpu)) == (24 * GB, 256 * GB)
     assert fits(30 * GB, cpu) and not fits(30 * GB, cuda) and fits(12 * GB, cuda)
     have(monkeypatch, 16 * GB, 80 * GB)
     assert not fits(12 * GB, cuda), "the weights pass through the host"
     assert not fits(0, cpu)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
-def test_weights_are_counted_as_they_are_loaded(dtype, size, tmp_path, monkeypatch):
-    """In their own dtype, so float32 is not doubled, or in the one that is asked for."""
-    save_file({"w": torch.zeros(300, 100, dtype=dtype), "b": torch.zeros(100, dtype=dtype)}, tmp_path / "a.safetensors")
-    numbers = 30_100
-    assert stored_bytes(tmp_path) == size * numbers
-    assert stored_bytes(tmp_path, torch.float32) == 4 * numbers
-    have(monkeypatch, 2 * size * numbers, 0)
-    assert fits_in_memory(tmp_path, "cpu") and not fits_in_memory(tmp_path, "cpu", "float64")
-    have(monkeypatch, 2 * size * numbers - 2, 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_counted_as_they_are_stored_or_as_twice_that_in_float32(dtype, tmp_path, monkeypatch):
+    file = tmp_path / "a.safetensors"
+    save_file({"w": torch.zeros(300, 100, dtype=dtype), "b": torch.zeros(100, dtype=dtype)}, file)
+    size = file.stat().st_size
+    have(monkeypatch, 2 * size, 0)
+    assert fits_in_memory(tmp_path, "cpu") and not fits_in_memory(tmp_path, "cpu", "float32")
+    have(monkeypatch, 2 * size - 2, 0)
     assert not fits_in_memory(tmp_path, "cpu")
     assert not fits_in_memory("gpt2") and not fits_in_memory(tmp_path / "none")

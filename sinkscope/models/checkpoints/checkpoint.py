@@ -1,4 +1,4 @@
-"""Checkpoints: find and check their files, read their tensors, and make a plain model of them, quietly."""
+"""Checkpoints: find their files, refuse what could harm, read tensors, and make a plain model of them, quietly."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_out_of_memory
 from sinkscope.files.opener import inside, open_regular
 from sinkscope.files.output import read_json
 from sinkscope.files.plain import in_one_line
-from sinkscope.files.records import checked_value
-from sinkscope.models.checkpoints.config import (
-    TOKENIZER_FILES,
-    causal_class,
-    check_kind,
-    read_checkpoint_json,
-)
-from sinkscope.models.checkpoints.hub import hub_file, hub_folder, optional_file
-from sinkscope.models.checkpoints.locate import ModelSource
+from sinkscope.models.checkpoints.config import TOKENIZER_FILES, causal_class, check_kind
+from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, ModelSource, refuse_adapter
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+_AGAIN = "download it again"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-WeightMap = Annotated[dict[str, str], Field(min_length=1)]
-"""The file that holds each tensor."""
+_NAMING = {
+    "tokenizer_config.json": re.compile(".*_files?"),
+    "config.json": re.compile("transformers_weights"),
+}
+"""Files of a checkpoint, and their fields that name others."""
 
 
 def open_weights(file: Path) -> Any:
@@ -47,30 +42,13 @@ def open_weights(file: Path) -> Any:
         return safe_open(file, "pt")
     except SafetensorError as error:
         raise SinkscopeError(
-            f"{file.name} is not a whole safetensors file ({error}); download it again, or run `git lfs pull` where it "
-            "is a pointer of Git LFS"
+            f"{file.name} is not a whole safetensors file ({error}); {_AGAIN}, or run `git lfs pull` where it is a "
+            "pointer of Git LFS"
         ) from None
 
 
-def _index_map(index: Path) -> dict[str, str]:
-    """An index as a map from tensor name to shard.
-
-    Raises:
-        SinkscopeError: It is no index, or names a file that is not in its folder.
-    """
-    content = read_checkpoint_json(index)
-    weight_map = content
-    if isinstance(content, dict):
-        weight_map = content.get("weight_map")
-    where = f"weight_map of {index.name}"
-    weight_map = checked_value(WeightMap, weight_map, where, then="; download it again")
-    for shard in set(weight_map.values()):
-        inside(index.parent, shard, index.name, link_roots(index.parent))
-    return weight_map
-
-
-def link_roots(folder: Path) -> tuple[Path, ...]:
-    """Return where links of a checkpoint may end beside its own folder: in the cache of the hub, which makes links."""
+def _link_roots(folder: Path) -> tuple[Path, ...]:
+    """Where links of a checkpoint may end beside its own folder: in the cache of the hub, which makes links."""
     from huggingface_hub import constants
 
     roots = [Path(constants.HF_HUB_CACHE)]
@@ -79,39 +57,29 @@ def link_roots(folder: Path) -> tuple[Path, ...]:
     return tuple(roots)
 
 
-def check_folder(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     """Check the files of a checkpoint's folder that transformers opens: none may wait, and none may lead elsewhere.
 
     Raises:
         SinkscopeError: One is a pipe or a device, or one that is read is a folder or a broken link; or a tokenizer's
             settings name a file outside.
     """
-    remedy = "remove it, or download it again"
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         is_read = entry.name in TOKENIZER_FILES
         if is_read or not (entry.is_file() or entry.is_dir() or entry.is_symlink()):
-            open_regular(Path(entry.path), entry.name, remedy).close()
-    for name, fields in NAMING.items():
-        settings = read_json(folder / name, remedy) if (folder / name).is_file() else None
+            open_regular(Path(entry.path), entry.name, _AGAIN).close()
+    for name, fields in _NAMING.items():
+        settings = read_json(folder / name, _AGAIN) if (folder / name).is_file() else None
         for field, value in settings.items() if isinstance(settings, dict) else ():
             named: Any = value if isinstance(value, list) else [value]
             for path in named if fields.fullmatch(field) else ():
                 # A name of the machine on which it was written, of which nothing is here, is not followed.
                 if isinstance(path, str) and path and os.path.lexists(folder / path.replace("\0", "")):
-                    inside(folder, path, f"{field} in {name}", link_roots(folder))
-
-
-NAMING = {
-    "tokenizer_config.json": re.compile(".*_files?"),
-    "config.json": re.compile("transformers_weights"),
-}
-"""Files of a checkpoint, and their fields that name others."""
+                    inside(folder, path, f"{field} in {name}", _link_roots(folder))
 
 
 class Files:
     """The files of a model: a GGUF file, a folder (both a Path), or a repo on the hub (a str, org/name).
-
-    Of a hub repo, config.json is downloaded at once.
 
     Attributes:
         name: Hub id, or base name of the file or folder.
@@ -123,7 +91,7 @@ class Files:
         config: The content of config.json; empty if it is one GGUF file.
 
     Raises:
-        SinkscopeError: The folder is not a whole checkpoint, or the repo cannot be downloaded.
+        SinkscopeError: The folder is no checkpoint or could harm, or the repo cannot be downloaded.
         UnsupportedError: It holds another kind of model.
     """
 
@@ -137,30 +105,41 @@ class Files:
             return
         if isinstance(where, Path):
             self.folder, self.name = where, in_one_line(where.resolve().name)
+            _check_folder(where)
         else:
-            self.folder, self.name, self.repo = hub_folder(where, revision), where, where
-            self.commit = self.folder.name
-        self.config = read_checkpoint_json(self.folder / "config.json")
-        if self.repo is None:
-            self._check()
+            self.name = self.repo = where
+            config = _hub_file(where, "config.json", revision, needed=True)
+            assert config is not None  # because it is needed
+            self.folder, self.commit = config.parent, config.parent.name
+            if self.file(ADAPTER_CONFIG).is_file():
+                raise refuse_adapter(where)
+        self.config = read_json(self.folder / "config.json", "give the folder of a Hugging Face checkpoint, whole")
         check_kind(self.name, self.config)  # before weights are downloaded
 
-    def _first_of(self, names: Iterable[str]) -> str | None:
-        """The first of some files that the model has; it is then in the folder."""
-        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
-        for name in names:
-            if (self.folder / name).is_file():
-                return name
-        for name in names:
-            if self.repo is not None and optional_file(self.repo, name, self.folder.name) is not None:
-                return name
-        return None
-
-    def _shard(self, name: str) -> Path:
-        """A weight file that an index names; that of a hub repo is downloaded."""
-        if self.repo is None:
+    def file(self, name: str) -> Path:
+        """Return the path of a file, which a hub repo downloads; there may be none."""
+        if self.repo is None or self.commit is None or (self.folder / name).is_file():
             return self.folder / name
-        return hub_file(self.repo, name, self.commit)
+        return _hub_file(self.repo, name, self.commit) or self.folder / name
+
+    def index(self) -> dict[str, str] | None:
+        """Return the file of each tensor, of safetensors; None if there are none.
+
+        Raises:
+            SinkscopeError: An index names a file that is not in its folder.
+        """
+        if self.file(_SINGLE).is_file():
+            return dict.fromkeys(open_weights(self.folder / _SINGLE).keys(), _SINGLE)
+        return self._indexed(_INDEX) if self.file(_INDEX).is_file() else None
+
+    def _indexed(self, index: str) -> dict[str, str]:
+        content = read_json(self.folder / index, _AGAIN)
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(names, dict) or not names or not isinstance(content.get("metadata"), dict):
+            raise SinkscopeError(f"{index} has no map of its tensors (weight_map) or no metadata; {_AGAIN}")
+        for shard in {*map(str, names.values())}:
+            inside(self.folder, shard, index, _link_roots(self.folder))
+        return names
 
     def weights(self) -> list[Path]:
         """Return the files that transformers would load: safetensors, or else pickles; those of a repo are downloaded.
@@ -170,52 +149,56 @@ class Files:
         """
         if self.gguf is not None:
             return [self.folder / self.gguf]
-        name = self._first_of((_SINGLE, _INDEX)) or self._first_of(_PICKLES)
-        if name is None:
-            where = self.repo or self.folder
-            remedy = "download them, not only the configuration, or give a .gguf file itself"
-            raise SinkscopeError(
-                f"{where} has no weights (expected {_SINGLE}, {_INDEX} or pytorch_model.bin): {remedy}"
-            )
-        if not name.endswith("index.json"):
-            return [self.folder / name]
-        names = sorted(set(_index_map(self.folder / name).values()))
-        shards = [self._shard(shard) for shard in names]
-        absent = [shard.name for shard in shards if not shard.is_file()]
+        index = self.index() or {}
+        names = sorted({*index.values()})
+        for pickled in _PICKLES:
+            if not names and self.file(pickled).is_file():
+                names = sorted({*self._indexed(pickled).values()}) if pickled.endswith("json") else [pickled]
+        files = [self.file(name) for name in names]
+        absent = [file.name for file in files if not file.is_file()] or [_SINGLE] * (not files)
         if absent:
             raise SinkscopeError(
-                f"{self.folder} lacks {absent[0]}, named in {name} ({len(absent)} of {len(shards)} shards are "
-                "missing); download what is missing into the folder"
+                f"{self.repo or self.folder} lacks its weights, such as {absent[0]}: download them, not only the "
+                "configuration, or give a .gguf file itself"
             )
-        if not isinstance(read_checkpoint_json(self.folder / name).get("metadata"), dict):  # transformers reads it
-            raise SinkscopeError(f'{name} has no metadata; download it again, or write "metadata": {{}} into it')
-        return shards
+        return files
 
-    def _check(self) -> None:
-        """Check that weights are whole. Reads indexes and headers of weight files, but no weights."""
-        for shard in self.weights():
-            if shard.suffix == ".safetensors":
-                open_weights(shard)
-
-    def fetch_beside(self, *, weights: bool = False) -> None:
+    def fetch_beside(self) -> None:
         """Download what a hub repo has beside its weights: the files of the tokenizer, and of generation.
 
-        Args:
-            weights: Whether the weights are downloaded as well.
-
         Raises:
-            SinkscopeError: A file is damaged or cannot be read, the repo has no weights, or a download fails.
+            SinkscopeError: A file is damaged or cannot be read, or a download fails.
         """
-        if self.gguf is None and self.repo is None:
-            check_folder(self.folder)
         for name in TOKENIZER_FILES if self.gguf is None else ():
-            if self.repo is not None:
-                optional_file(self.repo, name, self.folder.name)
-            file, remedy = self.folder / name, "download it again"
-            if name.endswith(".json") and file.exists() and not isinstance(read_json(file, remedy), dict):
-                raise SinkscopeError(f"{name} is no JSON object; {remedy}")
-        if weights and self.repo is not None:
-            self._check()
+            file = self.file(name)
+            if name.endswith(".json") and file.exists() and not isinstance(read_json(file, _AGAIN), dict):
+                raise SinkscopeError(f"{name} is no JSON object; {_AGAIN}")
+
+
+def _hub_file(repo: str, name: str, revision: str | None, *, needed: bool = False) -> Path | None:
+    """A file of a repo, in the cache; None if the repo has none.
+
+    Raises:
+        SinkscopeError: It cannot be downloaded.
+    """
+    from huggingface_hub import constants
+    from transformers.utils.hub import cached_file
+
+    try:
+        file = cached_file(
+            repo,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=needed,
+            # Offline, nobody can tell whether the repo has a file that the cache lacks.
+            _raise_exceptions_for_connection_errors=needed or not constants.HF_HUB_OFFLINE,
+        )
+    except Exception as error:  # of the hub's client, or of the network
+        raise SinkscopeError(
+            f"{name} of {repo} was not downloaded ({first_line(error)}); check name, revision, access "
+            "(`hf auth login`) and connection, and run it again: whole files are kept"
+        ) from None
+    return None if file is None else Path(file)
 
 
 class SafetensorsSource(Files):
@@ -232,32 +215,31 @@ class SafetensorsSource(Files):
     def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
         super().__init__(where, revision=revision)
         self.read: set[str] = set()
-        name = self._first_of((_SINGLE, _INDEX))
-        if name is None or self.gguf is not None:
+        weight_map = None if self.gguf is not None else self.index()
+        if weight_map is None:
             raise UnsupportedError(
                 f"{self.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
                 "sinkscope.load(...), or convert it with save_pretrained"
             )
-        if name == _INDEX:
-            self.weight_map = _index_map(self.folder / name)
-        else:
-            self.weight_map = dict.fromkeys(open_weights(self.folder / name).keys(), name)
+        self.weight_map = weight_map
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors by name, in the dtype in which they are stored.
 
         The files are closed afterwards, so that their pages leave memory together with the last tensor.
         """
-        by_shard: dict[str, list[str]] = {}
-        for name in names:
-            by_shard.setdefault(self.weight_map[name], []).append(name)
         tensors: dict[str, Tensor] = {}
-        for shard in sorted(by_shard):
-            with open_weights(self._shard(shard)) as file:
-                for name in by_shard[shard]:
-                    tensors[name] = file.get_tensor(name)
-        self.read |= tensors.keys()
+        wanted = {*names}
+        for shard in sorted({self.weight_map[name] for name in wanted}):
+            with open_weights(self.file(shard)) as file:
+                for name in sorted(wanted):
+                    if self.weight_map[name] == shard:
+                        tensors[name] = file.get_tensor(name)
+        self.read |= wanted
         return tensors
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def is_quantised(config: Any) -> bool:
@@ -284,18 +266,13 @@ def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str, ori
     Raises:
         UnsupportedError: One does.
     """
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    modules = dict(model.named_modules())
+    prefix = str(getattr(model, "base_model_prefix", ""))
     for tensor in sorted(unexpected):
-        path = tensor
-        if not hasattr(model, prefix[:-1]):
-            path = tensor.removeprefix(prefix)
-        part = model  # the innermost module on the path
-        for step in path.split("."):
-            children = dict(part.named_children())
-            if step not in children:
-                break
-            part = children[step]
-        if next(part.parameters(recurse=False), None) is not None:
+        path = tensor if prefix in modules else tensor.removeprefix(f"{prefix}.")
+        while path not in modules:  # the innermost module on the path
+            path = path.rpartition(".")[0]
+        if next(modules[path].parameters(recurse=False), None) is not None:
             raise UnsupportedError(
                 f"{name} has the tensor {origins.get(tensor, tensor)}, for which its configuration has no place, so "
                 "the model would run without it: config and weights are of different models, or the weights hold an "
@@ -308,13 +285,14 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
 
     Args:
         source: Where it comes from, for errors.
-        files: Its files on this machine.
+        files: Its files; weights of a repo are downloaded.
         config: Its configuration.
         options: What transformers takes beside it.
 
     Raises:
-        SinkscopeError: The weights do not belong to the configuration.
+        SinkscopeError: The weights are missing, or do not belong to the configuration.
     """
+    files.weights()
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
     loaded: Any = causal_class(config).from_pretrained(
@@ -361,29 +339,20 @@ def quiet() -> Generator[None]:
 
 @contextmanager
 def loading_errors(source: ModelSource) -> Generator[None]:
-    """Context manager that turns any error inside into a SinkscopeError."""
+    """Context manager that turns any error inside into a SinkscopeError, with what to do."""
     try:
         yield
     except SinkscopeError:
         raise
     except Exception as error:
-        raise _loading_error(error, source) from error
-
-
-def _loading_error(error: Exception, source: ModelSource) -> SinkscopeError:
-    """What went wrong, and what to do."""
-    name, first = source.name, first_line(error)
-    if is_out_of_memory(error):
-        return SinkscopeError(
-            f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
-            'quantization_config or device_map="auto"'
-        )
-    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-        return SinkscopeError(
-            f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
-            "could run code; convert them to safetensors where you trust them"
-        )
-    remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
-    if isinstance(error, ImportError):
-        remedy = "install what it asks for"
-    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}")
+        what = f"{source.name} could not be loaded: {type(error).__name__}: {first_line(error)}"
+        remedy = "check that the files are whole (`git lfs pull` fetches what Git LFS left) and belong together"
+        if isinstance(error, ImportError):
+            remedy = "install what it asks for"
+        if is_out_of_memory(error):
+            what = f"out of memory while loading {source.name}"
+            remedy = 'try --dtype bfloat16 (in Python dtype=), layers=N, a quantization_config or device_map="auto"'
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+            what = f"the pickled weights of {source.name} hold more than tensors, or are damaged, and are refused"
+            remedy = "loading them could run code; convert them to safetensors where you trust them"
+        raise SinkscopeError(f"{what}; {remedy}") from error

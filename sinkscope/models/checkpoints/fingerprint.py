@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +33,38 @@ def fingerprint(source: Files | nn.Module) -> str:
 
     The fingerprint of a repo on the hub is its commit.
     """
-    parts: dict[str, Any] = {}
-    if isinstance(source, Files):
-        if source.commit is not None:
-            return source.commit
-        config: dict[str, Any] = source.config
-        for file in source.weights():
-            if file.suffix == ".safetensors":
-                with open_weights(file) as tensors:
-                    parts |= {name: _described(tensors.get_tensor(name)) for name in tensors.keys()}
-            else:
-                parts[file.name] = _described(torch.from_numpy(np.memmap(file, mode="c")))
-    else:
-        model: Any = source
-        config = model.config.to_dict()
-        stored = {name.replace(_BRIDGE, "") for name in model.state_dict()}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            plain = name.replace(_BRIDGE, "")
-            path, _, attribute = name.rpartition(".")
-            is_added = name.endswith(f"{_BRIDGE}.bias") and (tensor.is_meta or not tensor.any())  # by a bridge
-            if isinstance(tensor, nn.Parameter) or (plain in stored and not is_added):
-                module = model.get_submodule(path)
-                with brought(module) if tensor.is_meta else nullcontext():
-                    parts[plain] = _described(getattr(module, attribute))
+    if isinstance(source, Files) and source.commit is not None:
+        return source.commit
+    model: Any = source
+    config = source.config if isinstance(source, Files) else model.config.to_dict()
+    parts = {}
+    for name, tensor in _of_files(source) if isinstance(source, Files) else _of_model(model):
+        parts[name] = [str(tensor.dtype), list(tensor.shape), _sample(tensor)]
     config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     text = json.dumps([config, parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _described(tensor: Tensor) -> list[Any]:
-    """The dtype and the shape of a tensor, and a digest of a sample of its numbers."""
-    return [str(tensor.dtype), list(tensor.shape), _sample(tensor)]
+def _of_files(files: Files) -> Iterator[tuple[str, Tensor]]:
+    for file in files.weights():
+        if file.suffix == ".safetensors":
+            with open_weights(file) as tensors:
+                for name in tensors.keys():
+                    yield name, tensors.get_tensor(name)
+        else:
+            yield file.name, torch.from_numpy(np.memmap(file, mode="c"))
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a checkpoint of the model would hold; a bridge adds biases of zeros to it."""
+    stored = model.state_dict().keys()
+    for path, module in model.named_modules():
+        with brought(module, recurse=False):
+            own = (*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False))
+            for name, tensor in own:
+                is_added = name.endswith(f"{_BRIDGE}.bias") and (tensor.is_meta or not tensor.any())
+                if name in stored and not is_added:
+                    yield name.replace(_BRIDGE, ""), tensor
 
 
 @torch.no_grad()
@@ -75,8 +76,7 @@ def _sample(tensor: Tensor) -> str:
         return " ".join(shards_of(tensor).all(_sample(local(tensor))))
     if hasattr(tensor, "__tensor_flatten__"):  # quantised: it is made of tensors
         quantised: Any = tensor
-        names, _ = quantised.__tensor_flatten__()
-        return " ".join(_sample(getattr(quantised, name)) for name in names)
+        return " ".join(_sample(getattr(quantised, name)) for name in quantised.__tensor_flatten__()[0])
     flat = tensor.detach().reshape(-1)
     numbers = flat[:: len(flat) // _NUMBERS | 1].cpu().contiguous()  # an odd distance, so that columns take turns
     return hashlib.sha256(numbers.view(torch.uint8).numpy().data).hexdigest()

@@ -8,9 +8,9 @@ these under another name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,24 +70,17 @@ class GgufHeader:
         """
         kind = str(self.value("general.type") or "model")
         parts = int(self.value("split.count") or 1)
-        if kind == "adapter":
-            base = self.value("general.base_model.0.name") or "its base model"
-            raise UnsupportedError(
-                f"{self.name} is a LoRA adapter, whose weights are changes to those of {base}: give a file into which "
-                "it was merged (llama-export-lora makes one)"
-            )
-        if kind == "mmproj" or self.architecture == "clip":
-            raise UnsupportedError(f"{self.name} is the image tower of a model (mmproj): give the file of its text")
-        if parts > 1:
-            number = int(self.value("split.no") or 0) + 1
-            raise UnsupportedError(
-                f"{self.name} is part {number} of {parts} of a split file: give one whole file "
-                "(llama-gguf-split --merge makes it of the first part)"
-            )
-        if not self._reader.tensors:
-            raise UnsupportedError(f"{self.name} holds a vocabulary and no weights: give the file of a model")
+        if self.architecture == "clip":
+            kind = "mmproj"
+        if kind == "model" and not self._reader.tensors:
+            kind = "vocabulary without weights"
+        if kind == "model" and parts > 1:
+            kind = f"part {int(self.value('split.no') or 0) + 1} of {parts}"
         if kind != "model":
-            raise UnsupportedError(f"{self.name} is a file of the type {kind!r}: give the file of a model")
+            raise UnsupportedError(
+                f"{self.name} holds no whole model, but what GGUF calls {kind!r}: give the file of a language model "
+                "(llama-gguf-split --merge joins parts, llama-export-lora merges an adapter)"
+            )
 
     def apply_rope(self, config: Any) -> None:
         """Set in a configuration how rope is scaled.
@@ -114,36 +107,28 @@ class GgufHeader:
             kind, factor = "linear", linear
         factor = float(factor or 1.0)
         trained = int(self.scaling("original_context_length") or getattr(config, "max_position_embeddings", 0))
-        has_tensor = any(self.factors(name) for name in (_FREQUENCIES, _LONG))
-        if has_tensor and kind in ("none", "linear", "longrope"):
-            return self._by_tensors(factor if kind == "linear" else 1.0, trained)
-        if has_tensor or kind not in ("none", "linear", "yarn"):
-            raise self._refusal(f"{kind!r}" + " and factors of a tensor" * has_tensor)
+        long = self.factors(_LONG) or self.factors(_FREQUENCIES)
+        if long is not None and kind in ("none", "linear", "longrope"):
+            # A number for each frequency, by which it is divided: longrope has them for two ranges of lengths.
+            divisor, has_own = factor if kind == "linear" else 1.0, self.factors(_LONG) is not None
+            return {
+                "rope_type": "longrope",
+                "long_factor": [divisor * number for number in long],
+                "short_factor": [divisor * number for number in self.factors(_SHORT) or long],
+                "factor": 1.0,
+                "attention_factor": float(self.scaling("attn_factor") or 1.0) if has_own else 1.0,
+                "original_max_position_embeddings": trained,
+            }
+        if long is not None or kind not in ("none", "linear", "yarn"):
+            raise self._refusal(f"{kind!r}" + " and factors of a tensor" * (long is not None))
+        if kind == "none":
+            return {}
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
-        return self._yarn(factor, trained) if kind == "yarn" else {}
-
-    def _by_tensors(self, divisor: float, trained: int) -> dict[str, Any]:
-        """A number for each frequency, by which it is divided: longrope has them for two ranges of lengths."""
-        frequencies, long = self.factors(_FREQUENCIES), self.factors(_LONG)
-        attention = 1.0
-        if long is not None:
-            attention = float(self.scaling("attn_factor") or 1.0)
-        return {
-            "rope_type": "longrope",
-            "long_factor": [divisor * factor for factor in long or frequencies or ()],
-            "short_factor": [divisor * factor for factor in self.factors(_SHORT) or long or frequencies or ()],
-            "factor": 1.0,
-            "attention_factor": attention,
-            "original_max_position_embeddings": trained,
-        }
-
-    def _yarn(self, factor: float, trained: int) -> dict[str, Any]:
-        """What yarn needs."""
+        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
         for key, neutral in _NEUTRAL.items():
             if self.scaling(key) not in (None, neutral):
                 raise self._refusal(f"yarn with {key} = {self.scaling(key)}")
-        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
         for field, key in _YARN.items():
             if self.scaling(key) is not None:
                 yarn[field] = self.scaling(key)
@@ -157,15 +142,14 @@ class GgufHeader:
 
 
 _LOCK = threading.RLock()
-_ROWS = 1024  # of a tensor whose numbers are computed at a time
 
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
     """Context manager in which each GGUF file is parsed once, and the names of its tensors are listed once.
 
-    Both take seconds, for a large vocabulary or many layers. Weights are read some rows at a time. Other threads wait
-    for it to end, or the last of them would leave another one's parser in the library.
+    Both take seconds, for a large vocabulary or many layers. Other threads wait for it to end, or the last of them
+    would leave another one's parser in the library.
     """
     try:
         import gguf
@@ -173,38 +157,13 @@ def parsed_once() -> Iterator[None]:
         yield
         return
     with _LOCK:
-        reader, names, dequantize = gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize
+        reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
         gguf.GGUFReader = cache(_plain_reader(reader))
         gguf.get_tensor_name_map = cache(names)  # transformers asks for it once for each module
-        gguf.dequantize = partial(_in_parts, dequantize)
         try:
             yield
         finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize = reader, names, dequantize
-
-
-def forget_vocabulary(file: Path) -> None:
-    """Let the parser of a file forget its tokens, within `parsed_once`, once config and tokenizer are read.
-
-    transformers would go through all of them once more while it loads the weights, and they take half a gigabyte.
-    """
-    import gguf
-
-    fields = gguf.GGUFReader(str(file)).fields
-    for name in [name for name in fields if name.startswith("tokenizer.")]:
-        del fields[name]
-
-
-def _in_parts(dequantize: Callable[[np.ndarray, Any], np.ndarray], blocks: np.ndarray, kind: Any) -> np.ndarray:
-    """The numbers in blocks, some rows at a time: the library makes arrays of all rows, and then one of all arrays."""
-    if blocks.dtype != np.uint8 or len(blocks) <= _ROWS:
-        return dequantize(blocks, kind)
-    first = dequantize(blocks[:_ROWS], kind)
-    numbers = np.empty((len(blocks), *first.shape[1:]), first.dtype)
-    numbers[:_ROWS] = first
-    for start in range(_ROWS, len(blocks), _ROWS):
-        numbers[start : start + _ROWS] = dequantize(blocks[start : start + _ROWS], kind)
-    return numbers
+            gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
 
 
 def _plain_reader(reader: Any) -> Any:

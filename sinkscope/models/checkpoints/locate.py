@@ -15,7 +15,6 @@ from typing import Literal
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, reason_of
 from sinkscope.files.plain import in_one_line
-from sinkscope.models.checkpoints.hub import ADAPTER_CONFIG, refuse_adapter
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
@@ -23,6 +22,18 @@ RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
 TWO_HOPS = "recall-2hop"
 """The recall model with another circuit, which answers over two hops; its weights are made while it is loaded."""
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def refuse_adapter(name: str) -> SinkscopeError:
+    """Return the error for a folder or hub id that holds an adapter (LoRA and others of peft)."""
+    return SinkscopeError(
+        f"{name} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with sinkscope.load(...), "
+        f"put the adapter on it with peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them; "
+        "or give the model without the adapter"
+    )
 
 
 @dataclass(frozen=True)
@@ -68,12 +79,10 @@ def hub_id_of(name: str) -> str:
     Raises:
         SinkscopeError: The name is unknown; the message lists the closest short names.
     """
-    entry = None
-    if "/" not in name:
-        entry = find(name)
+    entry = None if "/" in name else find(name)
     if entry is not None:
         return entry.hub_id
-    near = difflib.get_close_matches(name.lower(), _entries(), n=SHOWN, cutoff=0.3) or list(_entries())[:SHOWN]
+    near = difflib.get_close_matches(name.lower(), _entries(), n=SHOWN, cutoff=0.0)
     raise SinkscopeError(
         f"unknown model {name!r}: expected a short name such as {', '.join(near)} (`sinkscope.list_models()` has all "
         f"{len(_entries())}), a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
@@ -131,31 +140,20 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
 
 def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource:
     text = os.fspath(model)
-    if not text.strip():
-        raise SinkscopeError("the model name is empty; expected a short name, hub id org/name, folder or .gguf file")
     path = path_of(text)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise SinkscopeError(
-                f"{path.name} is not a model: expected a .gguf file or a folder, such as {path.parent}"
-            )
-        return ModelSource("gguf", path, in_one_line(path.name))
-    is_hub_id = _HUB_ID.fullmatch(text) is not None
-    is_short_name = "/" not in text and find(text) is not None
+    name = in_one_line(path.resolve().name)
     is_path = not isinstance(model, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
+    is_known = _HUB_ID.fullmatch(text) is not None or ("/" not in text and find(text) is not None)
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    holds_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    is_meant = is_path or not (is_hub_id or is_short_name) or holds_model
-    if path.is_dir() and is_meant:
-        if (path / ADAPTER_CONFIG).is_file():
-            raise refuse_adapter(text)
-        if str(path) != str(path).encode(errors="replace").decode():
-            raise SinkscopeError(
-                f"{in_one_line(text):.120} is not UTF-8, which readers of weights need: rename the folder"
-            )
-        return ModelSource("folder", path, in_one_line(path.resolve().name))
-    if is_path:
+    holds_model = any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG))
+    if (path / ADAPTER_CONFIG).is_file():
+        raise refuse_adapter(text)
+    if path.is_dir() and (is_path or holds_model or not is_known) and text:
+        return ModelSource("folder", path, name)
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelSource("gguf", path, name)
+    if is_path or path.is_file():
         raise SinkscopeError(
-            f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name"
+            f"{text!r} is no model that is here: give a .gguf file or a folder, a hub id org/name or a short name"
         )
-    return ModelSource("hub", text if is_hub_id else hub_id_of(text), text, revision)
+    return ModelSource("hub", text if _HUB_ID.fullmatch(text) else hub_id_of(text), text, revision)

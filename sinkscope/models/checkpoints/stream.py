@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import layer_kinds, layers_at, stack_of
+from sinkscope.models.adapters import layers_at, stack_of
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_unexpected, quiet
 from sinkscope.models.checkpoints.config import check_finite, new_model
 
@@ -49,26 +49,10 @@ class LayerStore:
         self._path = stack.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
         self._layers = layers_at(self.causal, stack)
         self._empty = [layer.state_dict() for layer in self._layers]  # on meta: costs nothing
-        self._names: dict[int | None, dict[str, str]] = {}  # of each layer, and around them: by which name to load
-        self._sort()
+        self._names = _by_layer(source.weight_map, self._path.rpartition(".")[2])
         setattr(self.causal, prefix, self._base(self.causal.get_submodule(stack)))
         for index, layer in enumerate(self._layers):
             layer.register_forward_pre_hook(partial(self._before, index))
-
-    def _sort(self) -> None:
-        """Sort the tensors of the checkpoint by layer, and leave out the unembedding."""
-        stack = self._path.rpartition(".")[2]
-        pattern = re.compile(rf"^((?:.*?\.)?{stack}\.)(\d+)(\..*)$")
-        is_nested = any(_LANGUAGE.match(name) for name in self.source.weight_map)
-        for name in self.source.weight_map:
-            if _HEAD.search(name) or (is_nested and not _LANGUAGE.match(name)):
-                continue
-            key = _LANGUAGE.sub("model.", name) if is_nested else name
-            match = pattern.match(key)
-            layer = None
-            if match is not None:  # it is loaded into a model of one layer
-                layer, key = int(match[2]), f"{match[1]}0{match[3]}"
-            self._names.setdefault(layer, {})[name] = key
 
     def _before(self, index: int, _module: nn.Module, _args: Any) -> None:
         if index >= self.skipped:
@@ -119,13 +103,6 @@ class LayerStore:
         if hasattr(single, "first_k_dense_replace"):
             single.first_k_dense_replace = int(index < single.first_k_dense_replace)
         alone = f"{self._path}.0"
-        with torch.device("meta"):
-            layer = self._base_class(single).get_submodule(alone)
-        if layer_kinds([layer, self._layers[index]]) != [0, 0]:
-            raise UnsupportedError(
-                f"layer {index} of {self.source.name} alone is of another kind than in the whole model; load it whole "
-                "with sinkscope.load(...)"
-            )
         return self._made(single, index, f"layer {index}", alone).get_submodule(alone).state_dict()
 
     def _made(self, config: Any, layer: int | None, what: str, part: str = "") -> nn.Module:
@@ -145,10 +122,28 @@ class LayerStore:
                 ignore_mismatched_sizes=True,  # reported below
             )
         absent = [key for key in sorted(info["missing_keys"]) if key.startswith(part)]
-        if absent or info["mismatched_keys"]:
-            wrong = f"has no {absent[0]}" if absent else "has other shapes than its config.json says"
-            raise UnsupportedError(f"{what} of {name} {wrong}; get the whole checkpoint, of one revision")
+        wrong = [f"has no {key}" for key in absent] + ["has other shapes than config.json"] * len(
+            info["mismatched_keys"]
+        )
+        if wrong:
+            raise UnsupportedError(f"{what} of {name} {wrong[0]}; get the whole checkpoint, of one revision")
         check_unexpected(module, info["unexpected_keys"], name, {key: stored for stored, key in names.items()})
-        path = f"{self.causal.base_model_prefix}.{part.removesuffix('0')}{'' if layer is None else layer}".rstrip(".")
-        check_finite(module.get_submodule(part), name, f"{path}.")  # what is outside holds random numbers
+        check_finite(module.get_submodule(part), name, f"{what}: ")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
+
+
+def _by_layer(stored: Iterable[str], stack: str) -> dict[int | None, dict[str, str]]:
+    """The tensors of each layer, and of what is around them, by which name to load; without the unembedding."""
+    names: dict[int | None, dict[str, str]] = {}
+    pattern = re.compile(rf"^((?:.*?\.)?{stack}\.)(\d+)(\..*)$")
+    is_nested = any(_LANGUAGE.match(name) for name in stored)
+    for name in stored:
+        if _HEAD.search(name) or (is_nested and not _LANGUAGE.match(name)):
+            continue
+        key = _LANGUAGE.sub("model.", name) if is_nested else name
+        match = pattern.match(key)
+        if match is None:
+            names.setdefault(None, {})[name] = key
+        else:  # it is loaded into a model of one layer
+            names.setdefault(int(match[2]), {})[name] = f"{match[1]}0{match[3]}"
+    return names
