@@ -83,12 +83,10 @@ them.** A site that cannot be proved is not offered, and the message says what d
 
 ## What was changed in a model
 
-A proof holds for the object that was proved, and for others whose modules have the same classes, sizes, settings and
-functions.
+A proof holds for the object that was proved, and for others whose modules have the same classes, sizes and functions.
 
 - A **replaced `forward`, a hook, a wrapper or a subclass** around a linear module (a LoRA of your own, for instance) is
-  served: where weights are read, sinkscope tries whether the module computes with them, and asks the module if it does
-  not. One that is not linear is refused.
+  served: where weights are read, sinkscope asks the module, unless it is a plain one. One that is not linear is refused.
 - An **MLP with a `forward` of its own**, or a hook on it, that gives something else than its down projection is
   refused where neurons are read. So are the neurons of modules that do not run, as those of a TransformerBridge after
   `enable_compatibility_mode()`.
@@ -97,9 +95,9 @@ functions.
   is set to the place in the list. A layer at two places is refused, and one without attention under cache policies.
 - **Renamed modules** are refused with the row to write ([extending](extending.md)).
 
-Two kinds of sites were offered by earlier versions and are not now: those around the attention and the MLP of `doge`,
-whose layers multiply the residual stream by weights, which are 1 before training alone; and the neurons of mixtures
-with a hook of your own that changes what the experts give.
+Not offered, but by earlier versions: `hook_q`, `hook_k` and `hook_v` where attention does not go through transformers'
+interface (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo, GPT-NeoX-Japanese, MPT, XGLM, GIT); the sites around attention and MLP
+of `doge`; the neurons of mixtures with a hook of your own that changes what the experts give.
 
 The types were compared with another reading, which follows the additions and products of a layer without any hook of
 sinkscope.

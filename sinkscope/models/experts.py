@@ -89,8 +89,7 @@ class Experts:
         """Whether the weights can be read; split weights can only if they have no biases."""
         if self._shards.size == 1:
             return is_plain(self._down) and self._down.ndim == 3
-        is_usual = type(self) is Experts and self._is_concatenated and not self._is_transposed
-        return is_usual and not hasattr(self.module, "gate_up_proj_bias")
+        return self._is_concatenated and not self._is_transposed and not hasattr(self.module, "gate_up_proj_bias")
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """Return what the arguments of a call mean: hidden states, chosen experts and their weights, by any names."""
@@ -114,19 +113,15 @@ class Experts:
             halves.append((weight[rows], None if bias is None else bias[expert][rows]))
         return halves
 
-    def factors(self, expert: int, hidden: HiddenStates, neurons: list[int] | None = None) -> list[Neurons]:
+    def factors(self, expert: int, hidden: HiddenStates, neurons: Any = slice(None)) -> list[Neurons]:
         """Return what an expert's input projections (gate and up, or the only one) give, of some neurons or of all."""
-        is_split = self._shards.size > 1
-        rows: Any = slice(None)
-        if neurons is not None and not is_split:
-            rows = neurons
+        if self._shards.size > 1:  # which have no biases
+            wholes = [self._shards.gather(hidden @ weight.T, self.width) for weight, _ in self.inputs(expert)]
+            return [whole[:, neurons] for whole in wholes]
         factors = list[Tensor]()
         for weight, bias in self.inputs(expert):
-            factor = torch.nn.functional.linear(hidden, weight[rows], None if bias is None else bias[rows])
-            if is_split:
-                chosen = range(self.width) if neurons is None else neurons
-                factor = self._shards.columns(factor, chosen, self.width)
-            factors.append(factor)
+            bias = None if bias is None else bias[neurons]
+            factors.append(torch.nn.functional.linear(hidden, weight[neurons], bias))
         return factors
 
     def activate(self, *factors: Neurons) -> Neurons:
@@ -138,12 +133,10 @@ class Experts:
             order = "(half neuron)"
         return self.module._apply_gate(rearrange(list(factors), f"half token neuron -> token {order}"))
 
-    def columns(self, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
-        """Return what neurons of an expert write when their `hook_post` is 1."""
+    def columns(self, expert: int, neurons: Any = slice(None)) -> Float[Tensor, "neuron d_model"]:
+        """Return what neurons of an expert, some or all, write when their `hook_post` is 1."""
         down = local(self._down)[expert]
-        if self._is_transposed:
-            return down[neurons]
-        return self._shards.columns(down, neurons, self.width).T
+        return (down if self._is_transposed else self._shards.gather(down, self.width).T)[neurons]
 
     def output(self, routed: Routed) -> HiddenStates:
         """Return what the module must give according to this layout."""
@@ -151,7 +144,7 @@ class Experts:
         bias = getattr(self.module, "down_proj_bias", None)
         for expert in routed.weight.any(0).nonzero().flatten().tolist():
             post = self.activate(*self.factors(expert, routed.entering(expert)))
-            written = post @ self.columns(expert, list(range(self.width)))
+            written = post @ self.columns(expert)
             if bias is not None:
                 written = written + bias[expert]
             total += routed.weight[:, expert, None] * written

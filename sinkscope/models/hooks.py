@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import Args, Kwargs
 from sinkscope.models.modes import DEPTH, OWN_HOOKS
-from sinkscope.models.shards import Shards, shards_of
+from sinkscope.models.shards import shards_of
 
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
@@ -142,7 +142,7 @@ def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class _Change:
-    """What replaces the tensor that a hook on a module sees.
+    """What replaces the tensor that a hook on a module sees; where a process holds a part, the function sees the whole.
 
     Args:
         fn: What the hook does.
@@ -155,10 +155,18 @@ class _Change:
         self._places = torch.tensor(columns or [])
 
     def __call__(self, module: Any, seen: Any) -> Any:
-        if hasattr(getattr(module, "weight", None), "device_mesh") and isinstance(seen, Tensor):
-            shards, size = shards_of(module.weight), getattr(module, self._side, None)
-            if shards.size > 1 and size is not None and shards.is_part(seen.shape[-1], size):
-                return self._of_part(seen, shards, size)
+        shards, size = shards_of(getattr(module, "weight", None)), getattr(module, self._side, None)
+        if shards.size == 1 or size is None or not isinstance(seen, Tensor) or seen.shape[-1] == size:
+            return self._changed(seen)
+        new = self._changed(shards.gather(seen, size))
+        if new is not None and seen.requires_grad:
+            raise UnsupportedError(
+                "no gradient passes through an edit of a model that is split over processes: call it under "
+                "torch.no_grad(), or load it with device_map"
+            )
+        return None if new is None else shards.part(new, seen.shape[-1])
+
+    def _changed(self, seen: Any) -> Any:
         if self._columns is None:
             return self._fn(seen)
         if self._places.device != seen.device:  # it is moved once, not in every call
@@ -168,24 +176,6 @@ class _Change:
             return None
         # A copy, because autograd and other modules may need the caller's tensor.
         return seen.index_copy(-1, self._places, new.to(seen.dtype))
-
-    def _of_part(self, part: Tensor, shards: Shards, size: int) -> Any:
-        """The same where a process holds a part of the tensor; the function sees the whole, or whole columns."""
-        columns = self._columns
-        new = self._fn(shards.gather(part, size) if columns is None else shards.columns(part, columns, size))
-        if not isinstance(new, Tensor):
-            return new
-        if part.requires_grad:
-            raise UnsupportedError(
-                "no gradient passes through an edit of a model that is split over processes: call it under "
-                "torch.no_grad(), or load it with device_map"
-            )
-        if columns is None:
-            return shards.part(new, part.shape[-1])
-        places, here = shards.here(columns, size)
-        changed = part.clone()
-        changed[..., here] = new[..., places].to(part.dtype)
-        return changed
 
 
 def first_tensor(output: Any) -> Tensor:

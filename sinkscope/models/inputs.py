@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 
@@ -69,16 +68,13 @@ def attending_layers(target: Target, layers: Sequence[int] | None) -> list[int]:
     Raises:
         SinkscopeError: The list is empty, or names a layer that the model does not have or that does not attend.
     """
-    attending = target.attending
-    if layers is None:
-        wanted = attending
-    else:
-        wanted = sorted(set(layers))
+    wanted = target.attending if layers is None else sorted({*layers})
     if not wanted:
         raise SinkscopeError("no layer was given: expected at least one")
     for layer in wanted:
         check_site(target, layer)
-        if layer not in attending:
+        if layer not in target.attending:
+            attending = ", ".join(map(str, target.attending))
             raise SinkscopeError(f"layer {layer} of {target.name} has no softmax attention; these have: {attending}")
     return wanted
 
@@ -98,11 +94,9 @@ def check_length(target: Target, what: str, tokens: int, new: int = 0, remedy: s
     limit = target.max_positions
     if limit is None or tokens + new <= limit:
         return
-    length = f"{tokens} tokens"
-    if new > 0:
-        length += f" and {new} more are to come"
-        if tokens < limit:
-            remedy += f", or ask for at most {limit - tokens} new tokens"
+    length = f"{tokens} tokens" + f" and {new} more are to come" * (new > 0)
+    if new > 0 and tokens < limit:
+        remedy += f", or ask for at most {limit - tokens} new tokens"
     raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
@@ -164,33 +158,27 @@ def read_inputs(
     Raises:
         SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
-    tokens = inputs
+    tokens = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(inputs, Mapping):
-        tokens = inputs.get("input_ids")
-        if mask is None:
-            mask = inputs.get("attention_mask")
-    if tokens is None:
-        raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
-    if isinstance(tokens, str):
-        tokens = [tokens]
+        tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask") if mask is None else mask
     if isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
         rows = _encode(target, tokens, bos, special)
-    elif bos is None:
-        rows = _rows_of_ids(tokens)
-    else:
+    elif bos is not None:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
+    else:
+        rows = _rows_of_ids(tokens)
     if isinstance(inputs, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
         for number, row in enumerate(rows, 1):
             note_second_bos(row, resolve_bos(target.available_tokenizer, target.config, None), f"row {number}")
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     _check_ids(target, ids)
-    lengths = torch.tensor([len(row) for row in rows])
-    if mask is not None:
-        if bool((lengths < ids.shape[1]).any()):
-            raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-        return Inputs(ids, _checked_mask(mask, ids))
-    padding = torch.arange(ids.shape[1]) < lengths[:, None]
-    return Inputs(ids, None if bool(padding.all()) else padding.long())
+    padding = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    is_padded = not bool(padding.all())
+    if mask is None:
+        return Inputs(ids, padding.long() if is_padded else None)
+    if is_padded:
+        raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
+    return Inputs(ids, _checked_mask(mask, ids))
 
 
 def read_row(
@@ -208,10 +196,8 @@ def read_row(
     Raises:
         SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
     """
-    if isinstance(inputs, list | tuple):
-        inputs = [inputs]
     try:
-        rows = read_inputs(target, inputs, special=special).rows()
+        rows = read_inputs(target, [inputs] if isinstance(inputs, list | tuple) else inputs, special=special).rows()
     except SinkscopeError as error:
         raise SinkscopeError(f"{what}: {error}") from None
     if len(rows) > 1:
@@ -224,11 +210,9 @@ def read_row(
 def _checked_mask(values: Any, ids: Ids) -> Ids:
     """Return the user's attention mask as `[batch pos]`, if it fits the ids."""
     try:
-        mask = torch.as_tensor(values)
+        mask = torch.atleast_2d(torch.as_tensor(values))
     except (TypeError, ValueError, RuntimeError):
         mask = torch.empty(0)  # no numbers
-    if mask.ndim == 1:
-        mask = rearrange(mask, "pos -> 1 pos")
     is_binary = bool(((mask == 0) | (mask == 1)).all())
     if mask.shape != ids.shape or not is_binary or not bool(mask.bool().any(1).all()):
         raise SinkscopeError(
@@ -241,20 +225,17 @@ def _checked_mask(values: Any, ids: Ids) -> Ids:
 def _encode(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
     """Tokenize each text, with one BOS, none, or as the tokenizer decides."""
     tokenizer = tokenizer_of(target)
-    bos_id = resolve_bos(tokenizer, target.config, bos or None)
     rows: list[list[int]] = []
-    first = resolve_bos(tokenizer, target.config, None)
+    first, asked = (resolve_bos(tokenizer, target.config, wanted) for wanted in (None, bos or None))
     for number, text in enumerate(texts, 1):
-        if not text.strip():
-            raise SinkscopeError(f"prompt {number} is empty: write at least one word")
         check_encodable(text, f"prompt {number}")
         row = [int(token) for token in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
-        if bos is not None and row[:1] == [bos_id]:
+        if bos is not None and row[:1] == [asked]:
             row = row[1:]
-        if bos and bos_id is not None:  # without one, it was refused above
-            row = [bos_id, *row]
-        if not row:
-            raise SinkscopeError(f"prompt {number}: the tokenizer of {target.name} produces no token for it")
+        if bos and asked is not None:  # without one, it was refused above
+            row = [asked, *row]
+        if not row or not text.strip():
+            raise SinkscopeError(f"prompt {number} is empty: write at least one word that {target.name} has tokens for")
         note_second_bos(row, first, f"prompt {number}")
         rows.append(row)
     return rows
@@ -263,15 +244,13 @@ def _encode(target: Target, texts: Sequence[str], bos: bool | None, special: boo
 def _rows_of_ids(ids: Any) -> list[list[int]]:
     """Return a list for each row of a tensor, an array, or lists; one row may be given alone."""
     rows = _as_lists(ids)
-    if not isinstance(rows, list):
-        raise SinkscopeError(f"tokens of type {type(ids).__name__}: {_EXPECTED}")
-    if not any(isinstance(row, list) for row in rows):
+    if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
         rows = [rows]
-    for row in rows:
+    for row in rows if isinstance(rows, list) else [None]:
         if not isinstance(row, list) or not row:
-            raise SinkscopeError(f"there is no token id in a row; {_EXPECTED}")
+            raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")
         for number in row:
-            if type(number) is not int or abs(number) >> 63:
+            if type(number) is not int or abs(number) > LARGEST_ID:
                 raise SinkscopeError(f"token id {number!r}: expected whole numbers; {_EXPECTED}")
     return rows
 
@@ -280,9 +259,7 @@ def _as_lists(value: Any) -> Any:
     """Turn tensors, arrays and tuples into lists, also nested ones."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_as_lists(item) for item in value]
-    return value
+    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _check_ids(target: Target, ids: Ids) -> None:

@@ -9,8 +9,6 @@ same calls.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,20 +31,10 @@ class Shards:
         self.size = 1 if mesh is None else int(mesh.size())
         self.rank = 0 if mesh is None else int(mesh.get_local_rank())
 
-    @cached_property
-    def _group(self) -> Any:
-        return self._mesh.get_group()
-
-    def axis(self, size: int) -> range:
-        """Return the part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
+    def _axis(self, size: int) -> range:
+        """The part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
         each = -(-size // self.size)
         return range(min(self.rank * each, size), min((self.rank + 1) * each, size))
-
-    def here(self, numbers: Sequence[int], size: int) -> tuple[list[int], list[int]]:
-        """Return the numbers that are here: their places in `numbers`, and where they are in the part."""
-        part = self.axis(size)
-        places = [place for place, number in enumerate(numbers) if number in part]
-        return places, [part.index(numbers[place]) for place in places]
 
     def is_part(self, width: int, size: int) -> bool:
         """Return whether a dimension of this width is the part that is here, and not the whole.
@@ -56,11 +44,10 @@ class Shards:
         """
         if width == size:
             return False
-        expected = len(self.axis(size))
-        if self.size == 1 or width != expected:
+        if self.size == 1 or width != len(self._axis(size)):
             raise UnsupportedError(
-                f"a process of {self.size} holds {width} of {size} columns, where {expected} were expected: this "
-                "split is not served; load the model with device_map"
+                f"a process of {self.size} holds {width} of {size} columns, which no even split gives it: load the "
+                "model with device_map"
             )
         return True
 
@@ -73,32 +60,20 @@ class Shards:
         padded = mine.new_zeros(-(-size // self.size), *mine.shape[1:])  # parts may differ by their last columns
         padded[:width] = mine
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._group)
+        dist.all_gather(parts, padded, group=self._mesh.get_group())
         return torch.cat(parts)[:size].movedim(0, dim)
 
     def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
         """Return the columns of a whole tensor that this process holds; all of them if it holds `width` of as many."""
         size = whole.shape[-1]
-        if not self.is_part(width, size):
-            return whole
-        return whole.narrow(-1, self.axis(size).start, width)
-
-    def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
-        """Return columns of a tensor whose columns are split over processes: one sum brings them to all."""
-        if not self.is_part(part.shape[-1], size):
-            return part[..., list(numbers)]
-        places, local = self.here(numbers, size)
-        gathered = part.new_zeros(*part.shape[:-1], len(numbers))
-        gathered[..., places] = part.detach()[..., local]
-        dist.all_reduce(gathered, group=self._group)
-        return gathered
+        return whole.narrow(-1, self._axis(size).start, width) if self.is_part(width, size) else whole
 
     def all(self, value: Any) -> list[Any]:
         """Return what every process gives, in their order; any small object."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._mesh.get_group())
         return values
 
     def agree(self, what: str, *plan: object) -> None:
@@ -111,16 +86,13 @@ class Shards:
         Raises:
             SinkscopeError: The processes differ.
         """
-        if self.size == 1:
-            return
-        digest = hashlib.sha256(repr(plan).encode()).hexdigest()
-        first, *others = self.all(digest)
-        for rank, other in enumerate(others, 1):
-            if other != first:
-                raise SinkscopeError(
-                    f"processes 0 and {rank} of {self.size} have a different {what}: give all of them the same model, "
-                    "texts, settings and seeds"
-                )
+        digests = self.all(hashlib.sha256(repr(plan).encode()).hexdigest())
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise SinkscopeError(
+                f"processes 0 and {others[0]} of {self.size} have a different {what}: give all of them the same model, "
+                "texts, settings and seeds"
+            )
 
     def check_alone(self, what: str) -> None:
         """Refuse what one process does with a model that is split over several.

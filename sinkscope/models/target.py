@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -107,41 +107,27 @@ class Target:
     tokenizer: Any = None
     name: str = "model"
     store: Any = None
-    resident: bool = field(init=False)
-    shards: Shards = field(init=False)
-    processes: int = field(init=False)
-    config: Any = field(init=False)
-    base: nn.Module = field(init=False)
-    embedding: nn.Module = field(init=False)
-    layers: list[nn.Module] = field(init=False)
-    n_layers: int = field(init=False)
-    paths: list[dict[str, str]] = field(init=False)
-    attending: list[int] = field(init=False)
-    with_neurons: list[int] = field(init=False)
-    mixtures: list[int] = field(init=False)
-    d_model: int = field(init=False)
-    n_heads: int = field(init=False)
-    n_kv_heads: int = field(init=False)
-    max_positions: int | None = field(init=False)
-    skips_layers: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.resident = self.store is None
-        self.shards = shards_of(split_weight(self.hf))
-        self.processes = self.shards.size
+        self.resident: bool = self.store is None
+        self.shards: Shards = shards_of(split_weight(self.hf))
+        self.processes: int = self.shards.size
         if self.processes > 1:
             check_divides(self.hf.config, self.name, self.processes)
         if self.adapter is DRAFT:
             return
         adapter, config = self.adapter, self.hf.config.get_text_config()
-        self.config, self.embedding = config, self.hf.get_input_embeddings()
-        self.base = self.hf.get_submodule(adapter.base)
-        self.layers = layers_at(self.hf, adapter.layers)
-        self.n_layers, self.d_model = len(self.layers), int(config.hidden_size)
+        self.config: Any = config
+        self.embedding: nn.Module = self.hf.get_input_embeddings()
+        self.base: nn.Module = self.hf.get_submodule(adapter.base)
+        self.layers: list[nn.Module] = layers_at(self.hf, adapter.layers)
+        self.n_layers: int = len(self.layers)
+        self.d_model: int = int(config.hidden_size)
         self.n_heads, self.n_kv_heads = heads_of(config)
-        self.max_positions = longest_context(config)
-        self.skips_layers = adapter.from_any_layer and adapter.adds
-        self.paths, self.attending, self.with_neurons, self.mixtures = [], [], [], []
+        self.max_positions: int | None = longest_context(config)
+        self.skips_layers: bool = adapter.from_any_layer and adapter.adds
+        self.paths: list[dict[str, str]] = []
+        self.attending, self.with_neurons, self.mixtures = list[int](), list[int](), list[int]()
         unproved = {site for site, _ in adapter.unproved}
         for number, layer in enumerate(self.layers):
             paths = parts_of(layer, adapter.rows[number] if adapter.rows else adapter)
@@ -150,8 +136,7 @@ class Target:
                 self.attending.append(number)
             if "experts" in paths:
                 self.mixtures.append(number)
-            has_neurons = "experts" in paths or "down" in paths
-            if has_neurons and f"blocks.{number}.mlp.hook_post" not in unproved:
+            if ("experts" in paths or "down" in paths) and f"blocks.{number}.mlp.hook_post" not in unproved:
                 self.with_neurons.append(number)
 
     @cached_property
@@ -175,13 +160,13 @@ class Target:
         A vision or audio tower beside the decoder attends in its own way.
         """
         path = self.adapter.base.split(".")
+        around = [self.hf.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
         configs: dict[int, Any] = {}
-        for depth in range(len(path)):
-            around = self.hf.get_submodule(".".join(path[:depth]))
-            configs[id(getattr(around, "config", None))] = getattr(around, "config", None)
-        for module in self.base.modules():
-            configs[id(getattr(module, "config", None))] = getattr(module, "config", None)
-        return [config for config in configs.values() if hasattr(config, "model_type")]
+        for module in (*around, *self.base.modules()):
+            config = getattr(module, "config", None)
+            if hasattr(config, "model_type"):
+                configs[id(config)] = config
+        return list(configs.values())
 
     def head_columns(self, layer: int, head: int) -> list[int]:
         """Return the inputs of the output projection that hold a head; layers may have heads of different widths."""
@@ -205,14 +190,12 @@ class Target:
         Raises:
             UnsupportedError: The modules of no MLP run.
         """
-        if self.mixtures:
-            return self.width(self.mixtures[0], 0)
         if not self.with_neurons:
             raise UnsupportedError(
                 f"no layer of {self.name} has neurons that can be read, because the modules of its MLPs do not run "
                 "(those of a folded TransformerBridge do not): give the plain Hugging Face model"
             )
-        return self.width(self.with_neurons[0])
+        return self.width(self.mixtures[0], 0) if self.mixtures else self.width(self.with_neurons[0])
 
     def check_neurons(self, layer: int) -> None:
         """Refuse to edit neurons of a layer whose MLP could not be proved.
@@ -289,11 +272,7 @@ class Target:
     @cached_property
     def is_offloaded(self) -> bool:
         """Whether accelerate keeps weights elsewhere, and brings them for each call."""
-        if self.resident:
-            for parameter in self.hf.parameters():
-                if parameter.is_meta:
-                    return True
-        return False
+        return self.resident and any(parameter.is_meta for parameter in self.hf.parameters())
 
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
@@ -345,11 +324,9 @@ class Target:
         self, ids: Int[Tensor, "batch pos"], positions: Int[Tensor, " some"], start: LayerInput | None = None
     ) -> Float[Tensor, "batch some vocab"]:
         """Run a pass, and return the logits at some positions, which most models then compute alone."""
-        options: dict[str, Any] = {}
         if "logits_to_keep" in forward_parameters(type(self.hf)):
-            options = {"logits_to_keep": positions.to(self.device)}
-        logits = self.forward(ids, unembed=True, start=start, **options).logits
-        return logits if options else logits[:, positions]
+            return self.forward(ids, unembed=True, start=start, logits_to_keep=positions.to(self.device)).logits
+        return self.forward(ids, unembed=True, start=start).logits[:, positions]
 
     stop = staticmethod(stop)
     hooks = staticmethod(hooked)

@@ -106,7 +106,7 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     weight: Any = getattr(module, "weight", None)
     if weight is not None and hasattr(weight, "device_mesh"):
         shards = shards_of(weight)
-        return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
+        return shards.gather(shards.gather(local(weight), weight.shape[0], 0), width)[:, chosen].T
     if _computes_with_weight(module):
         return weight[chosen] if is_transposed(module) else weight[:, chosen].T
     # Quantised, adapted or replaced: ask the module itself; the last rows give its bias, and whether it is linear.

@@ -18,30 +18,17 @@ from sinkscope.opening.parts import adapter_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
 """Classes of modules that show that a model is split in an unserved way."""
-_STYLES = (
-    *("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"),
-    *("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts"),
-    *("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate"),
-)
-"""Styles of tensor parallelism after which a hook sees the columns of a process, or the whole."""
 
 
 def _is_served(hf: Any, kind: ModelKind) -> bool:
     """Whether a model is whole, or a plain one that transformers has split by tensor parallelism alone."""
     for module in hf.modules():
-        for cls in type(module).__mro__:
-            if cls.__name__ in _SPLITTING:
-                return False
+        if any(cls.__name__ in _SPLITTING for cls in type(module).__mro__):
+            return False
     if split_weight(hf) is None:
         return (getattr(hf, "tp_size", None) or 1) == 1
     settings = getattr(hf.config, "distributed_config", None)
-    if kind != "hf" or settings is None or settings.dp_size > 1 or settings.ep_size > 1:
-        return False
-    for part, style in hf.tp_plan.items():
-        is_linear = style == "packed_colwise" and "experts" not in part
-        if style not in _STYLES or is_linear:
-            return False
-    return True
+    return kind == "hf" and settings is not None and max(settings.dp_size, settings.ep_size) <= 1
 
 
 def _inside(model: object) -> tuple[nn.Module, ModelKind]:
@@ -145,8 +132,8 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
         tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
     if tokenizer is not None and not callable(tokenizer):
         raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers")
-    origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
-    label = str(origin or type(hf).__name__).rstrip("/").split("/")[-1]
+    origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or type(hf).__name__
+    label = str(origin).rstrip("/").split("/")[-1]
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
         warn(

@@ -61,9 +61,9 @@ class _Places:
 Key = tuple[Any, ...]
 """A class, a row and a configuration, with or without a structure."""
 _PLACES: dict[Key, _Places] = {}
-_PROVED: dict[Key, tuple[Proof, tuple[Any, ...]]] = {}
-_OF_OBJECTS: WeakKeyDictionary[nn.Module, dict[Key, tuple[Proof, tuple[Any, ...]]]] = WeakKeyDictionary()
-"""Proofs of objects; their functions are kept, so that no later one gets the identity of one of them."""
+_PROVED: dict[Key, Proof] = {}
+_OF_OBJECTS: WeakKeyDictionary[nn.Module, dict[Key, Proof]] = WeakKeyDictionary()
+"""Proofs of objects with functions of their own."""
 
 
 @cpu_by_default()
@@ -140,7 +140,7 @@ def _places_of(key: Key, target: Target, structure: Structure) -> _Places:
         if small.keys() >= whole.keys():
             target = Target(sample, sample, "hf", DRAFT)
     if target.hf is hf:  # it stands in
-        key, numbers = (*key, structure.text), list(structure.kinds)
+        key, numbers = (*key, structure.modules), list(structure.kinds)
     if key not in _PLACES or target.hf is hf:
         _PLACES[key] = _proposed_and_proved(target, numbers, row)
     return _PLACES[key]
@@ -192,10 +192,10 @@ def _own_proof(key: Key, target: Target, places: _Places, structure: Structure, 
     """Step 4: the proof of the user's own model."""
     if target.processes > 1:  # transformers itself splits plain modules, and each process has a part of the heads
         return Proof()
-    hf, key = target.hf, (*key, structure.text)
-    known = _OF_OBJECTS.setdefault(hf, {}) if structure.replaced else _PROVED
+    hf, key = target.hf, (*key, structure.modules)
+    known = _OF_OBJECTS.setdefault(hf, {}) if structure.is_own else _PROVED
     if key in known and not every_layer:
-        return known[key][0]
+        return known[key]
     target = replace(target, adapter=places.adapter)
     _refuse_shared(target)
     _refuse_renamed(target)
@@ -206,7 +206,7 @@ def _own_proof(key: Key, target: Target, places: _Places, structure: Structure, 
             target = replace(target, model=twin, hf=twin)
     with evaluating(target.hf), apart():
         proof = Context().run(prove, target, layers)  # in which no policy of a block sees attention
-    known[key] = proof, structure.replaced
+    known[key] = proof
     return proof
 
 

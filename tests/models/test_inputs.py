@@ -108,8 +108,8 @@ def masked(ids, mask) -> dict:
 @pytest.mark.parametrize(
     ("tokens", "more", "words"),
     [
-        (None, {}, ["no tokens are given", "list of texts"]),
-        ([[1, 2], []], {}, ["no token id in a row"]),
+        (None, {}, ["type NoneType", "list of texts"]),
+        ([[1, 2], []], {}, ["without a token id in a row"]),
         ([[1, -2]], {}, ["token id -2", "expected 0 to"]),
         (torch.tensor([[1, 96]]), {}, ["token id 96", "0 to 95"]),
         ([1.0, 2.0], {}, ["token id 1.0", "expected"]),

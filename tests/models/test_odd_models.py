@@ -26,6 +26,7 @@ from transformers import (
 import sinkscope as ss
 from sinkscope.engine.stock import attention_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.opening.live import target_of
 from sinkscope.opening.sample import sample_of
 
 
@@ -107,14 +108,11 @@ def test_models_that_are_no_decoders_are_refused_with_what_is_true(make, said):
 
 
 @pytest.mark.parametrize("positions", [8, 16, 19])
-def test_a_context_that_is_shorter_than_the_probe_is_the_cause_that_is_said(positions):
+def test_a_context_that_is_shorter_than_the_text_of_the_proof_is_read_as_far_as_it_goes(positions):
     config = GPT2Config(
         vocab_size=64, n_layer=2, n_head=2, n_embd=32, n_positions=positions, bos_token_id=0, eos_token_id=0
     )
-    with pytest.raises(UnsupportedError, match=f"a context of {positions} tokens, and the proof of its parts reads 20"):
-        ss.trace(GPT2LMHeadModel(config), IDS[:, :4], "hook_embed")
-    # A model with rotary positions reads further than its configuration says.
-    ss.trace(LlamaForCausalLM(LlamaConfig(**LLAMA, max_position_embeddings=positions)), IDS[:, :4], "hook_embed")
+    assert target_of(GPT2LMHeadModel(config)).adapter.unproved == ()
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -127,11 +125,10 @@ def test_models_cut_to_few_layers_keep_the_kinds_of_these(layers, tmp_path):
     assert len(sample_of(model, [0, 1, 1, 1]).config.layer_types) == 2
 
 
-@pytest.mark.parametrize(("dtype", "more"), [("float32", ""), ("bfloat16", ", or try dtype=float32")])
-def test_weights_that_are_nan_in_float32_have_no_better_type(dtype, more, tmp_path):
+def test_weights_that_are_nan_are_refused(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0] = torch.nan
     model.save_pretrained(tmp_path)
-    with pytest.raises(SinkscopeError, match=f"NaN or infinite; download the checkpoint again{more}$"):
-        ss.load(tmp_path, dtype=dtype)
+    with pytest.raises(SinkscopeError, match="NaN or infinite; download the checkpoint again"):
+        ss.load(tmp_path)

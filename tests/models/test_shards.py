@@ -155,16 +155,12 @@ def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
     for rank in range(count):
         shards = Shards()
         shards.size, shards.rank = count, rank
-        part = shards.axis(size)
+        part = shards._axis(size)
         assert list(part) == (chunks[rank].tolist() if rank < len(chunks) else [])
-        numbers = list(range(0, size, 3))
-        places, local = shards.here(numbers, size)
-        assert [numbers[place] for place in places] == [part[one] for one in local]
 
 
 def test_one_process_holds_whole_tensors():
     tensor = torch.randn(2, 6)
     assert ALONE.gather(tensor, 6) is tensor and ALONE.all(3) == [3]
-    assert torch.equal(ALONE.columns(tensor, [4, 1], 6), tensor[:, [4, 1]])
     with refused("a process of 1 holds 6 of 8 columns"):
         ALONE.gather(tensor, 8)

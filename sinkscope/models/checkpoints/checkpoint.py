@@ -109,7 +109,11 @@ class Files:
         else:
             self.name = self.repo = where
             config = _hub_file(where, "config.json", revision, needed=True)
-            assert config is not None  # because it is needed
+            if config is None:
+                raise SinkscopeError(
+                    f"{where} has no config.json: give a whole model of transformers; of an adapter, the model that it "
+                    "was made for"
+                )
             self.folder, self.commit = config.parent, config.parent.name
             if self.file(ADAPTER_CONFIG).is_file():
                 raise refuse_adapter(where)
