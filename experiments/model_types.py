@@ -86,7 +86,8 @@ them.** A site that cannot be proved is not offered, and the message says what d
 A proof holds for the object that was proved, and for others whose modules have the same classes, sizes and functions.
 
 - A **replaced `forward`, a hook, a wrapper or a subclass** around a linear module (a LoRA of your own, for instance) is
-  served: where weights are read, sinkscope asks the module, unless it is a plain one. One that is not linear is refused.
+  served: where weights are read, sinkscope asks the module, unless it is a plain one. One that is not linear is
+  refused.
 - An **MLP with a `forward` of its own**, or a hook on it, that gives something else than its down projection is
   refused where neurons are read. So are the neurons of modules that do not run, as those of a TransformerBridge after
   `enable_compatibility_mode()`.
@@ -96,8 +97,8 @@ A proof holds for the object that was proved, and for others whose modules have 
 - **Renamed modules** are refused with the row to write ([extending](extending.md)).
 
 Not offered, but by earlier versions: `hook_q`, `hook_k` and `hook_v` where attention does not go through transformers'
-interface (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo, GPT-NeoX-Japanese, MPT, XGLM, GIT); the sites around attention and MLP
-of `doge`; the neurons of mixtures with a hook of your own that changes what the experts give.
+interface (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo, GPT-NeoX-Japanese, MPT, XGLM, GIT); the sites around attention and
+MLP of `doge`; the neurons of mixtures with a hook of your own that changes what the experts give.
 
 The types were compared with another reading, which follows the additions and products of a layer without any hook of
 sinkscope.

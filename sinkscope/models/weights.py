@@ -107,7 +107,7 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     if weight is not None and hasattr(weight, "device_mesh"):
         shards = shards_of(weight)
         return shards.gather(shards.gather(local(weight), weight.shape[0], 0), width)[:, chosen].T
-    if _computes_with_weight(module):
+    if weight is not None and _computes_with_weight(module):
         return weight[chosen] if is_transposed(module) else weight[:, chosen].T
     # Quantised, adapted or replaced: ask the module itself; the last rows give its bias, and whether it is linear.
     device = next((parameter.device for parameter in module.parameters()), target.device)

@@ -46,6 +46,7 @@ from sinkscope.opening.structure import Structure, structure_of, without_hooks
 EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 _APART = ("_name_or_path", "transformers_version", "dtype", "architectures", "eos_token_id", "pad_token_id")
 """What two models may have of their own in a configuration, and keep their parts in the same places."""
+_AHEAD = 1e-4  # share of the largest logit by which an unread token may change logits
 _LOCK = threading.RLock()
 
 
@@ -111,8 +112,10 @@ def _unproved(places: _Places, own: Proof, structure: Structure) -> tuple[tuple[
 
 def _refusal(target: Target, places: _Places, problem: str) -> UnsupportedError:
     """The error for an adapter that the proof refuses, on a small model of the class or only on the object."""
-    if "not causal" in problem:
-        return UnsupportedError(f"{target.name} is refused: {problem}: {EXPECTED_MODEL}")
+    if _reads_ahead(target):
+        return UnsupportedError(
+            f"{target.name} is not causal, because later tokens change what it reads: {EXPECTED_MODEL}"
+        )
     if places.proof.problem is None:
         return UnsupportedError(
             f"{target.name} does not compute what its class {type(target.hf).__name__} does: {problem}; measure it "
@@ -123,6 +126,16 @@ def _refusal(target: Target, places: _Places, problem: str) -> UnsupportedError:
         f"{problem}; change what is wrong and register it: "
         f"sinkscope.models.adapters.register({shown_row(places.adapter)})"
     )
+
+
+@torch.no_grad()
+def _reads_ahead(target: Target) -> bool:
+    """Whether another last token changes the logits of the first; False of a model that cannot be run so."""
+    ids = torch.tensor([[2, 3, 4, 5], [2, 3, 4, 6]], device=target.hf.device)
+    with suppress(Exception):
+        first, changed = target.hf(ids).logits[:, 0].float()
+        return bool((first - changed).abs().max() > _AHEAD * first.abs().max())
+    return False
 
 
 # -- the class ---------------------------------------------------------------------------------------------------------
