@@ -109,7 +109,7 @@ def proposed(target: Target, numbers: list[int], row: Adapter | None) -> Found:
         for layer in layers:
             parts = Parts(target.layers[layer])
             for path in parts.there(ATTENTION if row is None else row.attn.split("|"))[:1]:
-                if path in values[layer].rows:
+                if (path, "rows") in values[layer].kept:
                     attends[layer] = _Seen(parts.modules[path])
     if not attends:
         raise NotInferredError("no softmax attention was found in its layers, or none of one layer alone")
@@ -123,7 +123,8 @@ def _read_all(target: Target, layers: Iterable[int], tap: AbstractContextManager
     """What passes each module of some layers in one pass."""
     values, hooks = dict[int, Values](), list[Hook]()
     for layer in layers:
-        values[layer], module = Values(layer), target.layers[layer]
+        module = target.layers[layer]
+        values[layer] = Values(layer, {})
         hooks += values[layer].hooks(module, dict(module.named_modules()))
     read(target, hooks, max(values), tap)
     for layer in layers:
@@ -210,24 +211,25 @@ def _fields(target: Target, values: Values, seen: _Seen | None, row: Adapter | N
     if fields.get("down") and fields.get("up"):
         fields["fused_gate_up"] = parts.is_fused(fields)
     factors, _ = _measured(values, fields)
+    values = values.with_paths(fields)
     fields |= {name: factors[name] for name in factors if name == "attn_factor"}
     if "mlp" in fields:
         adds = "write_factor" in factors and not parts.has_buffers
         fields |= {"adds": adds, "write_factor": factors["write_factor"] if adds else 1.0}
-        fields |= mlp_sum(values, fields).fit() or {}
+        fields |= mlp_sum(values).fit() or {}
     if seen is not None:
         fields["learned_sinks"] = seen.has_sinks
     if fields.get("fused_qkv"):
         fields["qkv_layout"] = "beside"
         if seen is not None and seen.value is not None:
-            fields["qkv_layout"] = _layout(target, values.left(fields["fused_qkv"]), seen.value)
+            fields["qkv_layout"] = _layout(target, values.left("fused_qkv"), seen.value)
     return fields
 
 
 def _measured(values: Values, fields: Fields) -> tuple[dict[str, float], int]:
     """Factors of what a layer adds, and how many of its parts are in sums that do not hold."""
     factors, wrong = dict[str, float](), 0
-    for each in residual_sums(values, fields):
+    for each in residual_sums(values.with_paths(fields)):
         measured = each.fit()
         factors |= measured or {}
         if measured is None:

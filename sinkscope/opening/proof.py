@@ -49,7 +49,7 @@ _ONE = 5e-3  # largest distance of a measured constant from 1 that rounding expl
 
 RowValues = Float[Tensor, "row pos width"]
 Paths = Mapping[str, Any]
-"""Where a layer has its parts, by the fields of an adapter."""
+"""Where a layer has its parts, by the fields of an adapter; None or nothing where it has none."""
 
 
 # -- what passes -------------------------------------------------------------------------------------------------------
@@ -73,63 +73,79 @@ class Values:
 
     Attributes:
         layer: Number of the layer.
+        paths: Where the layer has its parts, by the fields of an adapter; what is asked for by a field is there.
         ran: Whether it ran.
-        rows: Rows of attention that a module returned beside its output, by path.
+        kept: What passed, by path and "in", "out" or "rows" (of attention, returned beside the output).
     """
 
-    def __init__(self, layer: int) -> None:
-        self.layer, self.ran = layer, False
-        self.rows: dict[str, Tensor] = {}
-        self._entered: dict[str, RowValues] = {}
-        self._left: dict[str, RowValues] = {}
+    def __init__(self, layer: int, paths: Paths) -> None:
+        self.layer, self.paths = layer, paths
+        self.ran = False
+        self.kept: dict[tuple[str, str], Tensor] = {}
 
     def hooks(self, module: nn.Module, paths: Iterable[str]) -> list[Hook]:
         """Return hooks that keep what passes some modules of the layer, and the layer itself."""
         hooks = list[Hook]()
         for path in {"", *paths}:
             part = module.get_submodule(path)
-            hooks += [(part, "pre", partial(self._enter, path)), (part, "post", partial(self._leave, path))]
+            hooks.append((part, "pre", partial(self._enter, path)))
+            hooks.append((part, "post", partial(self._leave, path)))
         return hooks
 
     def _enter(self, path: str, _module: Any, args: Args, kwargs: Kwargs) -> None:
         if not path and self.ran:
             raise NotInferredError(f"layer {self.layer} runs several times in a pass")
         self.ran = True
-        entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        _keep(self._entered, path, entered)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self._keep(path, "in", value)
+                return
 
     def _leave(self, path: str, _module: Any, _args: Args, _kwargs: Kwargs, output: Any) -> None:
-        _keep(self._left, path, first_tensor(output))
-        if isinstance(output, tuple) and len(output) > 1 and getattr(output[1], "ndim", 0) == 4:
-            self.rows[path] = output[1].float()
+        self._keep(path, "out", first_tensor(output))
+        if isinstance(output, tuple) and len(output) > 1:
+            rows = output[1]
+            if isinstance(rows, Tensor) and rows.ndim == 4:
+                self.kept[path, "rows"] = rows.float()
 
-    def entered(self, path: str | None) -> Any:
-        """Return what entered a module; None if it did not run."""
-        return None if path is None else self._entered.get(path)
+    def _keep(self, path: str, side: str, tensor: Any) -> None:
+        """Keep a copy, because some models add to it in place."""
+        if not isinstance(tensor, Tensor) or tensor.ndim < 2:
+            return
+        if tensor.ndim > 2 or len(tensor) % _ROWS == 0:
+            self.kept[path, side] = _by_row(tensor.detach()).float().clone()
 
-    def left(self, path: str | None) -> Any:
-        """Return what left a module; None if it did not run."""
-        return None if path is None else self._left.get(path)
+    def entered(self, part: str) -> Any:
+        """Return what entered a part, or the layer (""); None if there is no such part, or it did not run."""
+        return self._of(part, "in")
 
-    def clear(self) -> None:
-        """Forget it."""
-        self._entered.clear()
-        self._left.clear()
-        self.rows.clear()
+    def left(self, *parts: str) -> Any:
+        """Return what left the first of some parts that there are; as for `entered`."""
+        for part in parts:
+            if not part or self.paths.get(part) is not None:
+                return self._of(part, "out")
+        return None
 
+    def _of(self, part: str, side: str) -> Any:
+        path = self.paths.get(part)
+        if not part:
+            path = ""
+        return None if path is None else self.kept.get((path, side))
 
-def _keep(kept: dict[str, RowValues], path: str, tensor: Any) -> None:
-    """Keep a copy, because some models add to it in place."""
-    if isinstance(tensor, Tensor) and tensor.ndim > 1 and (tensor.ndim > 2 or len(tensor) % _ROWS == 0):
-        kept[path] = _by_row(tensor.detach()).float().clone()
+    def with_paths(self, paths: Paths) -> Values:
+        """Return the same, with parts at other places."""
+        values = Values(self.layer, paths)
+        values.kept = self.kept
+        return values
 
 
 def read(target: Target, hooks: list[Hook], last: int, tap: AbstractContextManager[Any]) -> None:
     """Run a pass over some tokens, always the same ones, in equal rows; it ends at a layer."""
     vocabulary = int(next(target.embedding.parameters()).shape[0])
-    generator = torch.Generator().manual_seed(0)
+    least = min(16, vocabulary // 2)
     length = min(TOKENS, longest_context(target.config) or TOKENS)
-    ids = torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(least, vocabulary, (1, length), generator=generator)
     with torch.no_grad(), tap, target.hooks(*hooks):
         target.forward(ids.expand(_ROWS, -1), last_layer=last)
 
@@ -151,78 +167,100 @@ class Sum:
     name: str
     total: RowValues
     start: RowValues | None
-    parts: dict[str, Any]
+    parts: dict[str, Any] = field(default_factory=dict)
 
     def _fits(self) -> bool:
-        return all(part is not None and part.shape == self.total.shape for part in self.parts.values())
+        for part in self.parts.values():
+            if part is None or part.shape != self.total.shape:
+                return False
+        return True
 
     def fit(self) -> dict[str, float] | None:
         """Return the factors; None if the parts do not add up to the total, or one is no part of it."""
         if not self.parts or not self._fits():
             return None
-        change = self.total if self.start is None else self.total - self.start
-        wanted = change.double().flatten()
+        wanted = self.total
+        if self.start is not None:
+            wanted = wanted - self.start
+        wanted = wanted.double().flatten()
         columns = torch.stack([part.double().flatten() for part in self.parts.values()], 1)
         solution = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
-        if not (columns @ solution - wanted).abs().max() <= _EXACT * wanted.abs().max():
+        error = (columns @ solution - wanted).abs().max()
+        if not error <= _EXACT * wanted.abs().max():
             return None
         factors = dict[str, float]()
         for name, factor in zip(self.parts, solution.tolist(), strict=True):
             if abs(factor) < _ONE:
                 return None
-            factors[name] = 1.0 if abs(factor - 1) < _ONE else float(f"{factor:.4g}")
+            factors[name] = float(f"{factor:.4g}")
+            if abs(factor - 1) < _ONE:
+                factors[name] = 1.0
         return factors
 
     def off(self, adapter: Adapter) -> float:
         """Return the largest distance from the sum, relative to the largest number in it, of any token."""
         if not self._fits():
             return float("inf")
-        added = [value * getattr(adapter, name) for name, value in self.parts.items()]
+        added = list[Tensor]()
+        for name, value in self.parts.items():
+            added.append(value * getattr(adapter, name))
         if self.start is not None:
             added.append(self.start)
-        error, size = self.total, self.total.abs().amax(-1)
+        error = self.total
+        size = error.abs().amax(-1)
         for part in added:
-            size, error = torch.maximum(size, part.abs().amax(-1)), error - part
-        off = (error.abs().amax(-1) / size).nan_to_num(torch.inf)
-        return float(off.where(size > 0, 0).max())
+            error = error - part
+            size = torch.maximum(size, part.abs().amax(-1))
+        off = error.abs().amax(-1) / size
+        off = off.nan_to_num(torch.inf).where(size > 0, 0)
+        return float(off.max())
 
 
-def residual_sums(values: Values, paths: Paths) -> list[Sum]:
+def residual_sums(values: Values) -> list[Sum]:
     """Return the sums of the residual stream: up to between attention and MLP, and from there, or one of both."""
-    start, end, mid = values.entered(""), values.left(""), values.entered(paths.get("mid"))
-    attn = values.left(paths.get("attn_out") or paths.get("attn"))
-    before = {} if attn is None else {"attn_factor": attn}
-    written = _written(values, paths) if paths.get("mlp") else None
-    after = {} if written is None else {"write_factor": written}
+    start, end = values.entered(""), values.left("")
+    mid = values.entered("mid")
+    before, after = dict[str, Any](), dict[str, Any]()
+    attn = values.left("attn_out", "attn")
+    if attn is not None:
+        before["attn_factor"] = attn
+    written = _written(values)
+    if written is not None:
+        after["write_factor"] = written
     if mid is None or mid.shape != start.shape:
-        return [Sum("hook_resid_post", end, start, {**before, **after})]
+        return [Sum("hook_resid_post", end, start, before | after)]
     return [Sum("hook_resid_mid", mid, start, before), Sum("hook_resid_post", end, mid, after)]
 
 
-def is_inside(paths: Paths) -> bool:
-    """Return whether the shared expert is a part of the mixture, and not beside it."""
-    return f"{paths['down']}.".startswith(f"{paths['mlp']}.".lstrip("."))
+def _is_beside(paths: Paths) -> bool:
+    """Whether the shared expert is beside the mixture, and no part of it."""
+    mixture = f"{paths.get('mlp')}.".lstrip(".")
+    return paths.get("down") is not None and not f"{paths['down']}.".startswith(mixture)
 
 
-def _written(values: Values, paths: Paths) -> Any:
+def _written(values: Values) -> Any:
     """What the MLP writes: of a norm behind it, or of a mixture and the shared expert beside it."""
-    if paths.get("post_mlp_norm"):
-        return values.left(paths["post_mlp_norm"])
-    total, down = values.left(paths["mlp"]), values.left(paths.get("down"))
-    if total is not None and paths.get("experts") is not None and paths.get("down") and not is_inside(paths):
-        return None if down is None else total + down
+    total, down = values.left("post_mlp_norm", "mlp"), values.left("down")
+    paths = values.paths
+    if paths.get("post_mlp_norm") is None and paths.get("experts") is not None and _is_beside(paths):
+        if total is None or down is None:
+            return None
+        return total + down
     return total
 
 
-def mlp_sum(values: Values, paths: Paths) -> Sum:
+def mlp_sum(values: Values) -> Sum:
     """Return what the MLP gives as the sum of what down projections and experts give."""
-    down, gate = values.left(paths.get("down")), values.left(paths.get("shared_gate"))
-    parts = {"down_factor": down}
-    if paths.get("experts") is not None:
-        parts = {"expert_factor": values.left(paths["experts"])}
-        if down is not None and is_inside(paths) and paths["mlp"] != paths["experts"]:
-            parts["shared_factor"] = down if gate is None else down * gate.sigmoid()
-    return Sum("mlp", values.left(paths["mlp"]), None, parts)
+    paths, down, gate = values.paths, values.left("down"), values.left("shared_gate")
+    if paths.get("experts") is None:
+        return Sum("mlp", values.left("mlp"), None, {"down_factor": down})
+    total = Sum("mlp", values.left("mlp"), None, {"expert_factor": values.left("experts")})
+    if down is None or _is_beside(paths) or paths["mlp"] == paths["experts"]:
+        return total
+    if gate is not None:
+        down = down * gate.sigmoid()
+    total.parts["shared_factor"] = down
+    return total
 
 
 # -- the proof ---------------------------------------------------------------------------------------------------------
@@ -318,63 +356,67 @@ class LayerProof:
     """
 
     def __init__(self, target: Target, layer: int) -> None:
-        self.target, self.layer, self.paths = target, layer, target.paths[layer]
+        self.target, self.layer = target, layer
         self.problems = dict[str, str]()
-        self.values = Values(layer)
+        self.values = Values(layer, target.paths[layer])
         eps = torch.finfo(target.dtype).eps
         self._tolerance = max(_EXACT, _IN_HALF * eps)
         self._attended = max(_EXACT, _ATTENDED_IN_HALF * eps)
         self._attends = layer in target.attending and _shows_attention(target)
         self._chunks = list[Tensor]()  # rows of attention
-        self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
-        self._own: tuple[Tensor, Tensor] | None = None  # what attention gives by itself, and its values
+        self._heads = dict[str, torch.Size]()  # how many heads a turned site has, and how wide
+        self._own: Tensor | None = None  # what attention gives by itself
+        self._value: Tensor | None = None
 
     def hooks(self) -> list[Hook]:
         """Return hooks that edit, keep, and compare at the end of the layer."""
-        target, layer, hooks = self.target, self.layer, list[Hook]()
+        target, layer, paths = self.target, self.layer, self.values.paths
+        on_part = partial(target.part_hooks, layer)
+        hooks = list[Hook]()
         for which in _TURNED if self._attends else ():
-            if not target.adapter.attention_interface:
-                self.problems[f"attn.hook_{which}"] = "the attention does not show what it reads"
-                continue
+            self.problems[f"attn.hook_{which}"] = "softmax attention is not seen to read the heads that are there"
             part = which
-            if target.adapter.qkv_layout is not None and which not in self.paths:
+            if which not in paths and target.adapter.qkv_layout is not None:
                 part = "fused_qkv"
-            hooks += target.part_hooks(layer, part, "post", on_hidden(partial(self._turn, which)))
+            if target.adapter.attention_interface:
+                hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
         if layer in target.mixtures:
-            hooks += target.part_hooks(layer, "experts", "post", self._recompute)
+            hooks += on_part("experts", "post", self._recompute)
         elif layer in target.with_neurons:
-            hooks += target.part_hooks(layer, "up", "post", on_hidden(self._scale_up))
-        hooks += self.values.hooks(target.layers[layer], self.paths.values())
-        return [*hooks, (target.layers[layer], "post", on_hidden(self._finish))]
+            hooks += on_part("up", "post", on_hidden(self._scale_up))
+        hooks += self.values.hooks(target.layers[layer], paths.values())
+        hooks.append((target.layers[layer], "post", on_hidden(self._finish)))
+        return hooks
 
     # -- edits ---------------------------------------------------------------------------------------------------------
 
     def _turn(self, which: str, tensor: Tensor) -> Tensor:
-        """Let the numbers of one head change places; until attention is seen to read them so, the site is refused."""
-        site = f"attn.hook_{which}"
-        self.problems[site] = "softmax attention does not read the heads that are there"
+        """Let the numbers of one head change places."""
         turned = tensor.clone()
         try:
             heads = head_projection(which, self.target, turned.view(_ROWS, -1, turned.shape[-1]))
         except Exception:  # it cannot be split into heads
             return tensor
-        self._turned[which] = tuple(heads.shape[2:])
+        self._heads[which] = heads.shape[2:]
         head = heads[_TURNED[which], _TOKEN, _HEAD % heads.shape[2]]
         rolled = head.roll(1, -1)
         if torch.equal(rolled, head):  # a head of zeros
-            del self.problems[site]
+            del self.problems[f"attn.hook_{which}"]
         head.copy_(rolled)
         return turned
 
     def _scale_up(self, up: Tensor) -> Tensor:
         rows = _by_row(up).clone()
-        first = rows.shape[-1] // 2 if self.target.adapter.fused_gate_up else 0
+        first = 0
+        if self.target.adapter.fused_gate_up:
+            first = rows.shape[-1] // 2
         rows[_SCALED, :, first::2] *= _FACTOR
         return rows.reshape(up.shape)
 
     def _recompute(self, _module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what their weights say."""
-        given, experts = first_tensor(output), self.target.experts(self.layer)
+        experts = self.target.experts(self.layer)
+        given = first_tensor(output)
         try:
             computed = experts.output(experts.routed(args, kwargs)).view_as(given)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
@@ -384,24 +426,37 @@ class LayerProof:
 
     def see(self, call: Attention) -> None:
         """Compare what attention gets; let it give random numbers in one head of one row."""
-        for which, part in (("q", call.query), ("k", call.key), ("v", call.value)):
-            heads, width = self._turned.get(which, (1, 0))
-            if part.shape[1] % heads == 0 and part.shape[3] == width:
-                change = (part[_TURNED[which]] - part[0]).detach().float().abs().amax((1, 2))
-                reading = torch.arange(len(change), device=change.device) * heads // len(change) == _HEAD % heads
-                most = self._tolerance * part.float().abs().max()
-                if bool((change[reading] > 0).all()) and bool((change[~reading] <= most).all()):
-                    self.problems.pop(f"attn.hook_{which}", None)
+        self._compare("q", call.query)
+        self._compare("k", call.key)
+        self._compare("v", call.value)
         if call.is_repeated:
             return
-        output = call.stock(call.mask)[0] if call.own.is_known else call.recomputed()[0]
-        self._own = output.detach().float(), call.value.detach().float()
+        output = call.recomputed()[0]
+        if call.own.is_known:
+            output = call.stock(call.mask)[0]
+        self._own = output.detach().float()
+        self._value = call.value.detach().float()
         call.show(lambda _, rows: self._chunks.append(rows), gives_output=False)
-        noise = torch.randn(len(output[0]), output.shape[-1], generator=torch.Generator().manual_seed(self.layer))
+        generator = torch.Generator().manual_seed(self.layer)
+        noise = torch.randn(len(output[0]), output.shape[-1], generator=generator)
+        noise -= noise.mean(-1, keepdim=True)  # as norms do
         changed = output.clone()
         changed[_NOISE] = 0
-        changed[_NOISE, :, _HEAD % output.shape[2]] = (noise - noise.mean(-1, keepdim=True)).to(output)  # as norms do
+        changed[_NOISE, :, _HEAD % output.shape[2]] = noise.to(output)
         call.compute = lambda _: (changed, None)
+
+    def _compare(self, which: str, part: Tensor) -> None:
+        """Prove a site if exactly those heads of what attention gets change that read the turned one."""
+        heads, width = self._heads.get(which, (1, 0))
+        count = part.shape[1]
+        if count % heads or part.shape[3] != width:
+            return
+        change = (part[_TURNED[which]] - part[0]).detach().float()
+        change = change.abs().amax((1, 2)).cpu()
+        reading = torch.arange(count) * heads // count == _HEAD % heads
+        least = self._tolerance * part.abs().max().float().cpu()
+        if bool((change[reading] > 0).all()) and bool((change[~reading] <= least).all()):
+            self.problems.pop(f"attn.hook_{which}", None)
 
     # -- comparing -----------------------------------------------------------------------------------------------------
 
@@ -414,116 +469,128 @@ class LayerProof:
             self._prove_heads(rows)
         self._prove_residual()
         self._prove_projection()
-        self.values.clear()
+        self.values.kept.clear()
         self._chunks.clear()
-        self._own = None
+        self._own = self._value = None
 
     def _prove_neurons(self) -> None:
         """What the MLP gives is what its down projections and experts give, by the factors of the adapter."""
-        total = mlp_sum(self.values, self.paths)
-        if total.total is None or all(part is None for part in total.parts.values()):
+        total = mlp_sum(self.values)
+        there = [part for part in total.parts.values() if part is not None]
+        if total.total is None or not there:
             self.problems["mlp.hook_post"] = "the modules of its MLP do not run"
         elif total.off(self.target.adapter) > self._tolerance or not self._scaled_up():
             raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
 
     def _scaled_up(self) -> bool:
         """Whether exactly every second neuron has changed with `up`, and by the same factor if there is a gate."""
-        up, post = self.values.left(self.paths.get("up")), self.values.entered(self.paths.get("down"))
+        up, post = self.values.left("up"), self.values.entered("down")
         if up is None or post is None or self.layer in self.target.mixtures:
             return True
-        if up.shape[-1] != post.shape[-1] * (1 + self.target.adapter.fused_gate_up):
+        halves = 1 + self.target.adapter.fused_gate_up
+        if up.shape[-1] != halves * post.shape[-1]:
             return False
-        change = post[_SCALED] - post[0]
         if not up[0].any() or not post.any():  # weights of zero
             return True
-        expected = (post[0] * (_FACTOR - 1) if self.target.is_gated(self.layer) else change).clone()
+        change = post[_SCALED] - post[0]
+        expected = change.clone()
+        if self.target.is_gated(self.layer):
+            expected = post[0] * (_FACTOR - 1)
         expected[:, 1::2] = 0
         size = torch.maximum(post[0].abs().max(), change.abs().max())
-        return bool((change - expected).abs().max() <= self._attended * size)
+        error = (change - expected).abs().max()
+        return bool(error <= self._attended * size)
 
     def _prove_attention(self) -> Float[Tensor, "row head query key"]:
         """Attention that is computed again gives what the model's own gives; return its rows."""
-        target = self.target
-        if not target.adapter.attention_interface:
-            self._chunks += [rows for path, rows in self.values.rows.items() if path == self.paths["attn"]]
+        target, layer = self.target, self.layer
+        returned = self.values.kept.get((self.values.paths["attn"], "rows"))
+        if returned is not None and not target.adapter.attention_interface:
+            self._chunks.append(returned)
         if not self._chunks:
-            raise UnsupportedError(f"no attention was recomputed in layer {self.layer}")
+            raise UnsupportedError(f"no attention was recomputed in layer {layer}")
         rows = torch.cat(self._chunks, 2)
-        if rows.shape[1] != target.n_heads:
-            raise UnsupportedError(
-                f"layer {self.layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}"
-            )
+        count = rows.shape[1]
+        if count != target.n_heads:
+            raise UnsupportedError(f"layer {layer} has {count} heads, and the configuration {target.n_heads}")
         if rows.shape[-2] != rows.shape[-1]:
             raise UnsupportedError(f"recomputed attention has shape {tuple(rows.shape)}")
-        window = layer_window(target.config, self.layer)
-        if window is not None and not isinstance(window, ChunkWindow) and bool((rows.tril(-window) > 0).any()):
-            self.problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
-        if self._own is None:
-            is_same = bool(((rows.sum(-1) - 1).abs() <= self._attended).all())
+        window = layer_window(target.config, layer)
+        if window is not None and not isinstance(window, ChunkWindow):
+            beyond = rows.tril(-window)
+            if bool((beyond > 0).any()):
+                self.problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
+        if self._own is None or self._value is None:
+            off = (rows.sum(-1) - 1).abs().max()
         else:
-            own, value = self._own
-            weighted = (rows.float() @ per_query_head(value, target.n_heads)).transpose(1, 2)
-            is_same = relative_error(weighted, own) <= self._attended
-        if not is_same:
+            weighted = rows.float() @ per_query_head(self._value, count)
+            off = relative_error(weighted.transpose(1, 2), self._own)
+        if not off <= self._attended:
             raise UnsupportedError("recomputed attention differs from the model's own")
         return rows
 
     def _prove_heads(self, rows: Float[Tensor, "row head query key"]) -> None:
         """The output projection reads its heads side by side."""
-        heads, count = self.values.entered(self.paths.get("o")), self.target.n_heads
-        if heads is None:
+        given, count = self.values.entered("o"), self.target.n_heads
+        if given is None:
             return
-        is_beside = heads.shape[-1] % count == 0
-        if is_beside and self.target.adapter.attention_interface:
-            moved = (heads[_NOISE] - heads[_NOISE, :1]).abs().amax(0).reshape(count, -1).amax(1)
-            is_beside = bool(moved.sum() <= (1 + self._tolerance) * moved[_HEAD % count])
-        elif is_beside:
-            is_beside = self._holds_values(rows, heads)
+        is_beside = given.shape[-1] % count == 0
+        if is_beside:
+            heads = rearrange(given, "row pos (head d_head) -> row head pos d_head", head=count)
+            if self.target.adapter.attention_interface:
+                moved = (heads[_NOISE] - heads[_NOISE, :, :1]).abs().amax((1, 2))
+                is_beside = bool(moved.sum() <= (1 + self._tolerance) * moved[_HEAD % count])
+            else:
+                is_beside = self._holds_values(rows, heads)
         if not is_beside:
             self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
 
-    def _holds_values(self, rows: Float[Tensor, "row head query key"], read: RowValues) -> bool:
-        """Whether what is read, by head, is values that some projection gives, weighted by the rows."""
-        given = self.values.left(self.paths.get("v", self.paths.get("fused_qkv")))
-        heads = rearrange(read, "row pos (head d_head) -> row head pos d_head", head=rows.shape[1])
-        if given is None or given.shape[-1] < heads.shape[-1]:
+    def _holds_values(self, rows: Tensor, heads: Float[Tensor, "row head pos d_head"]) -> bool:
+        """Whether heads are values that some projection gives, weighted by the rows."""
+        width = heads.shape[-1]
+        given = self.values.left("v", "fused_qkv")
+        if given is None or given.shape[-1] < width:
             return False
-        pieces = given.unfold(-1, heads.shape[-1], 1)  # [row pos place d_head]
-        place = torch.cdist(heads[0, :, 0], pieces[0, 0]).argmin(-1)  # the first token reads itself alone
-        weighted = rows @ pieces[:, :, place].transpose(1, 2)
-        return relative_error(weighted, heads) <= self._attended
+        pieces = given.unfold(-1, width, 1)  # [row pos place d_head]
+        first = heads[0, :, 0]  # the first token reads itself alone
+        place = torch.cdist(first, pieces[0, 0]).argmin(-1)
+        values = pieces[:, :, place].transpose(1, 2)
+        return relative_error(rows @ values, heads) <= self._attended
 
     def _prove_residual(self) -> None:
         """Each sum of the residual stream holds; a site without which it does not is refused."""
         adapter = self.target.adapter
-        for each in residual_sums(self.values, self.paths):
-            if each.name == "hook_resid_mid" and not each.parts:
+        for each in residual_sums(self.values):
+            off = each.off(adapter)
+            reason = f"{each.name} is not the sum of its parts (off by {off:.2g})"
+            sites = ["hook_resid_mid", "hook_attn_out"]
+            if each.name == "hook_resid_post":
+                if not adapter.adds:
+                    continue
+                sites = ["hook_attn_out"]
+            elif not each.parts:
                 self.problems["hook_resid_mid"] = "nothing that is added before it is known"
                 continue
-            is_end = each.name == "hook_resid_post"
-            off = each.off(adapter)
-            if off <= self._tolerance or (is_end and not adapter.adds):
+            if off <= self._tolerance:
                 continue
-            reason = f"{each.name} is not the sum of its parts (off by {off:.2g})"
             if "write_factor" in each.parts:
                 raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
-            for site in ("hook_attn_out",) if is_end else ("hook_resid_mid", "hook_attn_out"):
+            for site in sites:
                 self.problems.setdefault(site, reason)
 
     def _prove_projection(self) -> None:
         """What the output projection gives is what attention adds, or what a norm after it reads."""
-        projected = self.values.left(self.paths.get("o"))
-        attn = self.values.left(self.paths.get("attn_out") or self.paths.get("attn"))
-        if projected is None or attn is None or _is_near(attn, projected, self._tolerance):
+        projected, attn = self.values.left("o"), self.values.left("attn_out", "attn")
+        if projected is None or attn is None or self._is_near(attn, projected):
             return
-        if "attn_out" in self.paths:
+        if "attn_out" in self.values.paths:
             norm: Any = self.target.sub(self.layer, "attn_out")
             with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
-                projected = first_tensor(norm.forward(projected.to(self.target.dtype))).float()
-        if not _is_near(attn, projected, self._tolerance):
+                normed = norm.forward(projected.to(self.target.dtype))
+                projected = first_tensor(normed).float()
+        if not self._is_near(attn, projected):
             self.problems.setdefault("attn.hook_z", "hook_attn_out cannot be computed from it")
 
-
-def _is_near(total: Tensor, other: Tensor, most: float) -> bool:
-    """Whether two ways to one number agree at every token."""
-    return total.shape == other.shape and Sum("", total, other, {}).off(Adapter("")) <= most
+    def _is_near(self, total: Tensor, other: Tensor) -> bool:
+        """Whether two ways to one number agree at every token."""
+        return total.shape == other.shape and Sum("", total, other).off(self.target.adapter) <= self._tolerance
