@@ -63,18 +63,20 @@ def expert_hook(
             routed = experts.routed(args, kwargs)
             if has_hooks(module) and not edited:  # else other edits are in the output as well
                 experts.check_given(routed, first_tensor(output))
-            post = experts.activate(*experts.factors(expert, routed.entering(expert), neurons)).clone()
+            factors = experts.factors(expert, routed.entering(expert), neurons)
+            post = experts.activate(*factors).clone()
             written = experts.columns(expert, neurons).to(post.dtype)
-        for number, neuron in enumerate(neurons):
-            if (id(module), expert, neuron) in edited:
-                post[:, number] = edited[id(module), expert, neuron]
+        keys = [(id(module), expert, neuron) for neuron in neurons]
+        for number, key in enumerate(keys):
+            if key in edited:
+                post[:, number] = edited[key]
         new = edit(post)
         if new is None:
             return None
         new = new.to(post.dtype)
-        for number, neuron in enumerate(neurons):
-            edited[id(module), expert, neuron] = new[:, number]
-        change = ((new - post) * routed.weight[:, expert, None]).to(post.dtype) @ written
+        edited.update(zip(keys, new.unbind(1), strict=True))
+        change = (new - post) * routed.weight[:, expert, None]
+        change = change.to(post.dtype) @ written
         return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)
 
     return corrected

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -132,56 +131,66 @@ def view_layer(
         where: The positions.
         start: What entered a layer up to this one when these texts were read; the pass begins there.
     """
-    chosen, is_mixture = where.flatten(), layer in target.mixtures
+    chosen = where.flatten()
     parts: dict[str, Tensor] = {}
 
     def keep(part: str, value: Tensor) -> None:
         tensor = value.detach().flatten(0, -2)
         parts[part] = tensor[chosen.to(tensor.device)].float()
 
-    def experts_done(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def experts_done(module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         experts = target.experts(layer)
         routed = experts.routed(args, kwargs)
-        if has_hooks(module):
-            with brought(module):
-                experts.check_given(routed, first_tensor(output))
+        keep("experts", first_tensor(output))
         keep("routing", routed.weight)
-        with brought(experts.module):
-            parts["post"] = _expert_activations(experts, routed, chosen)
+        with brought(module):
+            if has_hooks(module):
+                experts.check_given(routed, first_tensor(output))
+            parts["of experts"] = _expert_activations(experts, routed, chosen)
 
+    on_part = partial(target.part_hooks, layer)
     hooks = on_mlp(target, layer, partial(keep, "mlp"))
-    hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "shared" if is_mixture else "post")))
-    is_hooked = has_hooks(target.sub(layer, "mlp"))
-    if is_hooked:
-        hooks += target.part_hooks(layer, "down", "post", on_hidden(partial(keep, "down")))
-        hooks += target.part_hooks(layer, "experts", "post", on_hidden(partial(keep, "experts")))
-    if is_mixture:
-        hooks += target.part_hooks(layer, "experts", "post", experts_done)
-        weigh = on_hidden(lambda logits: keep("shared weight", logits.sigmoid()))
-        hooks += target.part_hooks(layer, "shared_gate", "post", weigh)
+    hooks += on_part("down", "pre", on_input(partial(keep, "post")))
+    hooks += on_part("down", "post", on_hidden(partial(keep, "down")))
+    hooks += on_part("shared_gate", "post", on_hidden(partial(keep, "gate")))
+    if layer in target.mixtures:
+        hooks += on_part("experts", "post", experts_done)
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
-    if is_hooked and is_mixture:
-        shared = parts.get("down", torch.zeros(())) * parts.get("shared weight", torch.ones(()))
-        written = parts["experts"] * target.adapter.expert_factor + shared * target.adapter.shared_factor
-        if holds_shared(target, layer):
-            written = parts["experts"]  # which hold the shared one
-        _check_unchanged(target, layer, parts["mlp"], written)
-    elif is_hooked:
-        _check_unchanged(target, layer, parts["mlp"], parts["down"] * target.adapter.down_factor)
-    if "shared" in parts:
-        weight = parts.get("shared weight", torch.ones_like(parts["shared"][:, :1]))
-        parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)
-        parts["routing"] = torch.cat([parts["routing"], weight], 1)
-    return LayerView(layer, parts["mlp"] * target.adapter.write_factor, parts["post"], parts.get("routing"))
+    if has_hooks(target.sub(layer, "mlp")):
+        _check_unchanged(target, layer, parts)
+    post, routing = parts.get("post"), parts.get("routing")
+    if routing is not None:
+        of_experts = parts["of experts"]
+        if post is None:
+            post = of_experts
+        else:
+            weight = torch.ones_like(post[:, :1])
+            if "gate" in parts:
+                weight = parts["gate"].sigmoid()
+            post = torch.cat([of_experts, post * weight], 1)
+            routing = torch.cat([routing, weight], 1)
+    return LayerView(layer, parts["mlp"] * target.adapter.write_factor, post, routing)
 
 
-def _check_unchanged(target: Target, layer: int, given: Tensor, written: Tensor) -> None:
+def _check_unchanged(target: Target, layer: int, parts: dict[str, Tensor]) -> None:
     """Refuse an MLP of which a hook of the user's changes what its neurons write.
 
     Raises:
         UnsupportedError: It does.
     """
+    adapter, given = target.adapter, parts["mlp"]
+    written = torch.zeros_like(given)
+    if "experts" in parts:
+        written = written + parts["experts"] * adapter.expert_factor
+    if "down" in parts and not holds_shared(target, layer):
+        shared = parts["down"]
+        if "gate" in parts:
+            shared = shared * parts["gate"].sigmoid()
+        factor = adapter.down_factor
+        if layer in target.mixtures:
+            factor = adapter.shared_factor
+        written = written + shared * factor
     if not are_alike(given, written, SAME):
         raise UnsupportedError(
             f"a hook of yours changes what the MLP of layer {layer} of {target.name} gives, so that it is not what its "
@@ -197,9 +206,10 @@ def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, "
     for expert in range(experts.count):
         rows = routing[:, expert].nonzero().flatten()
         if len(rows):
-            values = experts.activate(*experts.factors(expert, routed.entering(expert)[chosen][rows]))
+            entering = routed.entering(expert)[chosen][rows]
+            values = experts.activate(*experts.factors(expert, entering))
             post[rows, expert] = values.float() * routing[rows, expert, None]
-    return rearrange(post, "n expert neuron -> n (expert neuron)")
+    return post.flatten(1)
 
 
 def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:

@@ -106,19 +106,24 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     weight: Any = getattr(module, "weight", None)
     if weight is not None and hasattr(weight, "device_mesh"):
         shards = shards_of(weight)
-        return shards.gather(shards.gather(local(weight), weight.shape[0], 0), width)[:, chosen].T
+        whole = shards.gather(local(weight), weight.shape[0], 0)
+        return shards.gather(whole, width)[:, chosen].T
     if weight is not None and _computes_with_weight(module):
-        return weight[chosen] if is_transposed(module) else weight[:, chosen].T
+        if is_transposed(module):
+            return weight[chosen]
+        return weight[:, chosen].T
     # Quantised, adapted or replaced: ask the module itself; the last rows give its bias, and whether it is linear.
+    count = len(chosen)
     device = next((parameter.device for parameter in module.parameters()), target.device)
-    units = torch.zeros(1, len(chosen) + 2, width, device=device, dtype=target.dtype)
-    units[0, range(len(chosen)), chosen] = 1
-    large = _LARGE * torch.randn(len(chosen), generator=torch.Generator().manual_seed(0))
+    units = torch.zeros(1, count + 2, width, device=device, dtype=target.dtype)
+    units[0, range(count), chosen] = 1
+    large = _LARGE * torch.randn(count, generator=torch.Generator().manual_seed(0))
     units[0, -2, chosen] = large.to(units)
     outputs = _asked(module, units)[0]
-    columns = outputs[:-2] - outputs[-1:]
-    total, expected = (outputs[-2] - outputs[-1]).float(), units[0, -2, chosen].float() @ columns.float()
-    if not are_alike(total, expected, _LINEAR):
+    outputs = outputs[:-1] - outputs[-1:]
+    columns, given = outputs[:-1], outputs[-1].float()
+    expected = units[0, -2, chosen].float() @ columns.float()
+    if not are_alike(given, expected, _LINEAR):
         raise UnsupportedError(
             f"a {type(module).__name__} of the model is not linear in its inputs, so that its neurons write nothing of "
             "their own: somebody has replaced its forward, or has put a hook on it; measure the model without that"
