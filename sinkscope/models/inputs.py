@@ -158,9 +158,13 @@ def read_inputs(
     Raises:
         SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
-    tokens = [inputs] if isinstance(inputs, str) else inputs
+    tokens = inputs
     if isinstance(inputs, Mapping):
-        tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask") if mask is None else mask
+        tokens = inputs.get("input_ids")
+        if mask is None:
+            mask = inputs.get("attention_mask")
+    if isinstance(tokens, str):
+        tokens = [tokens]
     if isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
         rows = _encode(target, tokens, bos, special)
     elif bos is not None:
@@ -168,17 +172,18 @@ def read_inputs(
     else:
         rows = _rows_of_ids(tokens)
     if isinstance(inputs, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
+        first = resolve_bos(target.available_tokenizer, target.config, None)
         for number, row in enumerate(rows, 1):
-            note_second_bos(row, resolve_bos(target.available_tokenizer, target.config, None), f"row {number}")
+            note_second_bos(row, first, f"row {number}")
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     _check_ids(target, ids)
-    padding = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-    is_padded = not bool(padding.all())
-    if mask is None:
-        return Inputs(ids, padding.long() if is_padded else None)
-    if is_padded:
+    lengths = torch.tensor([len(row) for row in rows])
+    real = torch.arange(ids.shape[1]) < lengths[:, None]
+    if bool(real.all()):
+        return Inputs(ids, None if mask is None else _checked_mask(mask, ids))
+    if mask is not None:
         raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-    return Inputs(ids, _checked_mask(mask, ids))
+    return Inputs(ids, real.long())
 
 
 def read_row(
@@ -196,8 +201,10 @@ def read_row(
     Raises:
         SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
     """
+    if isinstance(inputs, list | tuple):
+        inputs = [inputs]
     try:
-        rows = read_inputs(target, [inputs] if isinstance(inputs, list | tuple) else inputs, special=special).rows()
+        rows = read_inputs(target, inputs, special=special).rows()
     except SinkscopeError as error:
         raise SinkscopeError(f"{what}: {error}") from None
     if len(rows) > 1:

@@ -143,9 +143,13 @@ def fits_in_memory(
     """
     if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
         return False
+    size = 0
+    for file in Path(model).glob("*.safetensors"):
+        size += file.stat().st_size
     kind = parse_dtype(dtype)
-    stored = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    return fits(stored if kind is None else stored * max(1, kind.itemsize // 2), parse_device(device))
+    if kind is not None and kind.itemsize > 2:
+        size *= 2
+    return fits(size, parse_device(device))
 
 
 LAYER_BYTES = 1 << 30

@@ -42,19 +42,26 @@ def structure_of(hf: nn.Module, layers: list[nn.Module]) -> Structure:
         hf: The model.
         layers: Its decoder layers.
     """
-    described, parts, replaced = dict[nn.Module, Any](), list[Any](), list[Any]()
+    described = dict[nn.Module, Any]()
+    parts = list[Any]()
+    is_own = False
     for path, module in hf.named_modules():
         cls: Any = type(module)
         functions = _functions(module)
-        replaced += functions
-        shapes = [(name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False)]
-        described[module] = cls, cls.forward, *functions, *shapes
-        parts.append((path, described[module]))
-    firsts, kinds = dict[Any, int](), list[int]()
+        is_own = is_own or bool(functions)
+        words = [cls, cls.forward, *functions]
+        for name, weight in module.named_parameters(recurse=False):
+            words += (name, weight.shape, weight.dtype)
+        described[module] = tuple(words)
+        parts += (path, described[module])
+    firsts = dict[Any, int]()
+    kinds = list[int]()
     for number, layer in enumerate(layers):
-        own = [(path, described[module]) for path, module in layer.named_modules()]
+        own = list[Any]()
+        for path, module in layer.named_modules():
+            own += (path, described[module])
         kinds.append(firsts.setdefault(tuple(own), number))
-    return Structure(tuple(parts), tuple(kinds), bool(replaced))
+    return Structure(tuple(parts), tuple(kinds), is_own)
 
 
 def _functions(module: nn.Module) -> list[Any]:

@@ -111,7 +111,10 @@ class LayerStore:
         Every tensor below `part` must be among them.
         """
         name, names = self.source.name, self._names.get(layer, {})
-        state = {names[stored]: tensor for stored, tensor in self.source.tensors(names).items()}
+        state, origins = dict[str, Tensor](), dict[str, str]()
+        for stored, tensor in self.source.tensors(names).items():
+            state[names[stored]] = tensor
+            origins[names[stored]] = stored
         with quiet(), torch.random.fork_rng(devices=[]):
             module, info = self._base_class.from_pretrained(
                 None,
@@ -121,13 +124,13 @@ class LayerStore:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below
             )
-        absent = [key for key in sorted(info["missing_keys"]) if key.startswith(part)]
-        wrong = [f"has no {key}" for key in absent] + ["has other shapes than config.json"] * len(
-            info["mismatched_keys"]
-        )
+        wrong = ["has other shapes than its config.json says" for _ in info["mismatched_keys"]]
+        for key in sorted(info["missing_keys"]):
+            if key.startswith(part):
+                wrong.append(f"has no {key}")
         if wrong:
             raise UnsupportedError(f"{what} of {name} {wrong[0]}; get the whole checkpoint, of one revision")
-        check_unexpected(module, info["unexpected_keys"], name, {key: stored for stored, key in names.items()})
+        check_unexpected(module, info["unexpected_keys"], name, origins)
         check_finite(module.get_submodule(part), name, f"{what}: ")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -17,6 +18,7 @@ from sinkscope.models.text import beginning, check_varied
 KINDS = ("prose", "dialogue", "code", "tables")
 Half = Literal["choose", "report"]
 BETWEEN = "\n%%%\n"  # documents of a file
+MOST = 4  # texts of each kind
 
 
 @dataclass(frozen=True)
@@ -56,22 +58,29 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
         SinkscopeError: There is no room for text, or this tokenizer turns it into one repeated token.
     """
     start = beginning(tokenizer, bos)
-    body, number_of, pieces = length - len(start), -(-rows // len(KINDS)), list[list[int]]()
+    body = length - len(start)
     if body < 1:
         raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
-    for number in range(number_of):
+    pieces, kinds = list[list[int]](), list[str]()
+    for number in range(MOST):
         for kind in KINDS:
             own = documents(kind)[half == "report" :: 2]
-            ids: list[int] = []
-            for document in (*own[number:], *own[:number]):
-                ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-                if len(ids) >= body:
-                    break
-            if len(ids) >= body and number < len(own):
-                pieces.append(ids[:body])
+            piece = _piece(tokenizer, (*own[number:], *own[:number]), body)
+            if piece is not None and number < len(own):
+                pieces.append([*start, *piece])
+                kinds.append(kind)
             elif number == 0:
                 raise SinkscopeError(f"this tokenizer makes fewer than {body} tokens of the {kind} in the package")
     tokens = torch.tensor(pieces[:rows], dtype=torch.long)
-    check_varied(tokenizer, tokens)
-    before = torch.tensor(start, dtype=torch.long).expand(len(tokens), -1)
-    return TextRows(torch.cat([before, tokens], 1), tuple(KINDS[row % len(KINDS)] for row in range(len(tokens))))
+    check_varied(tokenizer, tokens[:, len(start) :])
+    return TextRows(tokens, tuple(kinds[:rows]))
+
+
+def _piece(tokenizer: Any, documents: Iterable[str], length: int) -> list[int] | None:
+    """The first tokens of documents, one after another; None if they have fewer."""
+    ids: list[int] = []
+    for document in documents:
+        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= length:
+            return ids[:length]
+    return None

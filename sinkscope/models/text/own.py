@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -91,20 +92,18 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> OwnTe
         SinkscopeError: The template rejects a chat.
     """
     parts: list[str] = []
-    chats = 0
-    template = bool(getattr(tokenizer, "chat_template", None))
-    talks = [record for record in records if any(message.role for message in record.messages)]
-    if talks and not template:
+    chats = [record for record in records if any(message.role for message in record.messages)]
+    if chats and not getattr(tokenizer, "chat_template", None):
         warn(f"the tokenizer of {model} has no chat template: the texts of messages are read without their authors")
+        chats = []
     for record in records:
-        if template and any(message.role for message in record.messages):
-            chats += 1
+        if record in chats:
             parts.append(_in_template(record, tokenizer, model))
         elif record.text.strip():
             parts.append(record.text)
     text = BETWEEN.join(parts)
     tokens = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return OwnText(text, len(parts), tokens, chats)
+    return OwnText(text, len(parts), tokens, len(chats))
 
 
 def _in_template(record: TextRecord, tokenizer: Any, model: str) -> str:
@@ -120,15 +119,8 @@ def _in_template(record: TextRecord, tokenizer: Any, model: str) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is JSON, or its first lines are."""
-    if text.lstrip()[:1] not in ("{", "["):
-        return False
-    lines = [line for line in text.splitlines() if line.strip()][:3]
-    return _parses(text) or all(map(_parses, lines))
-
-
-def _parses(text: str) -> bool:
-    try:
-        return isinstance(parse_json(text), dict | list)
-    except ValueError:
-        return False
+    """Whether a text is JSON, or its first line is."""
+    for part in (text, text.lstrip().partition("\n")[0]):
+        with suppress(ValueError):
+            return isinstance(parse_json(part), dict | list)
+    return False
