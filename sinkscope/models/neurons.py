@@ -159,18 +159,18 @@ def view_layer(
         target.forward(ids, last_layer=layer, start=start)
     if has_hooks(target.sub(layer, "mlp")):
         _check_unchanged(target, layer, parts)
-    post, routing = parts.get("post"), parts.get("routing")
-    if routing is not None:
-        of_experts = parts["of experts"]
-        if post is None:
-            post = of_experts
-        else:
-            weight = torch.ones_like(post[:, :1])
-            if "gate" in parts:
-                weight = parts["gate"].sigmoid()
-            post = torch.cat([of_experts, post * weight], 1)
-            routing = torch.cat([routing, weight], 1)
-    return LayerView(layer, parts["mlp"] * target.adapter.write_factor, post, routing)
+    mlp, routing = parts["mlp"] * target.adapter.write_factor, parts.get("routing")
+    if routing is None:
+        return LayerView(layer, mlp, parts["post"])
+    post = parts["of experts"]
+    if "post" in parts:
+        shared = parts["post"]
+        weight = torch.ones_like(shared[:, :1])
+        if "gate" in parts:
+            weight = parts["gate"].sigmoid()
+        post = torch.cat([post, shared * weight], 1)
+        routing = torch.cat([routing, weight], 1)
+    return LayerView(layer, mlp, post, routing)
 
 
 def _check_unchanged(target: Target, layer: int, parts: dict[str, Tensor]) -> None:

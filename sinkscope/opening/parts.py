@@ -85,7 +85,9 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
         raise UnsupportedError(f"{target.name} ({type(hf).__name__}) is an encoder-decoder model: {EXPECTED_MODEL}")
     if getattr(hf.config, "alibi", False):
         raise UnsupportedError(f"{target.name} adds ALiBi to its masks, which is not served: use another model")
-    settings = {name: value for name, value in hf.config.to_dict().items() if name not in _APART}
+    settings = hf.config.to_dict()
+    for name in _APART:
+        settings.pop(name, None)
     key = type(hf), row, str(sorted(settings.items(), key=str))
     with _LOCK, without_autocast(hf.device), without_autocast(torch.device("cpu")):
         structure = structure_of(hf, layers_at(hf, stack_of(hf)))
@@ -102,11 +104,11 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
 def _unproved(places: _Places, own: Proof, structure: Structure) -> tuple[tuple[str, str], ...]:
     """Sites that cannot be proved, and why; layers of a kind share what was found in the first of it."""
     unproved: dict[str, str] = {}
-    for layer, (number, made_as) in enumerate(zip(places.numbers, structure.kinds, strict=True)):
-        for proof, first in ((places.proof, number), (own, made_as)):
+    for proof, firsts in ((own, structure.kinds), (places.proof, places.numbers)):
+        for layer, first in enumerate(firsts):
             reasons = proof.unproved.get(layer, proof.unproved.get(first, {}))
             for part, reason in reasons.items():
-                unproved.setdefault(f"blocks.{layer}.{part}", reason)
+                unproved[f"blocks.{layer}.{part}"] = reason
     return tuple(sorted(unproved.items()))
 
 
@@ -252,10 +254,15 @@ def _refuse_renamed(target: Target) -> None:
     adapter = target.adapter
     for number, layer in enumerate(target.layers):
         row, paths = adapter.rows[number] if adapter.rows else adapter, target.paths[number]
-        missing = {part: "..." for part in _WEIGHTS if getattr(row, part) and part not in paths}
+        missing: dict[str, Any] = {}
+        known: tuple[str, ...] = ()
+        for part in _WEIGHTS:
+            if part in paths:
+                known += (f"{paths[part]}.",)
+            elif getattr(row, part):
+                missing[part] = "..."
         if not missing or adapter.experts is not None or hasattr(layer, "original_component"):
             continue
-        known = tuple(f"{paths[part]}." for part in _WEIGHTS if part in paths)
         for path, module in layer.named_modules():
             is_linear = any(weight.ndim == 2 for weight in module.parameters(recurse=False))
             if is_linear and not f"{path}.".startswith(known):

@@ -284,11 +284,17 @@ def _common_adapter(target: Target, kinds: dict[int, Fields], numbers: list[int]
     Raises:
         NotInferredError: No layer has an MLP, or layers differ where an adapter has one value.
     """
+    found: dict[str, list[Any]] = {}
+    for fields in kinds.values():
+        for name, value in fields.items():
+            values = found.setdefault(name, [])
+            if value not in values:
+                values.append(value)
     settings: Fields = {}
-    for name in dict.fromkeys(name for fields in kinds.values() for name in fields):
-        values = list(dict.fromkeys(fields[name] for fields in kinds.values() if name in fields))
+    for name, values in found.items():
         if name in PATHS:
-            settings[name] = "|".join(str(path) for path in values if path is not None) or None
+            paths = [path for path in values if path is not None]
+            settings[name] = "|".join(paths) or None
         elif len(values) == 1:
             settings[name] = values[0]
         elif name in _IF_MIXED:
@@ -297,15 +303,16 @@ def _common_adapter(target: Target, kinds: dict[int, Fields], numbers: list[int]
             raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
     if "mlp" not in settings:
         raise NotInferredError("no MLP was found in its layers")
-    rows = dict[int, Adapter]()
-    for number, fields in kinds.items():
-        paths: dict[str, Any] = {name: fields.get(name) for name in PATHS}
-        rows[number] = Adapter(target.adapter.model_type, target.adapter.layers, **paths)
     if len(kinds) > 1:
+        rows = dict[int, Adapter]()
+        for number, fields in kinds.items():
+            own: dict[str, Any] = {name: fields.get(name) for name in PATHS}
+            rows[number] = Adapter(target.adapter.model_type, target.adapter.layers, **own)
         settings["rows"] = tuple(rows[number] for number in numbers)
     adapter = replace(target.adapter, **settings)
     layer = max(*kinds, 1)  # one of another kind than the first may read what that has kept
-    return replace(adapter, from_any_layer=layer < len(target.layers) and begins_at(target, layer, layer))
+    begins = layer < len(target.layers) and begins_at(target, layer, layer)
+    return replace(adapter, from_any_layer=begins)
 
 
 @torch.no_grad()
@@ -315,10 +322,15 @@ def begins_at(target: Target, layer: int, last: int) -> bool:
     starts, ends = list[LayerInput](), list[Tensor]()
 
     def take(output: Any) -> None:
-        starts.append(LayerInput(layer, first_tensor(output).clone(), isinstance(output, tuple)))
+        hidden = first_tensor(output).clone()
+        starts.append(LayerInput(layer, hidden, isinstance(output, tuple)))
 
-    ending = target.layers[last], "post", on_output(lambda output: ends.append(first_tensor(output).clone()))
-    with target.hooks((target.layers[layer - 1], "post", on_output(take)), ending):
+    def end(output: Any) -> None:
+        ends.append(first_tensor(output).clone())
+
+    taking = target.layers[layer - 1], "post", on_output(take)
+    ending = target.layers[last], "post", on_output(end)
+    with target.hooks(taking, ending):
         target.forward(ids, last_layer=last)
     try:
         with target.hooks(ending):
