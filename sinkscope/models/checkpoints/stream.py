@@ -131,7 +131,10 @@ class LayerStore:
         if wrong:
             raise UnsupportedError(f"{what} of {name} {wrong[0]}; get the whole checkpoint, of one revision")
         check_unexpected(module, info["unexpected_keys"], name, origins)
-        check_finite(module.get_submodule(part), name, f"{what}: ")  # what is outside holds random numbers
+        path = f"{self.causal.base_model_prefix}."
+        if layer is not None:
+            path += f"{self._path}.{layer}."
+        check_finite(module.get_submodule(part), name, path)  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
 
 
