@@ -19,8 +19,7 @@ def main(*, out: Path = Path("figures")) -> None:
     """Count the repetitions of every token of the model in the package; null: it never gets there."""
     setup = Setup.open()
     ids, spikes = vocabulary(setup.target), [circuit.spike for circuit in sinks_of(setup).at_first]
-    each = copies_of(setup.target, spikes, ids, prefix_of(setup, ids), MAX_REPEATS)
-    repeats = [[copies.half for copies in of_spike] for of_spike in each]
+    repeats = copies_of(setup.target, spikes, ids, prefix_of(setup, ids), MAX_REPEATS)
     result = {"spikes": [spike.name for spike in spikes], "ids": ids, "repeats": repeats}
     write_record(out / "atlas.json", "atlas", result, {"max_repeats": MAX_REPEATS})
 

@@ -102,7 +102,7 @@ def repeats(setup: Setup, survey: Survey, record: Published) -> float:
         return inf
     tokens = [single_token(setup.tokenizer, word) for word in REPEATED]
     (copies,) = copies_of(survey.target, [spike], tokens, survey.ids[0, :1].tolist(), 2 * record.value)
-    reached = [one.half for one in copies if one.half is not None]
+    reached = [half for half in copies if half is not None]
     return median(reached) if reached else inf
 
 

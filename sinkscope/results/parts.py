@@ -33,11 +33,6 @@ class Neuron:
             return (self.layer, self.neuron)
         return (self.layer, self.expert, self.neuron)
 
-    @property
-    def address(self) -> Neuron:
-        """The neuron alone, without the numbers of a measurement that a subclass adds."""
-        return Neuron(self.layer, self.expert, self.neuron)
-
     def __str__(self) -> str:
         return neuron_name(self.layer, self.expert, self.neuron)
 

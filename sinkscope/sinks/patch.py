@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -297,7 +298,7 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
         return found
     ids = pick_tokens(setup)
     before = prefix_of(setup, ids)
-    halves = [copies.half for of_spike in copies_of(target, spikes, ids, before, limit) for copies in of_spike]
+    halves = chain(*copies_of(target, spikes, ids, before, limit))
     slowest = max((half for half in halves if half is not None), default=limit)
     count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
     rows, cases = repeated(before, ids, count), list[Tensor]()

@@ -113,7 +113,8 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     spike = max(spikes, key=lambda spike: spike.size)
     ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": ratio}
-    for neuron in writers_of(spike).neurons[:1]:
+    writers = writers_of(spike).neurons
+    for neuron in sorted(writers, key=lambda neuron: -writers[neuron].get("share"))[:1]:
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert

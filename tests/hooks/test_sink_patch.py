@@ -21,7 +21,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron
 from sinkscope.results.row import row_of
-from sinkscope.sinks.spikes.records import NeuronShare
 
 
 def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
@@ -137,15 +136,6 @@ def test_patch_on_a_prompt_of_one_token():
     assert torch.equal(got, greedy(model, ids, 8, lambda: listing_1(model, sites)))
     with SinkPatch(sites=sites, calibrated=CALIBRATED).on(model):
         assert torch.equal(model.generate(ids, **settings), with_numbers(model, ids, CALIBRATED, **settings))
-
-
-def test_a_candidate_of_a_result_is_the_neuron_that_it_is_about(tmp_path):
-    candidate = NeuronShare(2, None, 412, 0.83, 0.01, 0.01)
-    patch = SinkPatch(sites=[candidate], calibrated={candidate: 0.7})
-    assert patch.checked_sites == (candidate.address,) and patch.calibrated == {candidate.address: 0.7}
-    patch.save(tmp_path / "patch.json")
-    assert "share" not in (tmp_path / "patch.json").read_text()
-    assert Ablate(sites=[candidate, candidate.site]).checked_sites == Ablate(sites=[candidate.site]).checked_sites
 
 
 @torch.no_grad()

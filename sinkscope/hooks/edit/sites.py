@@ -37,7 +37,7 @@ def site_of(site: Any) -> Neuron:
         SinkscopeError: The site is neither two or three whole numbers from 0 nor such a name.
     """
     if isinstance(site, Neuron):
-        return site.address
+        return site
     if isinstance(site, str):
         site = read_neuron(site, "site")
     return Neuron.of(checked_value(_SITE, python_numbers(site), "site "))

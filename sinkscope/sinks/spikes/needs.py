@@ -20,12 +20,11 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
-from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.results.row import Row, of_table
 from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
 from sinkscope.sinks.spikes.spike import Parts, Spike
-from sinkscope.sinks.spikes.writers import Unit, Writers, components, components_of, of_layer, with_backups
+from sinkscope.sinks.spikes.writers import Unit, Writers, components, components_of, neuron_at, of_layer, with_backups
 from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, REMOVED
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
@@ -216,7 +215,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
         for layer in [layer for layer in target.with_neurons if layer <= spike.peak]:
             shares = of_layer(spike, layer).shares.mean(1)
             for number in shares.topk(min(4, len(shares))).indices.tolist():
-                neuron = Neuron(layer, *expert_and_neuron(target, layer, number))
+                neuron = neuron_at(target, layer, number)
                 if neuron not in members and float(shares[number]) >= COUNTS:
                     backups[neuron] = float(shares[number])
     return sorted(backups, key=lambda neuron: -backups[neuron])[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import read_head, read_neuron, word_form
@@ -24,42 +24,6 @@ PURPOSE_CONTROLS = "purpose, controls"
 """The table of what hiding another key costs."""
 NO_EQUAL = "no set of other neurons writes as much"
 """What a control says that is two thirds of its layer's neurons."""
-
-
-@dataclass(frozen=True)
-class NeuronShare(Neuron):
-    """What a neuron adds along a spike's direction, as a share of the spike.
-
-    Attributes:
-        share: The share.
-        margin: Half of the 95 % interval over texts. None: too few texts.
-        neutral: Its median value on ordinary text, which a patch writes.
-        by_text: The share in each text.
-    """
-
-    share: float
-    margin: float | None
-    neutral: float
-    by_text: tuple[float, ...] = field(default=(), kw_only=True)
-
-
-@dataclass(frozen=True)
-class Copies:
-    """What copies of a token reach, as shares of the first token's projection on a spike's direction.
-
-    Attributes:
-        token: The token.
-        half: The first number of copies that reaches half. None: no number does.
-        one: What one copy reaches.
-        last: What the last copy reaches.
-        count: Number of copies.
-    """
-
-    token: str
-    half: int | None
-    one: float
-    last: float
-    count: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,9 +103,7 @@ class FindSinks(Result):
         """Return what the labels mean."""
         if self.spike is None:
             return [self._no_spike] if self.readers.get("heads") else []
-        effects = [spike.table("effects")["at place"] for spike in self.spikes if spike.table("effects")]
-        lines = [said.NO_LOSS] if effects and not any("loss" in row.numbers for row in effects) else []
-        return [*lines, said.LEGEND]
+        return [said.LEGEND]
 
     def findings(self) -> list[Row]:
         """Return everything that was measured of each spike, and who attends where."""
@@ -153,11 +151,11 @@ class WhySink(FindSinks):
         return [*super().findings(), *self.marking]
 
     def conclusion(self) -> str:
-        """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
+        """Return what makes a position the sink and what it is for; where this was not asked, as `find_sinks`."""
         if self.answered is not None:
             sentences = (said.cause_sentence(self.answered), said.purpose_sentence(self.answered))
             return " ".join(sentence for sentence in sentences if sentence is not None)
-        return super().conclusion() if self.spike is None else said.marks_sentence(self.spike)
+        return super().conclusion()
 
     def cards(self) -> list[Card]:
         """Return the answers first: what makes the place, why heads read it, what attention to it is for."""
@@ -165,10 +163,6 @@ class WhySink(FindSinks):
         return [*answers, *super().cards(), *said.marking_cards(self.marking)]
 
     def details(self) -> list[str]:
-        """Return what marks the place, what the needed neurons do, and what the labels mean."""
-        if self.spike is None:
-            return super().details()
-        lines = [super().conclusion(), *super().details()]
-        if self.answered is not None and self.spike.table("marks"):
-            lines.insert(0, said.marks_sentence(self.spike))
-        return lines
+        """Return what the needed neurons do, if the conclusion says something else, and what the labels mean."""
+        lines = super().details()
+        return lines if self.answered is None else [super().conclusion(), *lines]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from sinkscope.results.cards import Card
-from sinkscope.results.notation import count_of, percent, word_list
+from sinkscope.results.notation import percent, word_list
 from sinkscope.results.row import Row, of_table
 from sinkscope.sinks.spikes.records import (
     AS_IT_IS,
@@ -27,12 +28,8 @@ READERS = "{heads} of {total} heads give {place} more than 0.3 of their attentio
 SUFFICE = "{parts} {suffice} for the spike at {place}: zeroed there, {they} {cost} {loss} nats a token, {control}."
 LEAVE = "{parts} {suffice} for the spike at {place}: zeroed there, {they} {leave} {left} of it, {control}."
 REPLACED = "Replacing {parts} at {place} costs {loss} nats a token and leaves {left} of its spike, {control}."
-MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike remains{others}{heads}."
-NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike remain."
-ITSELF = "The embedding has the spike at {place} itself, so nothing marks it."
 NO_SPIKE = "No norm spike was found: the largest is {ratio:.1f} times the typical one, {where}."
 LEARNED = "{heads} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
-NO_LOSS = "The loss is not measured of a model that is read layer by layer; find_sinks(ss.load(NAME)) has it."
 LEGEND = (
     "±: half of the 95% interval over texts, which did not choose the neurons. needed: the fewest that leave less than "
     "a quarter of the spike. at place: they are zeroed at the place alone. hidden: later tokens do not see "
@@ -48,7 +45,6 @@ SAID = {"its token": "carries {token}", "alone": "sees only itself", "id 0": "ha
 """What each cause is called in a sentence."""
 
 SHOWN = 3  # items that a label names
-PLACES = 2  # places that it names
 MARKING = 8  # rows of heads that mark the first token
 GAP = "   "  # between the items of a label
 
@@ -120,29 +116,6 @@ def beside_control(spike: SpikeResult, effect: Row) -> str:
     return f"{least} {what} ({value})" if as_much else f"{what} {value}"
 
 
-def marks_sentence(spike: SpikeResult) -> str:
-    """Return what marks the place of a spike, and how many heads attend there before and after its removal."""
-    place, marks = spike.place.words, list(spike.table("marks").values())
-    if "embedding" in spike.needed:
-        return ITSELF.format(place=place)
-    if not marks:
-        return NO_MARKS.format(place=place)
-    mark = marks[0]
-    names = [with_article(name) for name in mark.name.split(" and ")]
-    parts = word_list(names)
-    return MARKS.format(
-        parts=parts[:1].upper() + parts[1:],
-        mark="mark" if len(names) > 1 else "marks",
-        place=place,
-        them="both" if len(names) > 1 else "it",
-        left=mark.numbers["left"],
-        others=f" (without others: {mark.numbers['others']})" if "others" in mark.numbers else "",
-        heads=f", and {mark.get('heads'):,.0f} of {mark.get('intact'):,.0f} heads attend there"
-        if mark.get("heads") or mark.get("intact")
-        else "",
-    )
-
-
 def cause_sentence(spike: SpikeResult) -> str | None:
     """Return what makes a position such a place; None if it was not asked."""
     asked, causes = spike.table("conditions"), sufficient(spike.rows)
@@ -191,6 +164,8 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         others: The same spike at other places.
     """
     writers = list(spike.table("writers").values())
+    alone = [replace(row, name=f"{row.name} zeroed:") for row in spike.table("alone").values()]
+    also = [replace(other.named("spike", "read by"), name=f"{other.place.words}:") for other in others]
     rows = {
         "norm": norm_words(spike),
         "needed": needed_words(spike),
@@ -198,10 +173,12 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         "not writers": listed([row for row in writers if row.note not in WRITES], ("{share}", "{left} left")),
         "components": listed(spike.table("components").values(), ("{share}",), notes=False),
         **{name: effect_words(row) for table in ("effects", "controls") for name, row in spike.table(table).items()},
-        "alone": alone_words(spike),
-        "marks": listed(spike.table("marks").values(), ("{left} left", "{heads} head(s)"), "without "),
+        "alone": listed(alone, (*LEFT, "{loss} nats"), "only ") if len(spike.needed_neurons) > 1 else "",
+        "marks": listed(
+            spike.table("marks").values(), ("{left} left", "{others} without others", "{heads} head(s)"), "without "
+        ),
         "erasers": listed(spike.table("erasers").values(), ("{share}",), notes=False),
-        "also at": also_words(others),
+        "also at": listed(sorted(also, key=lambda row: -row.get("heads")), ("{heads} head(s)",)),
         "texts": "" if spike.held_out else "the half that chose: the other half does not have this place",
     }
     return Card(title_of(spike), tuple((label, text) for label, text in rows.items() if text))
@@ -234,35 +211,11 @@ def needed_words(spike: SpikeResult) -> str:
 def effect_words(row: Row) -> str:
     """Return what is done in a row of effects or controls, and what comes of it."""
     phrases = [phrase for phrase in EFFECT if row.get("heads") or row.get("intact") or "{intact}" not in phrase]
-    if row.table == "effects":
-        phrases = [phrase for phrase in phrases if "{size}" not in phrase]
     if row.get("sets") > 1:
         phrases.append("{reached} of {sets} sets do as much")
     note = f"place hidden {row.note}: " if row.name == "hidden" else ""
     said = Row(row.table, row.name, row.numbers, "" if note else row.note).words(phrases)
     return f"{note}{said}"
-
-
-def alone_words(spike: SpikeResult) -> str:
-    """Return what single needed neurons do, if there are several."""
-    if len(spike.needed_neurons) < 2:  # what is left without the set says it
-        return ""
-    items: list[str] = []
-    for row in [*spike.table("alone").values()][:SHOWN]:
-        items.append(f"only {row.name} zeroed: {row.words((*LEFT, '{loss} nats'))}")
-    return GAP.join(items)
-
-
-def also_words(others: Sequence[SpikeResult]) -> str:
-    """Return the other places of a spike, most read first."""
-    ordered = sorted(others, key=lambda other: -other.named("spike", "read by").get("heads"))
-    places: list[str] = []
-    for other in ordered[:PLACES]:
-        heads = other.named("spike", "read by").words(("{heads} head(s)",))
-        places.append(f"{other.place.words} ({heads})")
-    if len(ordered) > PLACES:
-        places.append(count_of(len(ordered) - PLACES, "further place"))
-    return GAP.join(places)
 
 
 def listed(rows: Iterable[Row], phrases: Sequence[str], start: str = "", *, notes: bool = True) -> str:

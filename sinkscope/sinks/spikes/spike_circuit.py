@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sinkscope.hooks.edit.sink_patch import SinkPatch
@@ -58,7 +58,7 @@ class SpikeCircuit:
         values: dict[Neuron, float] = {}
         for unit in self.needs.writers.units:
             if self.needs.role(unit) in WRITES:
-                values |= {neuron: self.needs.writers.neutral[neuron] for neuron in unit}
+                values |= {neuron: self.needs.writers.neurons[neuron].get("neutral") for neuron in unit}
         return values
 
     @property
@@ -141,12 +141,15 @@ def norm_of(spike: Spike) -> Row:
 def candidates_of(circuit: SpikeCircuit) -> list[Row]:
     """Return the candidates with what each writes in the texts of the report, largest share first."""
     needs, rows = circuit.needs, list[Row]()
-    neurons = [neuron.address for neuron in needs.writers.neurons]
-    written = dict(zip(neurons, shares_on(circuit.reported, neurons), strict=True))
+    known = needs.writers.neurons
+    written = shares_on(circuit.reported, [*known])
     for unit in needs.writers.units:
         left = Mean(float(needs.alone[unit][0]), kind="share")
         for neuron in unit:
-            own, neutral = written[neuron], needs.writers.neutral[neuron]
-            share = Mean(own.share, own.margin, own.by_text, "share")
-            rows.append(row_of("writers", str(neuron), needs.role(unit), share=share, left=left, neutral=neutral))
+            numbers = {
+                "share": written[neuron].numbers["share"],
+                "left": left,
+                "neutral": known[neuron].numbers["neutral"],
+            }
+            rows.append(replace(known[neuron], numbers=numbers, note=needs.role(unit)))
     return sorted(rows, key=lambda row: -row.get("share"))

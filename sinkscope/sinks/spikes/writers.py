@@ -34,7 +34,6 @@ from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.results.row import Mean, Row, of_table, row_of
 from sinkscope.sinks.spikes.places import per_text
-from sinkscope.sinks.spikes.records import NeuronShare
 from sinkscope.sinks.spikes.spike import Part, Spike
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 
@@ -47,24 +46,19 @@ class Writers:
     """What writes a spike, by shares.
 
     Attributes:
-        neurons: Candidates: the neurons of units that write 2 % or more of it, or against it; and backups.
+        neurons: Candidates: the neurons of units that write 2 % or more of it, or against it; and backups. The row of
+            each has its share, and its neutral value: the median at ordinary positions.
         units: These neurons, equal ones together.
         written: What every neuron writes of it, by layer and by the numbers of a `LayerView`.
     """
 
-    neurons: tuple[NeuronShare, ...]
+    neurons: Mapping[Neuron, Row]
     units: tuple[Unit, ...]
     written: Mapping[int, Float[Tensor, " neuron"]]
 
-    @property
-    def neutral(self) -> dict[Neuron, float]:
-        """The median of each candidate at ordinary positions."""
-        return {neuron.address: neuron.neutral for neuron in self.neurons}
-
     def share(self, neurons: Iterable[Neuron]) -> float:
         """Return what some candidates write together."""
-        shares = {neuron.address: neuron.share for neuron in self.neurons}
-        return sum(shares[neuron] for neuron in neurons)
+        return sum(self.neurons[neuron].get("share") for neuron in neurons)
 
 
 def components_of(spike: Spike) -> list[Row]:
@@ -97,7 +91,7 @@ def writers_of(spike: Spike) -> Writers:
     Args:
         spike: The spike.
     """
-    candidates, units, written, target = list[NeuronShare](), list[Unit](), dict[int, Tensor](), spike.survey.target
+    candidates, units, written, target = dict[Neuron, Row](), list[Unit](), dict[int, Tensor](), spike.survey.target
     parts, skips = of_table(components_of(spike), "components"), target.skips_layers
     for layer in target.with_neurons:
         if layer > spike.peak or (not skips and abs(share_of_mlp(parts, layer)) < NAMED):
@@ -107,10 +101,15 @@ def writers_of(spike: Spike) -> Writers:
             written[layer] = view.shares.mean(1)
             for numbers in equal_neurons(target, view, written[layer]):
                 if abs(float(written[layer][numbers].sum())) >= NAMED:
-                    records = [_share_of(spike, view, number) for number in numbers.tolist()]
-                    candidates += records
-                    units.append(tuple(neuron.address for neuron in records))
-    return Writers(tuple(sorted(candidates, key=lambda candidate: -candidate.share)), tuple(units), written)
+                    own = {neuron_at(target, layer, number): number for number in numbers.tolist()}
+                    candidates |= {neuron: _share_of(spike, view, number) for neuron, number in own.items()}
+                    units.append(tuple(own))
+    return Writers(candidates, tuple(units), written)
+
+
+def neuron_at(target: Target, layer: int, number: int) -> Neuron:
+    """Return the neuron of a number of a `LayerView`."""
+    return Neuron(layer, *expert_and_neuron(target, layer, number))
 
 
 def share_of_mlp(parts: Mapping[str, Row], layer: int) -> float:
@@ -183,33 +182,31 @@ def _parallel(rows: Float[Tensor, "n d"]) -> Bool[Tensor, "n n"]:
     return (unit @ unit.T).abs() >= PARALLEL
 
 
-def _share_of(spike: Spike, view: LayerShares, number: int) -> NeuronShare:
-    """The record of a neuron."""
+def _share_of(spike: Spike, view: LayerShares, number: int) -> Row:
+    """The row of a neuron."""
     target, shares = spike.survey.target, view.shares[number]
     by_text = per_text(shares, spike.place.mask)
-    expert, neuron = expert_and_neuron(target, view.layer, number)
-    neutral = neutral_post(target, view.ordinary, number)
-    share, margin = float(shares.mean()), margin_of(by_text.numpy())
-    return NeuronShare(view.layer, expert, neuron, share, margin, neutral, by_text=tuple(by_text.tolist()))
+    share = Mean(float(shares.mean()), margin_of(by_text.numpy()), tuple(by_text.tolist()), "share")
+    name = str(neuron_at(target, view.layer, number))
+    return row_of("writers", name, share=share, neutral=neutral_post(target, view.ordinary, number))
 
 
 @torch.no_grad()
-def shares_on(spike: Spike, neurons: Sequence[Neuron]) -> list[NeuronShare]:
+def shares_on(spike: Spike, neurons: Sequence[Neuron]) -> dict[Neuron, Row]:
     """Return what neurons write of a spike in its own texts.
 
     Args:
         spike: The spike.
         neurons: The neurons.
     """
-    shares: dict[Neuron, NeuronShare] = {}
+    shares: dict[Neuron, Row] = {}
     for layer in sorted({neuron.layer for neuron in neurons}):
         view = of_layer(spike, layer, spike.survey.start(layer))
         for neuron in neurons:
             if neuron.layer == layer:
-                shares[neuron] = _share_of(
-                    spike, view, flat_number(spike.survey.target, layer, neuron.expert, neuron.neuron)
-                )
-    return [shares[neuron] for neuron in neurons]
+                number = flat_number(spike.survey.target, layer, neuron.expert, neuron.neuron)
+                shares[neuron] = _share_of(spike, view, number)
+    return shares
 
 
 def with_backups(spike: Spike, writers: Writers, neurons: Sequence[Neuron]) -> Writers:
@@ -217,7 +214,7 @@ def with_backups(spike: Spike, writers: Writers, neurons: Sequence[Neuron]) -> W
     if not neurons:
         return writers
     fresh, units = shares_on(spike, neurons), tuple((neuron,) for neuron in neurons)
-    return replace(writers, neurons=(*writers.neurons, *fresh), units=(*writers.units, *units))
+    return replace(writers, neurons={**writers.neurons, **fresh}, units=(*writers.units, *units))
 
 
 def writing_of(
