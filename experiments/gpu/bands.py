@@ -9,7 +9,7 @@ as many kv heads, in bfloat16, on random numbers. On a GPU, `tests/sparse/test_l
 timed is right.
 
 - `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
-- `choice`: the choice of columns and bands, launched step by step and as it is recorded for a prompt.
+- `choice`: the choice of columns and bands.
 - `layer`: attention on given shares, beside FlashAttention and cuDNN's attention.
 - `flex`: FlexAttention on the same columns and bands (`experiments.gpu.flex`) beside our kernel.
 """
@@ -37,7 +37,7 @@ from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, TILE, BlockGrid, Lines
-from sinkscope.sparse.choice import recorded_bands, sampled_rows, select_bands
+from sinkscope.sparse.choice import sampled_rows, select_bands
 from sinkscope.sparse.serve import LoopServe
 
 
@@ -86,39 +86,26 @@ def dense(scores: Scores, value: Tensor, backend: SDPBackend) -> Tensor:
         )
 
 
-def chooser(scores: Scores, alpha: float, replayed: bool = False) -> Callable[[], Any]:
-    """The whole choice from the scores of one layer: launched step by step, or as it is recorded for a prompt."""
+def chooser(scores: Scores, alpha: float) -> Callable[[], Lines]:
+    """The whole choice from the scores of one layer."""
     rows = sampled_rows(BlockGrid(scores.queries, scores.keys), LoopServe.sample, 0, LoopServe.dense_rows)
     settings: Row = {"begin": LoopServe.begin, "checked": LoopServe.checked, "dense_rows": LoopServe.dense_rows}
-    choose = partial(select_bands, alpha=alpha, **settings, dense_above=0.75, copies=None)
-    if not replayed or not scores.key.is_cuda:
-        return partial(choose, scores, rows=rows)
-    given = scores.query, scores.key, rows
-    recorded = recorded_bands(choose, scores, given, LoopServe.dense_rows)
-    for _ in range(2):  # first, and recorded
-        recorded(*given)
-    return partial(recorded, *given)
+    return partial(select_bands, scores, alpha, rows=rows, **settings, dense_above=0.75)
 
 
 @torch.no_grad()
 def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> Row:
-    """The choice alone, launched step by step and replayed, and its parts."""
+    """The choice alone, on the device and on the host, and its parts."""
     from sinkscope.sparse import triton_sums
 
     scores, _ = drawn(heads, kv, n, n, 128, dtype, device)
     rows = sampled_rows(BlockGrid(n, n), 64, 0, 16).to(device)
-    found: Row = {"n": n, "kv_heads": kv}
     time_of = partial(milliseconds, device=device, rounds=rounds)
-    step_by_step, replayed = chooser(scores, 0.95), chooser(scores, 0.95, replayed=True)
-    chosen = step_by_step()
-    if device != "cpu":
-        columns, bands, *_ = replayed()
-        found["same"] = bool(torch.equal(columns, chosen.columns) and torch.equal(bands, chosen.offsets))
-    for name, work in (("ms", step_by_step), ("replayed_ms", replayed)):
-        found[name] = time_of(work)
-        began = time.perf_counter()
-        work()
-        found[f"host_{name}"] = 1e3 * (time.perf_counter() - began)
+    choose = chooser(scores, 0.95)
+    found: Row = {"n": n, "kv_heads": kv, "ms": time_of(choose)}
+    began = time.perf_counter()
+    chosen = choose()
+    found["host_ms"] = 1e3 * (time.perf_counter() - began)
     computed = triton_sums.ComputedRows(scores, rows)
     found["normalisers_ms"] = time_of(lambda: triton_sums.ComputedRows(scores, rows))
     found["sums_ms"] = time_of(lambda: computed.sums(chosen))
@@ -187,8 +174,7 @@ def prompt(target: Any, ids: Tensor, alpha: float, device: str, rounds: int, den
     held: list[float] = []
     for event in events:
         held += event.get("recovered", ())
-    kernel = sorted({event.get("kernel", str(event.get("dense"))) for event in events})
-    found: Row = {"n": ids.shape[1], "alpha": alpha, "layers": target.n_layers, "attended": attended, "kernel": kernel}
+    found: Row = {"n": ids.shape[1], "alpha": alpha, "layers": target.n_layers, "attended": attended}
     found |= {"held": statistics.fmean(held) if held else None, "ms": ms, "dense_ms": dense_ms}
     return found | {"times_faster": dense_ms / ms}
 

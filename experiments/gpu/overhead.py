@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import DynamicCache
 
 from experiments.gpu.steps import Steps, model_of
-from experiments.loopserve.latency import turn
 from experiments.planted_lines import text
 from experiments.record import Row
 from experiments.script import run
-from experiments.timing import clock, interleaved, ratio
-from sinkscope.hooks.edit.base import Intervention
+from experiments.timing import clock, interleaved, ratio, seconds_of
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
@@ -48,12 +48,23 @@ def methods(budget: int) -> dict[str, Intervention]:
     }
 
 
+@torch.no_grad()
+def turn(target: Target, edit: Intervention | None, ids: Int[Tensor, "batch pos"], context: int) -> list[float]:
+    """Seconds of every call that reads `context` tokens at once and the others one by one."""
+    cache, seconds = DynamicCache(config=target.hf.config), list[float]()
+    with under(edit, target):
+        for begin, end in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
+            call = partial(target.hf, input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
+            seconds.append(seconds_of(partial(call, logits_to_keep=1), partial(clock, target.device))[0])
+    return seconds
+
+
 def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget: int, rounds: int) -> Row:
     """Each method over stock: milliseconds of a token, and their ratio."""
 
-    def read(edit: Intervention | None) -> Row | str:
+    def read(edit: Intervention | None) -> list[float] | str:
         try:
-            return turn(target, edit, ids, context, partial(clock, target.device))
+            return turn(target, edit, ids, context)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             return str(error).partition(". ")[0]
@@ -70,8 +81,8 @@ def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget
         if failed:
             rows[name] = {"error": failed[0]}
         else:
-            seconds[name] = [sum(one["seconds"][1:]) for one in made if not isinstance(one, str)]
-            later[name] = [statistics.median(one["seconds"][2:]) for one in made if not isinstance(one, str)]
+            seconds[name] = [sum(one[1:]) for one in made if not isinstance(one, str)]
+            later[name] = [statistics.median(one[2:]) for one in made if not isinstance(one, str)]
     stock = seconds.pop("stock")
     rows["stock_ms_per_token"] = 1000 * statistics.median(stock) / (ids.shape[1] - context)
     for name, spent in seconds.items():

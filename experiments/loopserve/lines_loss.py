@@ -37,8 +37,8 @@ from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 
-ARMS = ("own lines", "another text's lines", "first columns and nearest bands")
-"""What a text is read along; all but the first are controls."""
+ARMS = {"own lines": BLUE, "another text's lines": ORANGE, "first columns and nearest bands": GREEN}
+"""What a text is read along, and its colour; all but the first are controls."""
 MOST_LOGITS = 1 << 28
 """Numbers of the logits of a text: 1 GB in float32. Of a long text the last tokens count."""
 LEAST = 4 * NEAR * 8
@@ -82,25 +82,22 @@ def measured(target: Target, rows: Tensor, kinds: Sequence[str], alphas: Sequenc
     length = rows.shape[1]
     counted = min(length - 1, max(1, MOST_LOGITS // int(target.config.vocab_size)))
     loss, cells = np.zeros((2, len(alphas), len(ARMS), len(rows)))
-    layers: list[int] = []
-    for alpha, share in enumerate(alphas):
-        served = LoopServe(alpha=share, decode=False, shortest=0)
-        for text, ids in enumerate(rows):
-            own = along(target, ids, counted, served.lines)
-            layers = list(own[1])
-            other = lines_of(target, rows[partner(text, kinds)], own[1], served)
-            near = {layer: near_bands(BlockGrid(length, length), each, served) for layer, each in own[1].items()}
-            arms = [own]
-            for chosen in (other, near):
-                arms.append(along(target, ids, counted, lambda scores, layer, copies, of=chosen: of[layer]))
-            for arm, (nats, shares) in enumerate(arms):
-                loss[alpha, arm, text] = nats
-                cells[alpha, arm, text] = torch.stack(list(shares.values())).double().mean()
+    own: Cells = {}
+    for alpha, text in np.ndindex(len(alphas), len(rows)):
+        served = LoopServe(alpha=alphas[alpha], decode=False, shortest=0)
+        loss[alpha, 0, text], own = along(target, rows[text], counted, served.lines)
+        other = lines_of(target, rows[partner(text, kinds)], own, served)
+        near = {layer: near_bands(BlockGrid(length, length), each, served) for layer, each in own.items()}
+        read = [own]
+        for arm, chosen in enumerate((other, near), 1):
+            loss[alpha, arm, text], shares = along(
+                target, rows[text], counted, lambda _, layer, __, of=chosen: of[layer]
+            )
+            read.append(shares)
+        cells[alpha, :, text] = [float(torch.stack([*shares.values()]).double().mean()) for shares in read]
     full = [loss_of(target, ids, counted) for ids in rows]
-    return {
-        "alphas": list(alphas), "kinds": list(kinds), "tokens": length, "counted": counted,
-        "layers": layers, "full": full, "loss": loss, "cells": cells,
-    }  # fmt: skip
+    found = {"alphas": list(alphas), "kinds": list(kinds), "tokens": length, "counted": counted, "layers": list(own)}
+    return {**found, "full": full, "loss": loss, "cells": cells}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,15 +157,16 @@ def bands_of_cells(scores: Scores, layer: int, cells: Tensor, served: LoopServe,
     drawn = draw_of(served.seed, layer, scores.queries, scores.keys)
     sample = query_rows(scores, sampled_rows(grid, served.sample, drawn, dense_rows, copies))
     always = kept_columns(scores, grid.sparse_queries(dense_rows), served.begin, served.checked)
-    chosen: Any = None
+    rank = torch.zeros(scores.heads, grid.keys + grid.blocks, device=cells.device)
+
+    def heaviest(number: Tensor) -> Lines:
+        columns, offsets = (rank < number).split([grid.keys, grid.blocks], 1)
+        return Lines(columns, offsets, grid, dense_rows)
+
+    chosen = heaviest(torch.zeros_like(rank[:, :1]))
     for _ in range(2):  # at first by all of a line's cells, then by those that the other kind leaves to it
         density = torch.cat(densities(sample, chosen, always), 1)
         rank = density.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-
-        def heaviest(number: Tensor, rank: Tensor = rank) -> Lines:
-            columns, offsets = (rank < number).split([grid.keys, grid.blocks], 1)
-            return Lines(columns, offsets, grid, dense_rows)
-
         chosen = heaviest(fewest(density.isinf().sum(1, keepdim=True), rank.shape[1], heaviest, cells))
     return chosen
 
@@ -198,11 +196,11 @@ def fewest(least: Tensor, most: int, lines: Callable[[Tensor], Lines], cells: Te
 def figure(data: Row) -> Any:
     """Loss beyond full attention by the share of cells, for each alpha."""
     result, fig = data["result"], panels(("Loss by cells",))
-    for arm, color in enumerate((BLUE, ORANGE, GREEN)):
+    for arm, (name, color) in enumerate(ARMS.items()):
         change = np.array(result["loss"])[:, arm] - np.array(result["full"])
         bars = {"array": [getattr(interval_of(one), "margin", np.nan) for one in change], "thickness": 1}
         cells = np.array(result["cells"])[:, arm].mean(-1)
-        fig.add_scatter(x=cells, y=change.mean(-1), error_y=bars, name=ARMS[arm], marker={"color": color})
+        fig.add_scatter(x=cells, y=change.mean(-1), error_y=bars, name=name, marker={"color": color})
     fig.update_xaxes(title_text="share of the cells", tickformat=".0%", rangemode="tozero")
     fig.update_yaxes(title_text="nats a token beyond full attention")
     return fig.update_layout(width=760, height=480)

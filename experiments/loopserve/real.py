@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -42,10 +41,9 @@ from sinkscope.sparse.serve import LoopServe
 
 PART = 256  # places at a time
 CHARACTERS = 10  # of a token at most, on average
-HEAD = ("sample, alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "largest", "top-1 same")
-SHORT_HEAD = ("model", "tokens", "sample, alpha", "texts", "attended", "NLL", "worst text", "least top-1 same")
 CHOSE_PROSE = 70_000  # characters of the manual that the default was chosen on
 CHOSE_TALKS = (0, 1, 2, 3, 6, 7, 10, 11)
+Columns = dict[str, Callable[[pd.DataFrame], str]]
 
 
 def prose(_: Sequence[Path]) -> str:
@@ -81,35 +79,18 @@ def tables(_: Sequence[Path]) -> str:
     return file.getvalue()
 
 
-def rows_in(files: Sequence[Path]) -> list[Row]:
-    """The rows of all files."""
-    return [row for file in files for row in read_rows(file)]
-
-
-def talks(files: Sequence[Path]) -> list[list[tuple[str, str | None]]]:
-    """Dialogues of MT-bench: what users say, and the answers where files give them; None without any."""
-    rows = rows_in(files)
-    answers: dict[Any, list[str]] = {}
-    for row in rows:
-        if "choices" in row:
-            answers[row["question_id"]] = row["choices"][0]["turns"]
-    found: list[list[tuple[str, str | None]]] = []
-    for row in rows:
-        if "turns" in row:
-            said = row["turns"]
-            found.append(list(zip(said, answers.get(row["question_id"], [None] * len(said)), strict=True)))
-    return found
-
-
 def dialogue(files: Sequence[Path]) -> str:
-    """Turns of users, with answers between them where files give them."""
+    """Turns of users, with answers between them where files give them, and recorded prompts."""
+    rows = [row for file in files for row in read_rows(file)]
+    answers = {row["question_id"]: row["choices"][0]["turns"] for row in rows if "choices" in row}
     said: list[str] = []
-    for talk in talks(files):
-        for turn, answer in talk:
+    for row in rows:
+        own = answers.get(row.get("question_id"), repeat(None))
+        for turn, answer in zip(row.get("turns", ()), own, strict=False):
             said.append(f"User: {turn}")
             if answer is not None:
                 said.append(f"Assistant: {answer}")
-    recorded = [row["prompt"] for row in rows_in(files) if "prompt" in row]
+    recorded = [row["prompt"] for row in rows if "prompt" in row]
     said += [prompt for number, prompt in enumerate(recorded) if number not in CHOSE_TALKS]
     return "\n\n".join(said)
 
@@ -128,81 +109,75 @@ def piece(target: Target, text: str, length: int, number: int) -> Tensor:
 
 
 @torch.no_grad()
-def hidden_states(target: Target, at: Tensor, **given: Tensor) -> Tensor:
-    """Hidden states from which the next tokens after some positions are told, `[at d_model]`."""
-    return target.base(**given, use_cache=False).last_hidden_state[0, at]
+def measured(target: Target, ids: Tensor, alphas: Sequence[float], randoms: Sequence[float], positions: int) -> Row:
+    """All alphas on one prompt, beside what the model's own attention gives; random samples are of embeddings."""
+    length, embeddings = ids.shape[1], target.hf.get_input_embeddings()
+    at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long().to(ids.device)
+
+    def states(**given: Tensor) -> Tensor:
+        return target.base(**given, use_cache=False).last_hidden_state[0, at]
+
+    dense = states(input_ids=ids)
+    rows: Row = {"copies": len(Copies.of(ids[0].cpu(), length, ids.device).at), "positions": len(at)}
+    named = [(f"{alpha:g}", alpha, {"input_ids": ids}) for alpha in alphas]
+    named += [(f"random, {alpha:g}", alpha, {"inputs_embeds": embeddings(ids)}) for alpha in randoms]
+    for name, alpha, given in named:
+        with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
+            own = states(**given)
+        shares = [event.data.get("attended", 1.0) for event in told.events if event.kind == "prefill"]
+        rows[name] = {**compared(target, own, dense, ids[0, at + 1]), "attended": float(np.mean(shares or [1.0]))}
+    return rows
 
 
-@torch.no_grad()
-def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: Tensor, random: bool) -> Row:
-    """One prompt under LoopServe, beside what the model's own attention gives; random samples are of embeddings."""
-    given = {"inputs_embeds": target.hf.get_input_embeddings()(ids)} if random else {"input_ids": ids}
-    with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
-        own = hidden_states(target, at, **given)
-    shares: list[float] = []
-    for event in told.events:
-        if event.kind == "prefill":
-            shares.append(event.data.get("attended", 1.0))
-    following, head = ids[0, at + 1], target.hf.get_output_embeddings()
+def compared(target: Target, own: Tensor, dense: Tensor, following: Tensor) -> Row:
+    """Distributions of the next token beside those of the model's own attention, from hidden states."""
+    head = target.hf.get_output_embeddings()
     parts: list[Tensor] = []
     for ours, plain, token in zip(own.split(PART), dense.split(PART), following.split(PART), strict=True):
         found, wanted = (head(states).float().log_softmax(-1) for states in (ours, plain))
         kl = (wanted.exp() * (wanted - found)).sum(1)
         nll, dense_nll = (-logs.gather(1, token[:, None])[:, 0] for logs in (found, wanted))
         parts.append(torch.stack([kl, nll, dense_nll, (wanted.argmax(1) == found.argmax(1)).float()]))
-    tokens = torch.cat(parts, 1)
-    means = dict(zip(("kl", "nll", "dense_nll", "same"), tokens.double().mean(1).tolist(), strict=True))
-    return {**means, "attended": fmean(shares or [1.0])}
+    means = torch.cat(parts, 1).double().mean(1).tolist()
+    return dict(zip(("kl", "nll", "dense_nll", "same"), means, strict=True))
 
 
-def measured(target: Target, ids: Tensor, alphas: Sequence[float], randoms: Sequence[float], positions: int) -> Row:
-    """All alphas on one prompt."""
-    length = ids.shape[1]
-    at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long().to(ids.device)
-    dense = hidden_states(target, at, input_ids=ids)
-    copies = Copies.of(ids[0].cpu(), length, ids.device).at
-    rows: Row = {"copies": len(copies), "positions": len(at)}
-    for alpha in alphas:
-        rows[f"{alpha:g}"] = compared(target, ids, alpha, at, dense, False)
-    for alpha in randoms:
-        rows[f"random, {alpha:g}"] = compared(target, ids, alpha, at, dense, True)
-    return rows
+def with_margin(values: Any, shown: str) -> str:
+    """The mean of values, with two standard errors from three values on."""
+    margin = margin_of(np.asarray(values))
+    return f"{values.mean():{shown}}" + ("" if margin is None else f" ± {margin:{shown.strip('+')}}")
 
 
-def compared_texts(rows: Row) -> pd.DataFrame:
-    """A row for each text and sample."""
+COLUMNS: Columns = {
+    "texts": lambda own: str(len(own)),
+    "attended": lambda own: f"{own['attended'].mean():.0%}",
+    "KL": lambda own: f"{own['kl'].mean():.4f}",
+    "NLL": lambda own: with_margin(own["change"], "+.4f"),
+    "largest": lambda own: f"{own['change'].max():+.4f}",
+    "top-1 same": lambda own: with_margin(own["same"], ".1%"),
+    "worst text": lambda own: f"{own['change'].max():+.4f}",
+    "least top-1 same": lambda own: f"{own['same'].min():.1%}",
+}
+"""What tables say of some texts."""
+BY_KIND = ("sample, alpha", "text", "tokens"), ("texts", "attended", "KL", "NLL", "largest", "top-1 same")
+BY_LENGTH = ("model", "tokens", "sample, alpha"), ("texts", "attended", "NLL", "worst text", "least top-1 same")
+
+
+def table(rows: Row, places: Sequence[str] = BY_KIND[0], columns: Sequence[str] = BY_KIND[1]) -> str:
+    """A line for each place: means over texts."""
     lines: list[Row] = []
     for name, row in rows.items():
         model, kind, length, _ = name.split(", ")
         for alpha, found in row.items():
             if isinstance(found, dict):
-                place = {"alpha": alpha, "model": model, "kind": f"{model}, {kind}", "length": length}
+                place = {"sample, alpha": alpha, "model": model, "text": f"{model}, {kind}", "tokens": length}
                 lines.append({**place, **found, "change": found["nll"] - found["dense_nll"]})
-    return pd.DataFrame(lines)
-
-
-def with_margin(values: Any, shown: str) -> str:
-    """The mean of values, with two standard errors from three values on."""
-    margin = margin_of(np.array(values))
-    return f"{fmean(values):{shown}}" + ("" if margin is None else f" ± {margin:{shown.strip('+')}}")
-
-
-def table(rows: Row) -> str:
-    """A line for each alpha, text and length: means over texts."""
-    lines: list[list[str]] = []
-    for place, own in compared_texts(rows).groupby(["alpha", "kind", "length"], sort=False):
-        means = [f"{fmean(own['attended']):.0%}", f"{fmean(own['kl']):.4f}", with_margin(own["change"], "+.4f")]
-        lines.append([*place, str(len(own)), *means, f"{max(own['change']):+.4f}", with_margin(own["same"], ".1%")])
-    return markdown(HEAD, lines)
-
-
-def summary(rows: Row) -> str:
-    """A line for each model, length and sample: all kinds of text together."""
-    lines: list[list[str]] = []
-    for place, own in compared_texts(rows).groupby(["model", "length", "alpha"], sort=False):
-        cells = [f"{fmean(own['attended']):.0%}", with_margin(own["change"], "+.4f")]
-        lines.append([*place, str(len(own)), *cells, f"{max(own['change']):+.4f}", f"{min(own['same']):.1%}"])
-    return markdown(SHORT_HEAD, lines)
+    groups = pd.DataFrame(lines).groupby(list(places), sort=False)
+    said: list[list[str]] = []
+    for place, own in groups:
+        at: Any = place
+        said.append([*at, *(COLUMNS[name](own) for name in columns)])
+    return markdown([*places, *columns], said)
 
 
 def main(
@@ -215,7 +190,6 @@ def main(
     dialogue_files: Sequence[Path] = (),
     pieces: Sequence[int] = (1,),
     positions: int = 4096,
-    seconds: float = 3600.0,
     device: str = "cpu",
     page: Path | None = None,
     short_page: Path | None = None,
@@ -230,22 +204,19 @@ def main(
         pieces: Which pieces of each text.
         random_alphas: Alphas with a sample that is random.
         positions: Places of the second half, at most, at which distributions are compared.
-        seconds: No step begins after so many.
         page: Page whose table of texts is replaced.
         short_page: Page whose table of lengths is replaced.
     """
-    settings = {"dense_above": LoopServe.dense_above}
-    steps = Steps("loopserve-real", out, settings, device, "float32", seconds)
+    steps = Steps("loopserve-real", out, {"dense_above": LoopServe.dense_above}, device, "float32")
     for model in models:
         target = target_of(load(model, device=device))
         for number, length, kind in product(pieces, lengths, kinds):
             ids = piece(target, TEXTS[kind](dialogue_files), length, number).to(target.device)
             work = partial(measured, target, ids, alphas, random_alphas, positions)
             steps.do(f"{Path(model).stem}, {kind}, {length}, {number}", work)
-    if page is not None:
-        put_table(page, "loopserve.real", table(steps.rows))
-    if short_page is not None:
-        put_table(short_page, "loopserve.real", summary(steps.rows))
+    for file, parts in ((page, BY_KIND), (short_page, BY_LENGTH)):
+        if file is not None:
+            put_table(file, "loopserve.real", table(steps.rows, *parts))
     steps.end()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from weakref import WeakValueDictionary
 
 import torch
 from einops import rearrange, repeat
@@ -126,24 +125,16 @@ class Lengths:
     bands: Int[Tensor, " block"]
 
 
-_LENGTHS: WeakValueDictionary[tuple[BlockGrid, torch.device], Lengths] = WeakValueDictionary()
-
-
 @lru_cache(4)  # the layers of a prompt are of one grid
 def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
-    """Return the lengths of a grid's lines, the same object as long as anybody holds it."""
-    known = _LENGTHS.get((grid, device))
-    if known is not None:
-        return known
+    """Return the lengths of a grid's lines."""
     position = torch.arange(grid.keys)
     to_end = torch.minimum(grid.tile - (position - grid.past) % grid.tile, grid.keys - position)
     own = torch.where(position >= grid.past, to_end, 0)
     near = grid.blocked(own)[grid.before :].sum(1).view(-1, grid.per).sum(0).flip(0)
-    far = crossed(grid, grid.blocked(torch.ones(1, grid.keys, dtype=torch.double)).sum(2))[0].long()
+    far = crossed(grid, grid.blocked(torch.ones_like(position)).sum(1))
     columns = torch.arange(grid.keys, 0, -1).clamp(max=grid.queries)
-    lengths = Lengths(columns.to(device), own.to(device), torch.cat([near, far[grid.per :]]).to(device))
-    _LENGTHS[grid, device] = lengths
-    return lengths
+    return Lengths(columns.to(device), own.to(device), torch.cat([near, far[grid.per :]]).to(device))
 
 
 def crossed(grid: BlockGrid, counts: Shaped[Tensor, "*n block"]) -> Shaped[Tensor, "*n block"]:
@@ -193,17 +184,15 @@ class Copies:
         at, original = copies_in(ids)
         at, original = at[at >= grid.past] - grid.past, original[at >= grid.past]
         keys = (original[:, None] + torch.tensor(AROUND)).clamp(min=0) + grid.lead
-        tile = (at // TILE)[:, None].expand_as(keys)  # the first and the last key are in one block or two
-        return cls.at_blocks(at, tile.flatten(), keys.flatten() // BAND, grid, device)
+        tile = (at // TILE)[:, None]  # the first and the last key are in one block or two
+        return cls.at_blocks(at, tile * grid.blocks + keys // BAND, grid, device)
 
     @classmethod
-    def at_blocks(
-        cls, at: Tensor, tile: Int[Tensor, " pair"], block: Int[Tensor, " pair"], grid: BlockGrid, device: torch.device
-    ) -> Copies:
-        """Return these pairs of tiles and blocks, each once."""
-        pieces = (tile * grid.blocks + block).unique()
+    def at_blocks(cls, at: Tensor, pieces: Int[Tensor, "*n"], grid: BlockGrid, device: torch.device) -> Copies:
+        """Return these pairs of tiles and blocks, each once; a pair is the tile times the number of blocks and one."""
+        pieces = pieces.unique()
         tile = pieces // grid.blocks
-        start = torch.searchsorted(tile, torch.arange(grid.tiles + 1, device=tile.device))
+        start = torch.searchsorted(tile, torch.arange(grid.tiles + 1))
         return cls(at, tile.to(device), (pieces % grid.blocks).to(device), start.to(device))
 
     def rows(self, tiles: Int[Tensor, " row"], grid: BlockGrid) -> Bool[Tensor, "row block"]:
@@ -218,16 +207,13 @@ def copies_in(ids: Int[Tensor, " pos"]) -> tuple[Int[Tensor, " copy"], Int[Tenso
     Args:
         ids: Ids of a text; those below 0 are unknown, and no copies.
     """
-    phrase = ids[2:]
-    known = ids[2:] >= 0
-    for back in (1, 2):
-        before = ids[2 - back : len(ids) - back]
-        phrase, known = phrase + (before << back * _ID_BITS), known & (before >= 0)
-    places = known.nonzero()[:, 0]
-    order = places[phrase[places].argsort(stable=True)]  # equal phrases side by side, in the order of the text
-    is_copy = (phrase[order].diff() == 0) & (order.diff() >= FAR)
-    place = order[1:][is_copy].sort()
-    return place.values + 2, order[:-1][is_copy][place.indices] + 2
+    phrase = pad(ids, (2, 0), value=-1).unfold(0, 3, 1)  # of each token and the two before it
+    places = (phrase >= 0).all(1).nonzero()[:, 0]
+    code, order = (phrase[places] << torch.tensor([2, 1, 0]) * _ID_BITS).sum(1).sort(stable=True)
+    places = places[order]  # equal phrases side by side, in the order of the text
+    is_copy = (code.diff() == 0) & (places.diff() >= FAR)
+    at = places[1:][is_copy].sort()
+    return at.values, places[:-1][is_copy][at.indices]
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,8 +230,6 @@ class Lines:
         grid: The tiles.
         dense_rows: So many queries at the end see everything, as do those of the same tile.
         copies: Single blocks that all heads see besides.
-        share: What `attended` returns, if it is known.
-        lists: What `triton.lists_of` returns for these, if it is known.
     """
 
     columns: Bool[Tensor, "*choice head key"]
@@ -253,8 +237,6 @@ class Lines:
     grid: BlockGrid
     dense_rows: int = 0
     copies: Copies | None = None
-    share: Float[Tensor, "*choice head"] | None = None
-    lists: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, columns: Tensor, offsets: Tensor, queries: int, dense_rows: int = 0) -> Lines:
@@ -278,8 +260,6 @@ class Lines:
 
     def attended(self) -> Float[Tensor, "*choice head"]:
         """Return the share of the causal cells that is computed, with the dense rows."""
-        if self.share is not None:
-            return self.share
         grid, sparse = self.grid, self.grid.sparse_queries(self.dense_rows)
         if not sparse:
             return torch.ones(self.offsets.shape[:-1], device=self.offsets.device)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 
 import torch
 from einops import rearrange
@@ -31,7 +30,6 @@ from torch import Tensor
 from sinkscope.files.records import Natural, PositiveShare, check_values
 from sinkscope.sparse.attention import Scores, attention_of, sample_queries
 from sinkscope.sparse.bands import NEAR, BlockGrid, ByBand, Copies, Lines, crossed, lengths_of
-from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse import triton_module
 
 SOUGHT = 0.5
@@ -98,37 +96,6 @@ def query_rows(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
     return kind(scores, rows)
 
 
-def recorded_bands(
-    choose: Callable[..., Lines],
-    scores: Scores,
-    arguments: tuple[Tensor, Tensor, Tensor],
-    dense_rows: int,
-    kind: type[Replayed] = Replayed,
-) -> Replayed:
-    """Return the choice for all layers of a prompt, which is called with queries, keys and rows like these.
-
-    It gives columns and bands, the share of the cells of each head, and what the kernel reads.
-
-    Args:
-        choose: `select_bands` with its settings.
-        scores: The scores of the first layer.
-        arguments: Its queries, keys and rows.
-        dense_rows: As for `select_bands`.
-        kind: What records.
-    """
-    device, grid = scores.key.device, BlockGrid(scores.queries, scores.keys)
-    module, sparse = triton_module(device, "triton"), grid.sparse_queries(dense_rows)
-    lengths = [lengths_of(part, device) for part in (grid, BlockGrid(sparse, grid.past + sparse))]
-
-    def work(query: Tensor, key: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        assert lengths  # a recording reads their memory, so they last as long
-        chosen = choose(Scores(query, key, scores.scaling), rows=rows)
-        lists = () if module is None else module.lists_of(chosen)
-        return chosen.columns, chosen.offsets, chosen.attended(), *lists
-
-    return kind(work, arguments)
-
-
 def sampled_rows(
     grid: BlockGrid, sample: int, seed: int, dense_rows: int, copies: Copies | None = None
 ) -> Int[Tensor, " row"]:
@@ -163,24 +130,21 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
         begin: Number of first tokens.
         checked: Number of queries of each head that are checked.
     """
-    kv_heads, group = len(scores.key), scores.heads // len(scores.key)
+    group = scores.heads // len(scores.key)
     sought = torch.zeros(scores.heads, scores.keys, device=scores.key.device)
     sought[:, :begin].fill_(1.0)
     if checked == 0:
         return sought > 0
     first = scores.key[:, : max(1, begin)].repeat_interleave(group, 0)  # "kv_head key d -> (kv_head group) key d"
     sinks = (scores.query[:, :queries] @ first.mT).float() * scores.scaling
-    rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices
-    own = scores.query.gather(1, rows[..., None].expand(-1, -1, scores.query.shape[2])).float() * scores.scaling
-    by_group = own.reshape(kv_heads, -1, own.shape[2])
-    last = rows.view(kv_heads, -1, 1) + scores.past
-    totals = sought.view(kv_heads, group, -1)
+    rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices[..., None]
     position = torch.arange(scores.keys, device=rows.device)
-    for kv_head in range(kv_heads):
-        logits = by_group[kv_head] @ scores.key[kv_head].float().T
-        weight, place = logits.masked_fill_(position > last[kv_head], -torch.inf).softmax(1).max(1)
-        seeks = (weight >= SOUGHT).float()
-        totals[kv_head].scatter_add_(1, place.view(group, -1), seeks.view(group, -1))
+    for kv_head, key in enumerate(scores.key):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        own = scores.query[heads].gather(1, rows[heads].expand(-1, -1, key.shape[1])).float() * scores.scaling
+        logits = own @ key.float().T
+        weight, place = logits.masked_fill_(position > rows[heads] + scores.past, -torch.inf).softmax(2).max(2)
+        sought[heads].scatter_add_(1, place, (weight >= SOUGHT).float())
     return sought > 0
 
 
@@ -252,40 +216,32 @@ def choose_bands(
         dense_rows: Number of queries at the end that see everything.
         copies: Single blocks that all heads see besides; the search does not count on them.
     """
-    grid, heads, device = sample.grid, sample.scores.heads, sample.scores.key.device
-    columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
-    bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
-    for number in range(2):
-        of_columns, of_bands = densities(sample, None if not number else Lines(columns, bands, grid), always)
+    grid, device = sample.grid, always.device
+    columns = torch.zeros_like(always)
+    bands = torch.zeros(len(always), grid.blocks, dtype=torch.bool, device=device)
+    otherwise = torch.ones_like(bands)  # attention that is not a number: such heads are dense, as without a choice
+    for _ in range(2):
+        of_columns, of_bands = densities(sample, Lines(columns, bands, grid), always)
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
-        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
-        # first only attention that is not a number is not enough: such heads are dense, as without a choice.
-        if not number:
-            bands = torch.ones_like(bands)
+        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays.
         columns = torch.where(enough, of_columns >= least, columns)
-        bands = torch.where(enough, of_bands >= least, bands)
-    chosen = Lines(columns, bands, grid, copies=copies)
-    dense = chosen.cells() > dense_above * grid.cells
-    return Lines(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows, copies)
+        bands = otherwise = torch.where(enough, of_bands >= least, otherwise)
+    dense = (Lines(columns, bands, grid, copies=copies).cells() > dense_above * grid.cells)[:, None]
+    return Lines(columns & ~dense, bands | dense, grid, dense_rows, copies)
 
 
-def densities(sample: StoredRows, chosen: Lines | None, always: Bool[Tensor, "head key"]) -> tuple[ByColumn, ByBand]:
+def densities(sample: StoredRows, chosen: Lines, always: Bool[Tensor, "head key"]) -> tuple[ByColumn, ByBand]:
     """Return the weight per cell of each line outside the chosen lines of the other kind; infinite for what stays.
 
     Args:
         sample: The sampled attention.
-        chosen: The lines that were chosen before; None at first, when no line is crossed.
+        chosen: The lines that were chosen before; at first none.
         always: Columns that are chosen whatever they weigh.
     """
     grid, lengths = sample.grid, lengths_of(sample.grid, always.device)
-    column_left, band_left = lengths.columns, lengths.bands
-    if chosen is None:
-        none = torch.zeros(len(always), grid.blocks, dtype=torch.bool, device=always.device)
-        column_weight, band_weight = sample.sums(Lines(torch.zeros_like(always), none, grid))
-    else:
-        column_weight, band_weight = sample.sums(chosen)
-        column_left = column_left - grid.by_key(crossed(grid, chosen.offsets.float()))
-        band_left = band_left - crossed(grid, grid.blocked(chosen.columns.float()).sum(2))
+    column_weight, band_weight = sample.sums(chosen)
+    column_left = lengths.columns - grid.by_key(crossed(grid, chosen.offsets.float()))
+    band_left = lengths.bands - crossed(grid, grid.blocked(chosen.columns.float()).sum(2))
     of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
     of_columns.masked_fill_(always, torch.inf)
     of_bands[:, :NEAR].fill_(torch.inf)
@@ -297,9 +253,7 @@ def _threshold(
 ) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
     """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
     least = math.log2(sample.rows / sample.grid.cells) - _BELOW
-    step = (
-        math.log2(sample.rows / sample.grid.queries) - least
-    )  # with one cell in each row, a mean density is no higher
+    step = math.log2(sample.rows / sample.grid.queries) - least  # a mean density is highest with a cell in each row
     low = torch.full_like(columns[:, :1], least)
     number = torch.arange(sample.thresholds, device=columns.device)
     reached = torch.zeros_like(low, dtype=torch.bool)

@@ -1,7 +1,8 @@
 """How few vertical and slash lines carry the attention, and how far they agree between texts (Li et al. 2025, sec. 3).
 
-Observation 1 of LoopServe: how much attention the heaviest lines carry. Observations 2 and 3: how many of them are the
-same in another text, and in the other half of a text.
+1. Attention of every layer is computed anew from queries and keys, some rows at a time, and summed along all lines.
+2. Observation 1 of LoopServe: the share on the heaviest lines, beside the same share on other lines of as many cells.
+3. Observations 2 and 3: how many of them are heaviest in another text, and in the other half of the text, too.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import einsum, rearrange, reduce
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.tap import check_attention_visible, listening
@@ -42,14 +42,26 @@ from sinkscope.sparse.head_lines import top_lines
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
-CONTROLS = {
-    "other_mass": "another text's lines",
-    "near_mass": "the first column and the nearest diagonals",
-    "random_mass": "random lines of the same total length",
-}
+CONTROLS = {"other_mass": "another text's lines", "near_mass": "the first column and the nearest diagonals"}
 """Fields with the attention on other lines, and what these are."""
-TITLES = ("Attention on the lines, mean over heads", "Lines shared, mean over heads")
-_SHARES = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
+SHARED = {
+    "inputs": ("lines that two texts share", "inputs_random"),
+    "segments": ("lines of a text's second half that are also its first half's", "segments_random"),
+}
+"""Fields that say how far lines agree, what they are, and what random lines give."""
+CURVES = (
+    ("mass", "heaviest lines", BLUE, "solid", 1),
+    ("other_mass", "lines of another text", ORANGE, "dash", 1),
+    ("near_mass", "first column and nearest diagonals, as many cells", GREEN, "dash", 1),
+    ("cells", "cells covered", GREEN, "dot", 1),
+    ("inputs", "between texts", BLUE, "solid", 2),
+    ("inputs_random", "between texts, random lines", BLUE, "dot", 2),
+    ("segments", "first half in second", ORANGE, "solid", 2),
+    ("segments_relative", "within each half", ORANGE, "dash", 2),
+    ("segments_random", "halves, random lines", ORANGE, "dot", 2),
+)
+"""What is drawn: a field, its name, colour and dash, and its panel."""
+ByHead = Float[Tensor, "eta head"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +73,6 @@ class LineWeights(Result):
         tokens: Length of every text.
         layers: The layers that were measured.
         mass: Share of the attention that lies on the chosen lines; cells at crossings count once.
-        random_mass: `mass` of random lines with the same total length of each kind as the chosen ones.
         near_mass: `mass` of the first column and the nearest offsets, as few as cover at least as many cells.
         other_mass: `mass` of the lines that were chosen in the text before, mean over all texts but the first; None
             with a single text.
@@ -79,19 +90,27 @@ class LineWeights(Result):
 
     page = "measure/lines"
     glossary: ClassVar[dict[str, str]] = {"eta": "Share of all lines that were chosen."}
-    percent = ("mass", *CONTROLS, "cells", *_SHARES)
-    columns = ("head", "mass", "other_mass", "near_mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
+    percent = (
+        "mass",
+        *CONTROLS,
+        "cells",
+        "inputs",
+        "inputs_random",
+        "segments",
+        "segments_relative",
+        "segments_random",
+    )
+    columns = ("head", "mass", "other_mass", "near_mass", "cells", "inputs", "inputs_random", "segments")
 
     etas: tuple[float, ...]
     tokens: tuple[int, ...]
     layers: tuple[int, ...]
     mass: Float[np.ndarray, "eta layer head"]
-    random_mass: Float[np.ndarray, "eta layer head"]
     near_mass: Float[np.ndarray, "eta layer head"]
-    other_mass: Float[np.ndarray, "eta layer head"] | None
+    other_mass: Float[np.ndarray, "eta layer head"] | None = None
     cells: Float[np.ndarray, "eta layer head"]
-    inputs: Float[np.ndarray, "eta layer head"] | None
-    inputs_random: Float[np.ndarray, "eta layer head"] | None
+    inputs: Float[np.ndarray, "eta layer head"] | None = None
+    inputs_random: Float[np.ndarray, "eta layer head"] | None = None
     segments: Float[np.ndarray, "eta layer head"]
     segments_relative: Float[np.ndarray, "eta layer head"]
     segments_random: Float[np.ndarray, "eta layer head"]
@@ -104,7 +123,11 @@ class LineWeights(Result):
 
     def mean(self, name: str) -> Float[np.ndarray, " eta"]:
         """Return the mean of a field over all heads."""
-        return reduce(getattr(self, name), "eta layer head -> eta", "mean")
+        return getattr(self, name).mean((1, 2))
+
+    def shown(self, name: str) -> float:
+        """Return the mean of a field over all heads, at the eta that is shown."""
+        return float(self.mean(name)[self.shown_eta])
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
@@ -112,77 +135,49 @@ class LineWeights(Result):
         rows = long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
         return sorted(rows, key=lambda row: (row["eta"] != self.etas[self.shown_eta], row["mass"]))
 
-    def shown(self, name: str) -> float:
-        """Return the mean of a field over all heads, at the eta that is shown."""
-        return float(self.mean(name)[self.shown_eta])
-
     @property
     def controls(self) -> dict[str, float]:
         """Attention on other lines, by what they are; the largest first."""
-        shares: dict[str, float] = {}
-        for name, what in CONTROLS.items():
-            if getattr(self, name) is not None:
-                shares[what] = self.shown(name)
+        shares = {what: self.shown(name) for name, what in CONTROLS.items() if getattr(self, name) is not None}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def conclusion(self) -> str:
         """Return the attention on the heaviest lines, compared with the control that carries most."""
         (control, most), *_ = self.controls.items()
-        beside = f"{control}, the strongest control, {most:.1%}"
-        if most >= self.shown("mass"):
-            beside = f"{control} carry as much, {most:.1%}"
+        heaviest = f"The heaviest {self.etas[self.shown_eta]:.0%} of vertical and slash lines"
         return (
-            f"The heaviest {self.etas[self.shown_eta]:.0%} of vertical and slash lines carry {self.shown('mass'):.1%} "
-            f"of the attention; {beside}."
+            f"{heaviest} carry {self.shown('mass'):.1%} of the attention; {control}, the strongest control, {most:.1%}."
         )
 
     def details(self) -> list[str]:
         """Return the cells, how many heads reach the paper's share, and how far lines agree."""
         heads = self.mass[self.shown_eta]
-        lines = [
-            f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
+        return [
+            f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads, of which "
+            f"{(heads >= PAPER_MASS).sum()} reach {PAPER_MASS:.0%}.",
             f"The lines cover {self.shown('cells'):.1%} of the cells.",
-            *(f"{control[0].upper()}{control[1:]} carry {most:.1%}." for control, most in [*self.controls.items()][1:]),
-            f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
+            *(f"{row.name}: {row.words()}.".capitalize() for row in self.findings()[1:]),
         ]
-        if self.inputs is not None:
-            same, chance = self.shown("inputs"), self.shown("inputs_random")
-            lines.append(f"Between two texts {same:.1%} of the lines are the same (random {chance:.1%}).")
-        same, chance = self.shown("segments"), self.shown("segments_random")
-        lines.append(f"Of a text's second half, {same:.1%} of the lines are those of its first (random {chance:.1%}).")
-        return lines
 
     def findings(self) -> list[Row]:
-        """Return the mass on the heaviest lines beside the strongest control, and how many of them two texts share."""
-        eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
-        label = f"attention on the heaviest {eta:.0%} of lines"
+        """Return the mass on the heaviest lines beside the strongest control, and how many of them are shared."""
         (control, most), *_ = self.controls.items()
-        by_text = tuple(map(float, self.text_mass[self.shown_eta]))
-        mass = Mean(self.shown("mass"), margin, by_text, "share")
-        rows = [row_beside(label, mass, most, control, texts=[f"text {text}" for text in range(len(by_text))])]
-        if self.inputs is not None:
-            label = f"heaviest {eta:.0%} of lines that two texts share"
-            shared, random = Mean(self.shown("inputs"), kind="share"), self.shown("inputs_random")
-            rows.append(row_beside(label, shared, random, "random lines"))
+        heaviest, by_text = f"heaviest {self.etas[self.shown_eta]:.0%}", self.text_mass[self.shown_eta]
+        mass = Mean(self.shown("mass"), margin_of(by_text), tuple(by_text.tolist()), "share")
+        texts = [f"text {number}" for number in range(len(by_text))]
+        rows = [row_beside(f"attention on the {heaviest} of lines", mass, most, control, texts=texts)]
+        for name, (said, random) in SHARED.items():
+            if getattr(self, name) is not None:
+                share = Mean(self.shown(name), kind="share")
+                rows.append(row_beside(f"{heaviest} of {said}", share, self.shown(random), "random lines"))
         return rows
 
 
 def draw(result: LineWeights) -> go.Figure:
     """Draw mass and agreement of the lines by eta."""
-    fig: Any = make_subplots(2, 1, subplot_titles=TITLES, vertical_spacing=0.12)
-    curves = (
-        ("mass", "heaviest lines", BLUE, "solid", 1),
-        ("other_mass", "lines of another text", ORANGE, "dash", 1),
-        ("near_mass", "first column and nearest diagonals, as many cells", GREEN, "dash", 1),
-        ("random_mass", "random lines of the same length", GREY, "dash", 1),
-        ("cells", "cells covered", GREEN, "dot", 1),
-        ("inputs", "between texts", BLUE, "solid", 2),
-        ("inputs_random", "between texts, random lines", BLUE, "dot", 2),
-        ("segments", "first half in second", ORANGE, "solid", 2),
-        ("segments_relative", "within each half", ORANGE, "dash", 2),
-        ("segments_random", "halves, random lines", ORANGE, "dot", 2),
-    )
-    for field_name, name, color, dash, row in curves:
+    titles = ("Attention on the lines, mean over heads", "Lines shared, mean over heads")
+    fig: Any = make_subplots(2, 1, subplot_titles=titles, vertical_spacing=0.12)
+    for field_name, name, color, dash, row in CURVES:
         if getattr(result, field_name) is not None:
             line = {"color": color, "dash": dash}
             fig.add_scatter(x=result.etas, y=result.mean(field_name), name=name, line=line, row=row, col=1)
@@ -231,83 +226,91 @@ def lines(
     for eta in shares or (None,):
         checked_value(PositiveShare, eta, "--etas ", strict=True)
     setup.record(etas=shares)
-    target = setup.target
     wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
-    measured: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
-    chosen: list[Lines] = []
-    random: list[Lines] = []
+    every = len(wanted)
+    seen: list[Weighed] = []  # of one text after the other, layer by layer
 
     def see(layer: int, scores: Scores) -> None:
-        drawn = setup.seed, f"lines of layer {layer} in text {len(chosen) // len(wanted)}"
-        before = None if len(chosen) < len(wanted) else chosen[-len(wanted)]
-        own, numbers = weighed(scores, shares, before, *drawn)
-        for name, values in numbers.items():
-            measured.setdefault(name, []).append(values.double().cpu())
-        chosen.append(Lines.of(own.columns.cpu(), own.offsets.cpu(), scores.keys))
-        random.append(drawn_like(chosen[-1], *drawn, cells=False))
-        setup.progress("layers", len(chosen), len(wanted) * len(rows))
+        before = seen[-every].lines if len(seen) >= every else None
+        seen.append(weighed(scores, shares, before, setup.seed, f"lines of layer {layer} in text {len(seen) // every}"))
+        setup.progress("layers", len(seen), every * len(rows))
 
-    with setup.edited(), scores_of(target, see, wanted):
+    with setup.edited(), scores_of(setup.target, see, wanted):
         for ids in rows:
-            target.forward(ids[None])
-    arrays: dict[str, Any] = {"inputs": None, "inputs_random": None, "other_mass": None}
-    for name, values in measured.items():  # all but the first text have one before them
-        mean = reduce(torch.stack(values), "(text layer) eta head -> eta layer head", "mean", layer=len(wanted))
-        arrays[name] = mean.numpy()
-    if len(rows) > 1:
-        layer_count = len(wanted)
-        for name, drawn in (("inputs", chosen), ("inputs_random", random)):
-            shared = [agreement(drawn[layer::layer_count]) for layer in range(layer_count)]
-            arrays[name] = torch.stack(shared, 1).numpy()
-    mass = torch.stack(measured["mass"])
-    arrays["text_mass"] = reduce(mass, "(text layer) eta head -> eta text", "mean", text=len(rows)).numpy()
-    return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
+            setup.target.forward(ids[None])
+    by_layer = [over_texts(seen[layer::every]) for layer in range(every)]
+    arrays: dict[str, Any] = {}
+    for name in by_layer[0]:
+        arrays[name] = torch.stack([each[name] for each in by_layer], 1).numpy()
+    by_text = [torch.stack([one.numbers["mass"] for one in seen[n : n + every]]) for n in range(0, len(seen), every)]
+    text_mass = torch.stack([mass.mean((0, 2)) for mass in by_text], 1).numpy()
+    tokens = tuple(map(len, rows))
+    return LineWeights(etas=shares, tokens=tokens, layers=tuple(wanted), text_mass=text_mass, **arrays)
 
 
-def weighed(
-    scores: Scores, etas: Sequence[float], before: Lines | None, seed: int, purpose: str
-) -> tuple[Lines, dict[str, Float[Tensor, "eta head"]]]:
-    """The heaviest lines of one layer and text, and what is measured of them, under the names of `LineWeights`."""
+@dataclass(frozen=True)
+class Weighed:
+    """What is measured of one layer and text.
+
+    Attributes:
+        lines: The heaviest lines, for each eta.
+        random: As many random ones of each kind.
+        numbers: What they carry, under the names of `LineWeights`.
+    """
+
+    lines: Lines
+    random: Lines
+    numbers: dict[str, ByHead]
+
+
+def weighed(scores: Scores, etas: Sequence[float], before: Lines | None, seed: int, purpose: str) -> Weighed:
+    """Weigh the heaviest lines of one layer and text, and those that were heaviest in the text before."""
     keys, half = scores.keys, scores.keys // 2
     first_sums, late = line_sums(scores.part(0, half)), scores.part(half, keys)
     second_sums = line_sums(late)
     sums = second_sums + pad(first_sums, (0, keys - half))
     own = top_lines(sums, etas)
-    as_long = drawn_like(own, seed, f"{purpose}, as long", cells=True)
-    others = {"mass": own.both, "random_mass": as_long.both, "near_mass": nearest_of(own).both}
-    if before is not None:  # of lines that only the longer text has, none is in the other
-        there = before.both.to(own.columns.device)
-        others["other_mass"] = pad(there[..., :keys], (0, max(0, keys - there.shape[-1])))
-    weights = weight_on(scores, torch.cat(list(others.values()))) / sums[:, 0].sum(1)
+    others = {"mass": own, "near_mass": nearest_of(own)}
+    if before is not None:
+        others["other_mass"] = of_length(before, keys)
+    on_lines = torch.zeros(len(others), len(etas), scores.heads, device=sums.device)
+    for at, probs in in_blocks(scores):
+        for total, chosen in zip(on_lines, others.values(), strict=True):
+            for eta, seen in enumerate(chosen.rows(at)[..., : probs.shape[2]]):
+                total[eta] += (probs * seen).sum((1, 2))
+    numbers = dict(zip(others, on_lines / sums[:, 0].sum(1), strict=True))
     first, second = top_lines(first_sums, etas), top_lines(second_sums, etas, keys - half)
-    inside = top_lines(line_sums(late, since=half), etas)
-    first_random = drawn_like(first, seed, f"{purpose}, first half", cells=False)
-    second_random = drawn_like(second, seed, f"{purpose}, second half", cells=False)
-    return own, {
-        **dict(zip(others, weights.split(len(etas)), strict=True)),
-        "cells": own.attended(),
-        "segments": shared_by_second(first, second),
-        "segments_relative": shared_by_second(first, inside),
-        "segments_random": shared_by_second(first_random, second_random),
-    }
+    halves = (
+        drawn_like(part, seed, f"{purpose}, {name} half") for name, part in (("first", first), ("second", second))
+    )
+    numbers["cells"] = own.attended()
+    numbers["segments"] = shared_by_second(first, second)
+    numbers["segments_relative"] = shared_by_second(first, top_lines(line_sums(late, since=half), etas))
+    numbers["segments_random"] = shared_by_second(*halves)
+    random = drawn_like(own, seed, purpose)
+    return Weighed(own, random, {name: values.double().cpu() for name, values in numbers.items()})
 
 
-def drawn_like(lines: Lines, seed: int, purpose: str, *, cells: bool) -> Lines:
-    """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths.
+def over_texts(texts: Sequence[Weighed]) -> dict[str, ByHead]:
+    """Return means over the texts, and how far their lines agree, under the names of `LineWeights`."""
+    means: dict[str, ByHead] = {}
+    for name in texts[-1].numbers:  # the first text has none before it
+        means[name] = torch.stack([text.numbers[name] for text in texts if name in text.numbers]).mean(0)
+    if len(texts) > 1:
+        means["inputs"] = agreement([text.lines for text in texts])
+        means["inputs_random"] = agreement([text.random for text in texts])
+    return means
 
-    Seed and purpose are those of `models.draws.draws`.
-    """
-    generator, both = draws(seed, purpose), lines.both
-    length = lengths_of(lines.grid, both.device).columns.cpu()
-    if not cells:
-        length = torch.ones_like(length)
-    order = torch.rand(2, both.shape[-3], len(length), generator=generator).argsort(-1).transpose(0, 1)
-    drawn = length[order]
-    reached = drawn.cumsum(-1) - drawn / 2  # a line is taken if more than half of it still fits
-    wanted = (both.cpu() * length).sum(-1, keepdim=True)
-    taken = torch.zeros_like(both, device="cpu").scatter_(-1, order.expand_as(both), reached < wanted)
-    columns, offsets = taken.to(both.device).unbind(-2)
+
+def drawn_like(lines: Lines, seed: int, purpose: str) -> Lines:
+    """Draw as many random lines of each kind; seed and purpose are those of `models.draws.draws`."""
+    heads, keys = lines.columns.shape[-2:]
+    order = torch.rand(2, heads, keys, generator=draws(seed, purpose)).argsort(-1).transpose(0, 1)
+    wanted = lines.both.sum(-1, keepdim=True).cpu()
+    taken = torch.zeros(lines.both.shape, dtype=torch.bool)
+    taken.scatter_(-1, order.expand_as(taken), torch.arange(keys) < wanted)
+    columns, offsets = taken.to(lines.columns.device).unbind(-2)
     return Lines.of(columns, offsets, lines.grid.queries)
 
 
@@ -317,41 +320,33 @@ def nearest_of(lines: Lines) -> Lines:
     with_column = len(length) + (length - 1).cumsum(0)  # each offset crosses the first column once
     number = (with_column < lines.cells()[..., None]).sum(-1, keepdim=True) + 1
     index = torch.arange(len(length), device=length.device)
-    first = (index == 0).expand_as(lines.columns)
-    return Lines.of(first, index < number, lines.grid.queries)
+    return Lines.of((index == 0).expand_as(lines.columns), index < number, lines.grid.queries)
 
 
-def agreement(lines: Sequence[Lines]) -> Float[Tensor, "eta head"]:
+def of_length(lines: Lines, keys: int) -> Lines:
+    """Return the lines that a text of another length has, too."""
+    missing = keys - lines.columns.shape[-1]
+    return Lines.of(pad(lines.columns, (0, missing)), pad(lines.offsets, (0, missing)), keys)
+
+
+def in_both(a: Lines, b: Lines) -> Int[Tensor, "eta head"]:
+    """Count the lines that are in both; a line that only the longer text has is not."""
+    return (a.both & of_length(b, a.columns.shape[-1]).both).sum((-2, -1))
+
+
+def agreement(texts: Sequence[Lines]) -> ByHead:
     """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
-    by_key = [rearrange(text.both, "eta head kind key -> key kind eta head") for text in lines]
-    chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
-    both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
-    counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
-    overlap = both / (counts[:, None] + counts - both).clamp(min=1)
-    first, second = torch.triu_indices(len(lines), len(lines), 1)
-    return overlap[first, second].double().mean(0)
+    shares: list[Tensor] = []
+    for one, other in combinations(texts, 2):
+        both = in_both(one, other)
+        either = in_both(one, one) + in_both(other, other) - both
+        shares.append(both / either.clamp(min=1))
+    return torch.stack(shares).double().mean(0).cpu()
 
 
-def shared_by_second(a: Lines, b: Lines) -> Float[Tensor, "eta head"]:
+def shared_by_second(a: Lines, b: Lines) -> ByHead:
     """Return the number of lines in both over number of lines of `b`."""
-    keys = min(a.grid.keys, b.grid.keys)  # lines that only one can have are not shared
-    both = a.both[..., :keys] & b.both[..., :keys]
-    return both.sum((-2, -1)) / b.both.sum((-2, -1)).clamp(min=1)
-
-
-def weight_on(scores: Scores, lines: Bool[Tensor, "choice head kind key"]) -> Float[Tensor, "choice head"]:
-    """Sum the attention of the cells on the lines, for several choices.
-
-    Cells where lines cross count once.
-    """
-    weights = torch.zeros(lines.shape[:2], device=scores.query.device)
-    for at, probs in in_blocks(scores):
-        keys = probs.shape[2]
-        by_kind = lines[..., :keys].transpose(1, 2)
-        for number, (columns, offsets) in enumerate(by_kind):
-            seen = Lines.of(columns, offsets, keys).rows(at)
-            weights[number] += (probs * seen).sum((1, 2))
-    return weights
+    return in_both(a, b) / in_both(b, b).clamp(min=1)
 
 
 @contextmanager
@@ -370,6 +365,7 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
     """
     check_attention_visible(target)
 
+    @torch.no_grad()
     def see(call: Attention) -> None:
         if call.layer not in layers or call.is_repeated:
             return
@@ -378,14 +374,10 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
                 "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
                 "anything was generated"
             )
-        window = _window(call.visible)
-        with torch.no_grad():
-            query = target.whole_heads(call.query[0], target.n_heads, 0)
-            key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
-            sinks = call.sinks
-            if sinks is not None:
-                sinks = target.whole_heads(sinks, target.n_heads, 0)
-            observer(call.layer, Scores(query, key, call.scaling, window, call.softcap, sinks))
+        query = target.whole_heads(call.query[0], target.n_heads, 0)
+        key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
+        sinks = None if call.sinks is None else target.whole_heads(call.sinks, target.n_heads, 0)
+        observer(call.layer, Scores(query, key, call.scaling, _window(call.visible), call.softcap, sinks))
 
     with listening(target, see):
         yield
@@ -396,13 +388,10 @@ def _window(visible: Visible) -> int | None:
     if visible.is_causal:
         return None
     seen = visible.sees()[0, 0]
-    keys = seen.shape[1]
+    keys, past = seen.shape[1], seen.shape[1] - len(seen)
     window = int(seen[-1].sum())
-    past = keys - len(seen)
     if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):
         raise UnsupportedError(
             "lines are of causal attention, with or without a window; this mask is neither: give texts without padding"
         )
-    if window == keys:
-        return None
-    return window
+    return None if window == keys else window

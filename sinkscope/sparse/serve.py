@@ -11,9 +11,7 @@ Algorithm 4, whose turns are those of `Conversation`:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -28,21 +26,18 @@ from sinkscope.generation.progressive import Progressive, steps_summary
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid, Copies, Lines
-from sinkscope.sparse.choice import draw_of, recorded_bands, sampled_rows, select_bands, unsampled_queries
+from sinkscope.sparse.choice import draw_of, sampled_rows, select_bands, unsampled_queries
 from sinkscope.sparse.head_lines import select_lines
-from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 
 Variant = Literal["bands", "faithful"]
 SHORTEST = {"cpu": 8192, "cuda": 131072}
 """Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 8,192 tokens took 0.78
-and 0.87 times as long along bands (`experiments.loopserve.arms`), and shorter ones were not faster. On a GPU it follows
+and 0.87 times as long along bands, and shorter ones were not faster. On a GPU it follows
 a trend: on an H100, those of a 7B shape with 32,768 and 65,536 tokens took 1.53 and 1.06 times as long, before the
 choice was recorded and with more cells (`experiments.gpu.bands`)."""
 LEAST_NEW = 8
 """New tokens for each sampled query from which on the choice pays."""
-RECORDED_ON = {"cuda": Replayed}
-"""What records the choice of a prompt's layers, by device; on a CPU that would save nothing."""
 TOLERATED = 0.02
 """How much less than alpha a head's lines may hold for 16 queries outside the sample before it counts."""
 MEASURED_EVERY = 8
@@ -88,10 +83,10 @@ class LoopServe(SparsePrompts):
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
     (the reason why the model's own attention read it) or shares of the causal cells, mean over heads: "attended" (what
     outputs are computed from, 1 for dense heads) and "cells" (the same, and the rows from which lines were chosen);
-    "dense_heads" (number of heads that need so many cells that everything is computed) and "kernel" (what computed the
-    others). In one layer of eight it also has what was lost: "recovered", the share of the attention weight that each
-    head's lines hold for 16 queries that were not sampled. If a quarter of these heads hold clearly less than alpha, a
-    warning says so at the end. `mean_read` of `run.usage` is the counterpart of "cells" for decoding.
+    "dense_heads" (number of heads that need so many cells that everything is computed). In one layer of eight it also
+    has what was lost: "recovered", the share of the attention weight that each head's lines hold for 16 queries that
+    were not sampled. If a quarter of these heads hold clearly less than alpha, a warning says so at the end.
+    `mean_read` of `run.usage` is the counterpart of "cells" for decoding.
 
     Attributes:
         alpha: Share of the sampled attention weight that the columns and bands of each head hold (0.955 in the paper's
@@ -115,7 +110,7 @@ class LoopServe(SparsePrompts):
             eight for each sampled query, and decoding on a GPU reads everything in layers whose keys and values take
             less than 1 GB. With 0, lines are chosen whatever that costs.
         dense_above: Share of the causal cells above which a head is computed densely. On a CPU a layer of 8,192 tokens
-            with 57 % of the cells takes 0.75 of that time (`experiments.loopserve.arms`); alpha was chosen with 55 %.
+            with 57 % of the cells takes 0.75 of that time; alpha was chosen with 55 %.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
         begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.
@@ -198,28 +193,10 @@ class LoopServe(SparsePrompts):
             seed = draw_of(self.seed, layer, scores.queries, scores.keys)
             lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
             return replace(lines, dense_rows=self.dense_rows)
-        return self._bands(scores, self._sampled(scores, layer, copies), copies)
-
-    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Lines:
-        """Return the lines of a row; on a GPU, one launch chooses bands from the third layer on."""
-        device = scores.key.device
-        if self.variant == "faithful" or device.type not in RECORDED_ON:
-            return super().chosen(scores, layer, copies, replayed)
-        inputs = scores.query, scores.key, self._sampled(scores, layer, copies)
-        key = scores.query.shape, scores.key.shape, scores.key.dtype, device, scores.scaling
-        if key not in replayed:
-            choose = partial(self._bands, copies=copies)
-            replayed[key] = recorded_bands(choose, scores, inputs, self.dense_rows, RECORDED_ON[device.type])
-        columns, bands, attended, *lists = replayed[key](*inputs)
-        grid = BlockGrid(scores.queries, scores.keys)
-        return Lines(columns, bands, grid, self.dense_rows, copies, attended.clone(), tuple(lists))
-
-    def _bands(self, scores: Scores, rows: Int[Tensor, " row"], copies: Copies | None) -> Lines:
-        """The choice of bands from the attention of some queries."""
         return select_bands(
             scores,
             self.alpha,
-            rows=rows,
+            rows=self._sampled(scores, layer, copies),
             begin=self.begin,
             checked=self.checked,
             dense_rows=self.dense_rows,

@@ -1,156 +1,46 @@
-"""Prompts read along lines: sparse attention in place of the model's own, and what it lost (LoopServe, section 5.1)."""
+"""Prompts read along lines: sparse attention in place of the model's own, and what it lost (LoopServe, section 5.1).
+
+In every layer of a call with several tokens:
+
+1. Prompts that are too short, and layers whose attention is not plain, are left to the model's own attention.
+2. A cache that lacks tokens, and a mask that is not causal, are refused.
+3. For every row, lines are chosen and attention along them is computed, as if the row were read alone.
+4. An event says which share of the cells that were.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 from typing import Any
 from weakref import ref
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention, AttentionOutput
 from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import Step
-from sinkscope.engine.visible import TensorMask, Visible
+from sinkscope.engine.visible import Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import check_seen, check_servable, note_layers, own_attention
 from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Copies, Lines
 from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.replay import Replayed
-from sinkscope.sparse.sparse import lack_of_library, line_attention, recovered, triton_module
+from sinkscope.sparse.sparse import lack_of_library, line_attention, recovered
 
 _MASK_ROWS = 1024  # queries at a time for which a mask is compared
 _UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
-
-
-@dataclass(eq=False)
-class PromptCall:
-    """What the layers of one call share.
-
-    Attributes:
-        copies: Copies in each row, on each device; None if no id is known.
-        replayed: The choices of lines that were recorded for each row.
-        causal: Whether a mask is causal, by its identity.
-    """
-
-    copies: dict[tuple[int, torch.device], Copies | None] = field(default_factory=dict)
-    replayed: dict[int, dict[Hashable, Replayed]] = field(default_factory=dict)
-    causal: dict[int, bool] = field(default_factory=dict)
-    _counts: dict[int, Int[Tensor, "row 3"]] = field(default_factory=dict)
-
-    def counts_of(self, index: Int[Tensor, "row query"], columns: Int[Tensor, "row key"]) -> Int[Tensor, "row 3"]:
-        """Return the last position of each row, and the numbers of its keys and of its queries."""
-        keys = columns.shape[1]
-        if keys not in self._counts:
-            numbers = [index.amax(1), (columns >= 0).sum(-1), (index >= 0).sum(-1)]
-            self._counts[keys] = torch.stack(numbers, 1)
-        return self._counts[keys]
-
-
-class PromptReader(Actor):
-    """Reads the prompts of a block along lines; `call` is what the layers of the latest call share.
-
-    Ids are kept with the rows of each cache, so that a turn's copies reach into it.
-
-    Args:
-        prompts: What chooses the lines.
-        run: The block.
-        key: Key of the edit in the block.
-    """
-
-    def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
-        self._prompts, self._run = prompts, ref(run)
-        self._ids = (key, "ids")  # by what the ids of the rows are known
-        self.call = PromptCall()
-
-    @property
-    def name(self) -> str:
-        """Name of what chooses the lines."""
-        return type(self._prompts).__name__
-
-    def before(self, step: Step) -> None:
-        """Add the ids of a call to those before it."""
-        if step.cache is not None:
-            check_seen(step.cache)
-            if not step.layers:  # another run may have cut this cache
-                note_layers(step)
-        new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
-        if step.ids is not None:
-            new = step.ids.to(new.device)
-        known, self.call = step.state.known, PromptCall()
-        earlier = known.get(self._ids, new[:, :0])[:, : step.past]
-        unknown = new.new_full((step.rows, step.past - earlier.shape[1]), _UNKNOWN)
-        known[self._ids] = torch.cat([earlier, unknown, new], 1)
-
-    def attends(self, step: Step) -> bool:
-        """Return whether the call reads several tokens."""
-        return step.new > 1
-
-    def attend(self, step: Step, attention: Attention) -> None:
-        """Compute the attention of a layer."""
-        attention.compute = partial(self._compute, step)
-
-    def _compute(self, step: Step, attention: Attention) -> AttentionOutput | None:
-        run = self._run()
-        assert run is not None
-        output = self._prompts.attend(attention, step, run, self)
-        return None if output is None else (output, None)
-
-    def copies(self, step: Step, row: int, device: torch.device) -> Copies | None:
-        """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""
-        copies = self.call.copies
-        if (row, device) not in copies:
-            ids = step.state.known[self._ids][row]
-            real = ids[step.columns[row] >= 0].cpu()
-            queries = int((step.index[row] >= 0).sum())
-            is_known = bool((real[len(real) - queries :] != _UNKNOWN).any())
-            copies[row, device] = Copies.of(real, queries, device) if is_known else None
-        return copies[row, device]
-
-    def is_causal(self, step: Step, attention: Attention) -> bool:
-        """Return whether every real token sees all real tokens up to itself, and no other; asked once of each mask."""
-        visible = attention.visible
-        if visible.is_causal and not step.is_padded:
-            return True
-        known = self.call.causal
-        key = id(attention.mask) if attention.mask is not None else id(visible.source)
-        if key not in known or visible.hidden:
-            known[key] = _is_causal(step, visible)
-        return known[key]
-
-
-def asks_attention(step: Step, config: Any) -> bool:
-    """Return whether the caller asks for rows of attention, which only the model's own attention gives."""
-    asked = step.arguments.get("output_attentions")
-    return bool(getattr(config, "output_attentions", False) if asked is None else asked)
-
-
-def _is_causal(step: Step, visible: Visible) -> bool:
-    """Whether a mask is that of a causal model whose padding is hidden."""
-    device = visible.device
-    columns, column = step.columns.to(device), visible.key_columns()
-    real = columns.gather(1, visible.query_columns()) >= 0
-    for start in range(0, len(visible.query), _MASK_ROWS):
-        part = visible.section(slice(start, start + _MASK_ROWS))
-        at = part.query_columns()[0]
-        causal = (column[:, :, None] <= at[:, None]) & (columns.gather(1, column[:, 0]) >= 0)[:, None, None]
-        differs = (part.sees() != causal) & real[:, None, start : start + _MASK_ROWS, None]
-        if bool(differs.any()):
-            return False
-    return True
+Read = Callable[[], dict[str, Any]]
+"""Gives the data of an event, for which a GPU has to be waited for."""
 
 
 class SparsePrompts(Intervention):
@@ -163,18 +53,9 @@ class SparsePrompts(Intervention):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    # To be written by a subclass ----------------------------------------------------------------------------------
-
     @abstractmethod
     def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
         """Return lines along which queries of a layer attend, or columns and bands; some queries are at copies."""
-
-    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Lines:
-        """Return the lines of a row, which a later layer of the call may overwrite.
-
-        `replayed` are the choices that were recorded for the row.
-        """
-        return self.lines(scores, layer, copies)
 
     def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
         """Queries on which to measure how much attention the lines of a layer hold; None: on none."""
@@ -186,8 +67,6 @@ class SparsePrompts(Intervention):
     def choice_rows(self) -> int:
         """Number of queries whose attention to all keys is computed in order to choose lines."""
         return 0
-
-    # Done here ----------------------------------------------------------------------------------------------------
 
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts.
@@ -205,154 +84,197 @@ class SparsePrompts(Intervention):
         )
         for actor in run.actors:
             if isinstance(actor, PromptReader):
-                raise UnsupportedError(
-                    f"{actor.name} and {name} would both decide how prompts are read: enter one of them"
-                )
+                other = type(actor.prompts).__name__
+                raise UnsupportedError(f"{other} and {name} would both decide how prompts are read: enter one of them")
         run.act(PromptReader(self, run, key))
 
     def summary(self, run: Run) -> str:
         """Return how much of the prompts' attention was computed, or why all; "" if there was no prompt."""
-        shares: list[float] = []
-        reasons: list[str] = []
-        for event in run.events:
-            if event.kind == "prefill":
-                shares.append(event.data.get("cells", 1.0))
-                reasons.append(event.data.get("dense", ""))
-        if not shares:
-            return ""
+        prompts = [event.data for event in run.events if event.kind == "prefill"]
+        reasons = dict.fromkeys(data["dense"] for data in prompts if "dense" in data)
         name = type(self).__name__
-        if all(reasons):
-            return f"{name} left prompts to the model's own attention: {', '.join(dict.fromkeys(reasons))}."
-        return f"{name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
-
-    def attend(
-        self, prompt: Attention, step: Step, run: Run, reader: PromptReader
-    ) -> Float[Tensor, "batch query head d_value"] | None:
-        """Return the attention of a prompt in one layer; None if the model's own attention reads it."""
-        kv, begin = step.by_number.get(prompt.layer), prompt.first_key
-        columns = step.columns[:, begin : begin + prompt.key.shape[2]].to(prompt.key.device)
-        if kv is not None and kv.edited:
-            columns = kv.pos[:, 0]
-        whole_rows = not step.tokens.padded and (kv is None or kv.gapless)
-        known, why_dense = reader.call, self.why_dense(prompt, step, reader, kv)
-        index = step.on(prompt.key.device)
-        counts = known.counts_of(index, columns)
-        if why_dense is not None:
-            run.log(_events(step.number, prompt.layer, counts, why_dense, {}))
-            return None
-        reads: dict[int, Callable[[], dict[str, Any]]] = {}
-        batch, heads, queries = prompt.query.shape[:3]
-        output = None
-        if not whole_rows or batch > 1:
-            output = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
-        for row in range(batch):
-            query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
-            real: Tensor | slice = slice(None)
-            if not whole_rows:  # a choice by index copies
-                real, occupied = index[row] >= 0, columns[row] >= 0
-                query, key, value = query[:, real], key[:, occupied], value[:, occupied]
-            if not query.shape[1]:  # it is all padding
-                continue
-            copies = reader.copies(step, row, key.device)
-            replayed = known.replayed.setdefault(row, {})
-            attended, reads[row] = self.read(Scores(query, key, prompt.scaling), value, prompt.layer, copies, replayed)
-            attended = rearrange(attended, "head query d_value -> query head d_value")
-            if output is None:
-                output = attended[None]
-            else:
-                output[row, real] = attended
-        run.log(_events(step.number, prompt.layer, counts, None, reads))
-        return output
+        if not prompts:
+            return ""
+        if all("dense" in data for data in prompts):
+            return f"{name} left prompts to the model's own attention: {', '.join(reasons)}."
+        share = fmean(data.get("cells", 1.0) for data in prompts)
+        return f"{name} computed {share:.0%} of the attention of prompts, the choice of lines included."
 
     def read(
-        self,
-        scores: Scores,
-        value: Float[Tensor, "kv_head key d_value"],
-        layer: int,
-        copies: Copies | None,
-        replayed: dict[Hashable, Replayed],
-    ) -> tuple[Float[Tensor, "head query d_value"], Callable[[], dict[str, Any]]]:
+        self, scores: Scores, value: Float[Tensor, "kv_head key d_value"], layer: int, copies: Copies
+    ) -> tuple[Float[Tensor, "head query d_value"], Read]:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts.
 
         Args:
             scores: Its scores, without padding and holes.
             value: Values of its keys.
             layer: Decoder layer.
-            copies: Where the text copies itself; None if the ids are not known.
-            replayed: The choices that were recorded for it.
+            copies: Where the text copies itself.
 
         Returns:
-            What attention gives, and what computes the data of the event of kind "prefill", for which a GPU has to be
-            waited for.
+            What attention gives, and what computes the data of the event of kind "prefill".
         """
-        choice_rows, held_out = 0, None
         if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
-            lines = self.chosen(scores, layer, copies, replayed)
-            choice_rows = min(self.choice_rows, scores.queries)
+            lines, rows = self.lines(scores, layer, copies), min(self.choice_rows, scores.queries)
             held_out = self.held_out(scores, layer, copies)
         else:
-            lines = select_bands(scores, 1)
-        attended, dense = lines.attended(), lines.dense
-        output, kernel = line_attention(scores, value, lines), "mask"
-        if lines.grid.block > 1:
-            kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
-        shares = None
+            lines, rows, held_out = select_bands(scores, 1), 0, None
+        shares, numbers = None, (lines.attended(), lines.dense)
         if held_out is not None and len(held_out):
             shares = recovered(scores, lines, held_out)
-            choice_rows += len(held_out)
-        choice = choice_rows * scores.keys / lines.grid.cells
+            rows += len(held_out)
+        choice = rows * scores.keys / lines.grid.cells
 
         def data() -> dict[str, Any]:
-            share = fmean(attended.tolist())
-            numbers = {"cells": share + choice, "attended": share, "dense_heads": int(dense.sum()), "kernel": kernel}
-            return numbers if shares is None else numbers | {"recovered": shares.tolist()}
+            attended, dense = (number.tolist() for number in numbers)
+            share = fmean(attended)
+            found = {"cells": share + choice, "attended": share, "dense_heads": sum(dense)}
+            return found if shares is None else found | {"recovered": shares.tolist()}
 
-        return output, data
+        return line_attention(scores, value, lines), data
 
-    def why_dense(self, prompt: Attention, step: Step, reader: PromptReader, kv: CacheLayer | None) -> str | None:
+    def why_dense(self, prompt: Attention) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
-        keys, source = prompt.key.shape[2], prompt.source
-        short = self.too_short(prompt.queries, keys, prompt.key.device)
-        if short is not None:
-            return short
-        why_no_kernel = lack_of_library(prompt.query.device)
-        if why_no_kernel is not None:
-            return f"on {prompt.query.device.type}: {why_no_kernel}"
-        window = layer_window(prompt.module.config, prompt.layer)
-        if window is not None and keys > window:
-            return "sliding window"
+        device, keys = prompt.query.device, prompt.key.shape[2]
+        config = prompt.module.config
+        window = layer_window(config, prompt.layer)
+        why_no_kernel = lack_of_library(device)
+        reasons = {
+            f"on {device.type}: {why_no_kernel}": why_no_kernel is not None,
+            "sliding window": window is not None and keys > window,
+            "soft cap": prompt.softcap is not None,
+            "learned sinks": prompt.sinks is not None,
+        }
+        short = self.too_short(prompt.queries, keys, device)
+        return short or next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class PromptReader(Actor):
+    """Reads the prompts of a block along lines.
+
+    Ids are kept with the rows of each cache, so that a turn's copies reach into it.
+
+    Args:
+        prompts: What chooses the lines.
+        run: The block.
+        key: Key of the edit in the block.
+    """
+
+    def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
+        self.prompts, self._run = prompts, ref(run)
+        self._ids = (key, "ids")  # by what the ids of the rows are known
+        self._copies: dict[tuple[int, torch.device], Copies] = {}  # of the rows of a call
+        self._causal: set[int] = set()  # masks of a call, by their identity
+
+    def before(self, step: Step) -> None:
+        """Add the ids of a call to those before it."""
+        if step.cache is not None:
+            check_seen(step.cache)
+            if not step.layers:  # another run may have cut this cache
+                note_layers(step)
+        self._copies, self._causal = {}, set()
+        new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
+        if step.ids is not None:
+            new = step.ids.to(new.device)
+        earlier = step.state.known.get(self._ids, new[:, :0])[:, : step.past]
+        earlier = pad(earlier, (0, step.past - earlier.shape[1]), value=_UNKNOWN)
+        step.state.known[self._ids] = torch.cat([earlier, new], 1)
+
+    def attends(self, step: Step) -> bool:
+        """Return whether the call reads several tokens."""
+        return step.new > 1
+
+    def attend(self, step: Step, attention: Attention) -> None:
+        """Compute the attention of a layer."""
+        attention.compute = partial(self._compute, step)
+
+    def _compute(self, step: Step, prompt: Attention) -> AttentionOutput | None:
+        """Read the rows of a layer along lines; None if the model's own attention reads it."""
+        run = self._run()
+        assert run is not None
+        device, keys = prompt.key.device, prompt.key.shape[2]
+        index = step.on(device)
+        columns = step.columns[:, prompt.first_key : prompt.first_key + keys].to(device)
+        number, layer = step.number, prompt.layer  # events hold neither the cache nor its keys
+        reads: list[Read] = []
+        why, output = self.prompts.why_dense(prompt), None
         if prompt.own.kind == "eager" and asks_attention(step, prompt.module.config):
-            return "its rows are asked for"
-        if prompt.softcap is not None:
-            return "soft cap"
-        if prompt.sinks is not None:
-            return "learned sinks"
+            why = why or "its rows are asked for"
+        if why is None:
+            self._check(step, prompt)
+            output = prompt.query.new_zeros(*index.shape, prompt.query.shape[1], prompt.value.shape[-1])
+            for row in range(step.rows):
+                real, there = slice(None), slice(None)
+                if step.tokens.padded:  # a choice by index copies
+                    real, there = index[row] >= 0, columns[row] >= 0
+                query, key, value = prompt.query[row, :, real], prompt.key[row, :, there], prompt.value[row, :, there]
+                if not query.shape[1]:  # it is all padding
+                    reads.append(dict)
+                    continue
+                scores = Scores(query, key, prompt.scaling)
+                attended, read = self.prompts.read(scores, value, prompt.layer, self._copies_in(step, row, device))
+                output[row, real] = attended.transpose(0, 1)
+                reads.append(read)
+
+        def events() -> list[Event]:
+            logged: list[Event] = []
+            for row in range(len(index)):
+                queries = int((index[row] >= 0).sum())
+                if queries:
+                    data = {"keys": int((columns[row] >= 0).sum()), "queries": queries}
+                    data |= reads[row]() if reads else {"dense": why}
+                    logged.append(Event(row, number, int(index[row].max()), layer, None, "prefill", data))
+            return logged
+
+        run.log(events)
+        return None if output is None else (output, None)
+
+    def _copies_in(self, step: Step, row: int, device: torch.device) -> Copies:
+        """Find the copies in a row of a prompt; the first layer waits for the device."""
+        copies = self._copies
+        if (row, device) not in copies:
+            ids = step.state.known[self._ids][row][step.columns[row] >= 0].cpu()
+            copies[row, device] = Copies.of(ids, int((step.index[row] >= 0).sum()), device)
+        return copies[row, device]
+
+    def _check(self, step: Step, prompt: Attention) -> None:
+        """Refuse a cache that lacks tokens, and a mask that is not that of a causal model with padding.
+
+        Raises:
+            UnsupportedError: The layer has either.
+        """
+        name, visible = type(self.prompts).__name__, prompt.visible
+        kv = step.by_number.get(prompt.layer)
         if kv is not None and kv.edited:
-            return "tokens were evicted"
-        if isinstance(source, TensorMask) and source.mask.is_floating_point():
-            return "a mask of numbers"
-        if not reader.is_causal(step, prompt):
-            return "a mask that is not causal"
-        return None
+            raise UnsupportedError(
+                f"{name} reads prompts along lines of all tokens, and the cache has lost some: begin a new cache"
+            )
+        known = visible.is_causal and not step.is_padded
+        if known or (id(prompt.mask) in self._causal and not visible.hidden):
+            return
+        if not _is_causal(step, visible):
+            raise UnsupportedError(
+                f"{name} reads prompts under causal masks, with padding or without, and this mask hides or shows other "
+                "keys: leave out what hides them, or read such prompts without it"
+            )
+        self._causal.add(id(prompt.mask))
 
 
-def _events(
-    step: int,
-    layer: int,
-    counts: Int[Tensor, "row 3"],
-    why_dense: str | None,
-    reads: dict[int, Callable[[], dict[str, Any]]],
-) -> Callable[[], list[Event]]:
-    """What makes the events of a layer: one for every row that is not all padding."""
+def asks_attention(step: Step, config: Any) -> bool:
+    """Return whether the caller asks for rows of attention, which only the model's own attention gives."""
+    asked = step.arguments.get("output_attentions")
+    return bool(getattr(config, "output_attentions", False) if asked is None else asked)
 
-    def events() -> list[Event]:
-        logged: list[Event] = []
-        for row, (position, row_keys, row_queries) in enumerate(counts.tolist()):
-            if not row_queries:
-                continue
-            data: dict[str, Any] = {"keys": row_keys, "queries": row_queries}
-            data |= reads[row]() if row in reads else {"dense": why_dense}
-            logged.append(Event(row, step, position, layer, None, "prefill", data))
-        return logged
 
-    return events
+def _is_causal(step: Step, visible: Visible) -> bool:
+    """Whether every real token sees all real tokens up to itself, and no other."""
+    columns, key = step.columns.to(visible.device), visible.key_columns()
+    real_key = columns.gather(1, key[:, 0])[:, None, None] >= 0
+    for start in range(0, len(visible.query), _MASK_ROWS):
+        part = visible.section(slice(start, start + _MASK_ROWS))
+        at = part.query_columns()
+        causal = (key[:, :, None] <= at[:, None, :, None]) & real_key
+        real = columns.gather(1, at)[:, None, :, None] >= 0
+        if bool(((part.sees() != causal) & real).any()):
+            return False
+    return True

@@ -1,6 +1,6 @@
 """Attention on columns and bands in Triton, of all heads in one launch; a dense head is one that has all bands.
 
-`lists_of` lists the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
+`listed` lists the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
 first the keys of the tile itself, then those on its list, under one softmax. Blocks of 16 keys of bands, single keys
 of columns and the single blocks that a text which copies itself needs are fetched alike, 64 keys at a time. Query heads
 that share keys are beside each other, so that keys are in the cache of the chip.
@@ -68,11 +68,6 @@ def listed(chosen: Bool[Tensor, "head line"]) -> tuple[Int[Tensor, "head number"
     return torch.empty_like(below).scatter_(1, place.long(), number), below
 
 
-def lists_of(chosen: Lines) -> tuple[Tensor, ...]:
-    """List what the kernel reads of a choice: columns and bands, each as `listed` gives them."""
-    return *listed(chosen.columns), *listed(chosen.offsets)
-
-
 TILINGS = (
     {"SIZE": 128, "num_warps": 4, "num_stages": 2},
     {"SIZE": 64, "num_warps": 4, "num_stages": 2},
@@ -86,8 +81,8 @@ the least shared memory; the first that fits is used."""
 @lru_cache(4)  # the layers of a prompt are of one grid
 def _nothing_copied(grid: BlockGrid, device: torch.device) -> Copies:
     """No single blocks."""
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return Copies.at_blocks(none, none, none, grid, device)
+    none = torch.zeros(0, dtype=torch.int64)
+    return Copies.at_blocks(none, none, grid, device)
 
 
 def attention_on(
@@ -106,7 +101,8 @@ def attention_on(
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
     arguments = (
         *(out, query, key, values, chosen.offsets.view(torch.uint8), chosen.columns.view(torch.uint8)),
-        *(chosen.lists or lists_of(chosen)),
+        *listed(chosen.columns),
+        *listed(chosen.offsets),
         *(copies.block, copies.start),
         *strides,
         *numbers,

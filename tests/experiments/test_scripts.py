@@ -30,7 +30,7 @@ class Case:
     """How a script runs here.
 
     Attributes:
-        words: Its command line; `{out}` is a folder with what `FILES` says.
+        words: Its command line; `{out}` is a folder.
         right: Whether what it wrote is right: the content of `file`, of a record its result, or
             what it printed.
         file: What it writes in the folder; empty if it prints.
@@ -54,34 +54,10 @@ SHORT: dict[str, Any] = {"samples": 3, "turns": 1, "lengths": (320,), "least": 2
 BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"}
 
 
-def right_arms(made: Any) -> bool:
-    """Both samples were asked of every head, and every stage took time."""
-    (prompt,) = [row for name, row in made.items() if name.startswith("prompt")]
-    held = prompt["heads"]
-    times = [min(seconds) for seconds in prompt["stages"].values()]
-    return len(held["drawn"]) == len(held["last"]) and min(times) > 0
-
-
 def rate_of(made: Any, label: str) -> float:
     """Right answers of a method over all positions of the question."""
     (row,) = [row for row in made["rows"] if (row["label"], row["at"]) == (label, "all")]
     return row["score"]
-
-
-def dearer_in_later_turns(made: Any) -> bool:
-    """A budget that covers everything costs nothing, and a random part costs most where most is evicted."""
-    every, random = (
-        made["loopserve-d:900:first=0"]["kl"],
-        made["experiments.loopserve.runs:RandomKeep:16:window=4"]["kl"],
-    )
-    return max(every) < 1e-6 and random[2] > random[0]
-
-
-def costs_on_every_kind(made: Any) -> bool:
-    """A random part of the cache costs something on texts of all kinds."""
-    costs = [row["experiments.loopserve.runs:RandomKeep:16:window=4"]["kl"][0] for row in made.values()]
-    kinds = {f"bundled, {kind}, 0" for kind in ("prose", "code", "tables", "dialogue")}
-    return made.keys() == kinds and min(costs) > 0
 
 
 def finds_loops_and_no_honest_text(made: Any) -> bool:
@@ -90,13 +66,6 @@ def finds_loops_and_no_honest_text(made: Any) -> bool:
     rivals = [one["recall"] for one in others if one["false_alarms"] == 0]
     honest = ours["false_alarms"] == suspicious["false_alarms"] == 0
     return len(rivals) == 6 and honest and suspicious["recall"] >= ours["recall"] >= max(rivals) > 0
-
-
-FILES = {  # prompts of LongEval's form, and dialogues of MT-bench's
-    "t.jsonl": json.dumps({"prompt": "We talked about rivers. Now the record ends. What was the first topic?"}),
-    "q.jsonl": json.dumps({"question_id": 1, "turns": ["Where do rivers begin?", "And where do they end? " * 9]}),
-    "a.jsonl": json.dumps({"question_id": 1, "choices": [{"turns": ["In the hills. " * 9, "In the sea. " * 9]}]}),
-}
 
 
 def right_everywhere(made: Any) -> bool:
@@ -121,12 +90,6 @@ CASES = {
         "p.md",
         {"DATA": "{out}/d.json", "PAGE": "{out}/other.md", "TYPES_PAGE": "{out}/p.md"},
     ),
-    "loopserve.arms": Case(
-        "bundled --lengths 700 --kinds tables --out {out}/x.json",
-        right_arms,
-        "x.json",
-        quick=True,
-    ),
     "loopserve.build": Case(
         "multi_news experiments/loopbench/news.jsonl --count 2 --out {out}/x.jsonl",
         lambda lines: [json.loads(line)["part"] for line in lines] == ["begin", "middle", "end"] * 2,
@@ -138,23 +101,6 @@ CASES = {
         lambda made: rate_of(made, "whole cache") == rate_of(made, "LoopServe") == 1 > rate_of(made, "random part"),
         "loopserve_table1.json",
         {"FIGURES": {"table1": (small("kept", Recall(**SHORT), BESIDE),)}},
-    ),
-    "loopserve.longeval": Case(
-        "bundled --topics {out}/t.jsonl --count 2 --length 96 --new 16 --out {out}",
-        lambda made: [set(each["positions"]) for each in made["sources"]] == [{"begin", "middle", "end"}] * 2,
-        "loopserve_longeval.json",
-    ),
-    "loopserve.decoding,turns": Case(
-        "turns bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --out {out}",
-        lambda made: dearer_in_later_turns(made["bundled, turns, 0"]),
-        "loopserve_dialogue.json",
-        {"BY_TURN": {"LoopServe, all": "loopserve-d:first=0:900", "random part": "random:window=4:16"}, "TURNS": 3},
-    ),
-    "loopserve.decoding,settings": Case(
-        "settings bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --length 60 --out {out}",
-        costs_on_every_kind,
-        "loopserve_decoding.json",
-        {"PANELS": {"budget": {"random part": ("random:window=4:{}", (16,))}}},
     ),
     "loopserve.real": Case(
         "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
@@ -176,13 +122,6 @@ CASES = {
         lambda lines: len(lines) == 4 and {json.loads(line)["set"] for line in lines} == {"dc"},
         "x.jsonl",
         quick=True,
-    ),
-    "loopserve.latency": Case(
-        "bundled --contexts 900 --rounds 1 --budget 80 --out {out}/x.json",
-        lambda made: (
-            made["bundled, 900"]["full"]["prompt"]["times"] == 1 > made["bundled, 900"]["loopserve-p"]["cells"]
-        ),
-        "x.json",
     ),
     "loopset.compare": Case(
         "--count 24 --out {out}/loops_compare.json",
@@ -218,8 +157,6 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(module, constant, placed)
     parameters_of.cache_clear()  # of the constants that were patched before
     monkeypatch.chdir(ROOT)
-    for file, text in FILES.items():
-        (out / file).write_text(text + "\n" + text)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         run(module.main, case.words.format(out=out).split())

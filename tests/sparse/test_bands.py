@@ -26,7 +26,8 @@ def random_copies(grid: BlockGrid, generator: torch.Generator) -> Copies:
     tile = torch.randint(grid.tiles, (2 * grid.tiles,), generator=generator)
     block = torch.rand(len(tile), generator=generator) * (grid.before + PER * tile)
     is_before = grid.before + PER * tile > 0
-    return Copies.at_blocks(tile[:0], tile[is_before], block.long()[is_before], grid, tile.device)
+    pieces = (tile * grid.blocks + block.long())[is_before]
+    return Copies.at_blocks(tile[:0], pieces, grid, tile.device)
 
 
 def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Lines:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.attention import ROWS, Scores, line_sums
-from sinkscope.sparse.lines import scores_of, weight_on
+from sinkscope.sparse.lines import scores_of, weighed
 
 
 def _summed(weights: Tensor, since: int = 0) -> Tensor:
@@ -68,7 +68,7 @@ def test_nothing_of_query_times_key_is_kept():
     scores = Scores(torch.randn(heads, n, 8), torch.randn(1, n, 8), 0.4)
     with Sizes():
         line_sums(scores)
-        weight_on(scores, torch.rand(1, heads, 2, n) < 0.1)
+        weighed(scores, [0.1], None, 0, "lines")
     assert largest <= block * heads * n < n * n / 5
 
 

@@ -9,11 +9,14 @@ import torch
 from kv_kit import attended, beside_ids, close, decode, prompts
 from kv_kit import shallow_of as model_of
 from lines_kit import dense
+from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits
+from sinkscope.hooks.edit.knockout import Knockout
+from sinkscope.kv import StreamingLLM
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.attention import Scores, sample_queries
 from sinkscope.sparse.choice import draw_of, unsampled_queries
@@ -132,3 +135,17 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family, why):
     with LoopServe(**SPARSE, decode=False).on(model) as run:
         close(decode(model, ids, mask, 40), plain)
     assert why in {event.data["dense"] for event in run.events}
+
+
+def test_prompts_under_other_masks_and_in_caches_that_lost_tokens_are_refused():
+    model = model_of("llama")
+    ids, mask = prompts([40, 30], 4)
+    serve = LoopServe(**SPARSE, decode=False)
+    with (Knockout([3]) | serve).on(model), torch.no_grad(), refused("LoopServe reads prompts under causal masks"):
+        model(ids, attention_mask=mask)
+    cache = DynamicCache(config=model.config)
+    with (StreamingLLM(budget=12) | AShape(first=4, local=8)).on(model), torch.no_grad():
+        model(ids[:1, :20], past_key_values=cache)
+        model(ids[:1, 20:21], past_key_values=cache)  # now tokens are evicted
+        with refused("AShape reads prompts along lines of all tokens, and the cache has lost some: begin a new cache"):
+            model(ids[:1, 21:], past_key_values=cache)

@@ -17,15 +17,15 @@ from repository import ROOT
 from test_bands import random_bands
 from test_sparse_attention import inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.stock import Stock
 from sinkscope.engine.visible import CausalMask
 from sinkscope.errors import UnsupportedError
-from sinkscope.sparse import line_attention, select_bands, sparse
+from sinkscope.sparse import choice, line_attention, select_bands, sparse
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BlockGrid, Copies
-from sinkscope.sparse.choice import recorded_bands, sampled_rows
+from sinkscope.sparse.bands import Copies
 from sinkscope.sparse.serve import LoopServe
 
 CASES = [  # queries, keys before them, width, kv heads, dtype: nothing is a multiple of a block
@@ -155,8 +155,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     key = torch.empty(1, 1, 200, 16, device="meta")
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation_internal="sdpa"))
     prompt = Attention(module, 0, query, key, key, None, CausalMask(), 0, 200, {}, Stock(module.config), 0.25)
-    reader: Any = None  # nothing is asked of it there, nor of the call
-    assert LoopServe(shortest=0).why_dense(prompt, reader, reader, None) == "on meta: only CPUs and CUDA do that"
+    assert LoopServe(shortest=0).why_dense(prompt) == "on meta: only CPUs and CUDA do that"
 
 
 @pytest.mark.slow
@@ -176,22 +175,32 @@ def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
     assert float((out - wanted).norm() / wanted.norm()) < error
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(("queries", "past"), [(1000, 0), (300, 211)])
-@pytest.mark.filterwarnings("error")  # a recording that fails is a warning
-def test_on_a_gpu_a_recorded_choice_is_the_one_that_is_launched_step_by_step(queries, past):
-    pytest.importorskip("sinkscope.sparse.triton")
-    copies = Copies.of(torch.arange(queries + past) % 280, queries, torch.device("cuda"))
-    choose = partial(select_bands, alpha=0.8, begin=4, checked=64, dense_rows=16, dense_above=0.9, copies=copies)
-    replayed = None
-    for seed in range(5):
-        draw = torch.Generator().manual_seed(seed)
-        query, key = torch.randn(4, queries, 64, generator=draw), torch.randn(2, queries + past, 64, generator=draw)
-        scores = Scores(2 * query.cuda(), key.cuda(), 0.25)
-        rows = sampled_rows(BlockGrid(queries, queries + past), 64, seed, 16, copies)
-        replayed = replayed or recorded_bands(choose, scores, (scores.query, scores.key, rows), 16)
-        columns, bands, attended, *_ = replayed(scores.query, scores.key, rows)
-        wanted = choose(scores, rows=rows)
-        assert torch.equal(columns, wanted.columns) and torch.equal(bands, wanted.offsets), seed
-        torch.testing.assert_close(attended, wanted.attended())
+class OnDevice(TorchDispatchMode):
+    """Refuses anything that is not on the device, also numbers that are copied there."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.is_meta, function
+        return result
+
+
+def test_nothing_in_the_choice_waits_for_the_device_or_reads_the_host(monkeypatch):
+    """On tensors that have a device and no numbers; the kernels' launches are left out."""
+    sums = pytest.importorskip("sinkscope.sparse.triton_sums")
+    monkeypatch.setattr(sums, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(choice, "triton_module", lambda *_: sums)
+    place = torch.device("meta")
+    query, key = torch.empty(4, 600, 64, device=place), torch.empty(2, 700, 64, device=place)
+    rows, start = torch.zeros(64, dtype=torch.int64, device=place), torch.arange(11, device=place)
+    settings: Any = {"rows": rows, "checked": 64, "dense_rows": 16, "dense_above": 0.5}
+    choose = partial(select_bands, Scores(query, key, 0.125), 0.9, **settings, copies=Copies(rows, rows, rows, start))
+    choose()  # fills caches
+    with OnDevice():
+        assert choose().offsets.is_meta
+        for waits in (rows.nonzero, rows[0].item):  # what may not be done is noticed
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                waits()
+        with pytest.raises(AssertionError):
+            torch.where(rows > 0, rows, torch.tensor(0))
