@@ -83,7 +83,8 @@ def attention_of(scores: Scores, rows: Int[Tensor, " row"]) -> Float[Tensor, "he
         rows: Indices of the queries.
     """
     rows = rows.to(scores.query.device, non_blocking=True)
-    key, at = torch.arange(scores.keys, device=rows.device), (rows + scores.past)[:, None]
+    key = torch.arange(scores.keys, device=rows.device)
+    at = (rows + scores.past)[:, None]
     sees = key <= at
     if scores.window is not None:
         sees &= key > at - scores.window

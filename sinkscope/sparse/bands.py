@@ -260,7 +260,8 @@ class Lines:
 
     def attended(self) -> Float[Tensor, "*choice head"]:
         """Return the share of the causal cells that is computed, with the dense rows."""
-        grid, sparse = self.grid, self.grid.sparse_queries(self.dense_rows)
+        grid = self.grid
+        sparse = grid.sparse_queries(self.dense_rows)
         if not sparse:
             return torch.ones(self.offsets.shape[:-1], device=self.offsets.device)
         before = replace(grid, queries=sparse, keys=grid.past + sparse)
@@ -269,7 +270,8 @@ class Lines:
 
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Return the number of cells on the lines, each counted once, without what dense rows see besides."""
-        grid, lengths = self.grid, lengths_of(self.grid, self.columns.device)
+        grid = self.grid
+        lengths = lengths_of(grid, self.columns.device)
         near = self.offsets[..., : grid.per].all(-1, keepdim=True)
         far = self.offsets.long()
         far[..., : grid.per].zero_()

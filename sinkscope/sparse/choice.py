@@ -78,7 +78,8 @@ def select_bands(
     check_values(PositiveShare, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
-    grid, device = BlockGrid(scores.queries, scores.keys), scores.key.device
+    grid = BlockGrid(scores.queries, scores.keys)
+    device = scores.key.device
     if rows is None:
         rows = sampled_rows(grid, sample, seed, dense_rows, copies)
     if alpha == 1 or not len(rows):
@@ -165,7 +166,8 @@ class StoredRows:
     thresholds = 512
 
     def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
-        self.scores, self.rows = scores, len(rows)
+        self.scores = scores
+        self.rows = len(rows)
         self.grid = grid = BlockGrid(scores.queries, scores.keys)
         blocked = grid.blocked(attention_of(scores, rows))
         # Block by block, because all sums are products within blocks.
@@ -216,7 +218,8 @@ def choose_bands(
         dense_rows: Number of queries at the end that see everything.
         copies: Single blocks that all heads see besides; the search does not count on them.
     """
-    grid, device = sample.grid, always.device
+    grid = sample.grid
+    device = always.device
     columns = torch.zeros_like(always)
     bands = torch.zeros(len(always), grid.blocks, dtype=torch.bool, device=device)
     otherwise = torch.ones_like(bands)  # attention that is not a number: such heads are dense, as without a choice
@@ -238,11 +241,13 @@ def densities(sample: StoredRows, chosen: Lines, always: Bool[Tensor, "head key"
         chosen: The lines that were chosen before; at first none.
         always: Columns that are chosen whatever they weigh.
     """
-    grid, lengths = sample.grid, lengths_of(sample.grid, always.device)
+    grid = sample.grid
+    lengths = lengths_of(grid, always.device)
     column_weight, band_weight = sample.sums(chosen)
     column_left = lengths.columns - grid.by_key(crossed(grid, chosen.offsets.float()))
     band_left = lengths.bands - crossed(grid, grid.blocked(chosen.columns.float()).sum(2))
-    of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
+    of_columns = column_weight / column_left.clamp(min=1)
+    of_bands = band_weight / band_left.clamp(min=1)
     of_columns.masked_fill_(always, torch.inf)
     of_bands[:, :NEAR].fill_(torch.inf)
     return of_columns, of_bands

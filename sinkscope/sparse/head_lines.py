@@ -47,7 +47,8 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
         etas: Shares of lines; one choice is made for each.
         length: Length in the formula. None means the number of key positions.
     """
-    both, keys = weights.flatten(1), weights.shape[2]
+    both = weights.flatten(1)
+    keys = weights.shape[2]
     most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
     chosen = heaviest(both, torch.tensor(most, device=both.device)[:, None, None], 0) & (both > 0)
     columns, offsets = chosen.split(keys, -1)
@@ -151,17 +152,20 @@ def faithful_lines(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
-        (w_v, w_s), (ol_v, ol_s), (l_v, l_s) = w[head].tolist(), ol[head].tolist(), length[head].tolist()
-        v, s = (
-            int(lines.columns[head].sum()),
-            int(lines.offsets[head].sum()),
-        )  # 7: numbers of chosen lines, and where the lists begin
+        w_v, w_s = w[head].tolist()
+        ol_v, ol_s = ol[head].tolist()
+        l_v, l_s = length[head].tolist()
+        v = int(lines.columns[head].sum())  # 7: numbers of chosen lines, and where the lists begin
+        s = int(lines.offsets[head].sum())
         while total < target and min(v, s) < probs.shape[2]:  # 9
-            dw_s, dw_v = w_s[s] - ol_v[v], w_v[v] - ol_s[s]  # 10, 11
+            dw_s = w_s[s] - ol_v[v]  # 10 and 11
+            dw_v = w_v[v] - ol_s[s]
             if dw_s / max(1, l_s[s] - v) >= dw_v / max(1, l_v[v] - s):  # 12
-                total, s = total + max(0.0, dw_s), s + 1  # 13, 14
+                s += 1  # 13
+                total += max(0.0, dw_s)  # 14
             else:
-                total, v = total + max(0.0, dw_v), v + 1  # 16, 17
+                v += 1  # 16
+                total += max(0.0, dw_v)  # 17
         if total >= target:
             lines.columns[head, order[head, 0, :v]] = True
             lines.offsets[head, order[head, 1, :s]] = True

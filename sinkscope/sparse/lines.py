@@ -162,7 +162,8 @@ class LineWeights(Result):
     def findings(self) -> list[Row]:
         """Return the mass on the heaviest lines beside the strongest control, and how many of them are shared."""
         (control, most), *_ = self.controls.items()
-        heaviest, by_text = f"heaviest {self.etas[self.shown_eta]:.0%}", self.text_mass[self.shown_eta]
+        heaviest = f"heaviest {self.etas[self.shown_eta]:.0%}"
+        by_text = self.text_mass[self.shown_eta]
         mass = Mean(self.shown("mass"), margin_of(by_text), tuple(by_text.tolist()), "share")
         texts = [f"text {number}" for number in range(len(by_text))]
         rows = [row_beside(f"attention on the {heaviest} of lines", mass, most, control, texts=texts)]
@@ -266,8 +267,10 @@ class Weighed:
 
 def weighed(scores: Scores, etas: Sequence[float], before: Lines | None, seed: int, purpose: str) -> Weighed:
     """Weigh the heaviest lines of one layer and text, and those that were heaviest in the text before."""
-    keys, half = scores.keys, scores.keys // 2
-    first_sums, late = line_sums(scores.part(0, half)), scores.part(half, keys)
+    keys = scores.keys
+    half = keys // 2
+    first_sums = line_sums(scores.part(0, half))
+    late = scores.part(half, keys)
     second_sums = line_sums(late)
     sums = second_sums + pad(first_sums, (0, keys - half))
     own = top_lines(sums, etas)
@@ -280,7 +283,8 @@ def weighed(scores: Scores, etas: Sequence[float], before: Lines | None, seed: i
             for eta, seen in enumerate(chosen.rows(at)[..., : probs.shape[2]]):
                 total[eta] += (probs * seen).sum((1, 2))
     numbers = dict(zip(others, on_lines / sums[:, 0].sum(1), strict=True))
-    first, second = top_lines(first_sums, etas), top_lines(second_sums, etas, keys - half)
+    first = top_lines(first_sums, etas)
+    second = top_lines(second_sums, etas, keys - half)
     halves = (
         drawn_like(part, seed, f"{purpose}, {name} half") for name, part in (("first", first), ("second", second))
     )
@@ -388,7 +392,8 @@ def _window(visible: Visible) -> int | None:
     if visible.is_causal:
         return None
     seen = visible.sees()[0, 0]
-    keys, past = seen.shape[1], seen.shape[1] - len(seen)
+    keys = seen.shape[1]
+    past = keys - len(seen)
     window = int(seen[-1].sum())
     if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):
         raise UnsupportedError(

@@ -60,7 +60,8 @@ class LoopServeDecoding(Progressive):
 
     def pays(self, layer: CacheLayer) -> bool:
         """Return whether reading less can save more than the choice costs."""
-        keys, values = layer.keys, layer.values
+        keys = layer.keys
+        values = layer.values
         return self.everywhere or not keys.is_cuda or keys.nbytes + values.nbytes >= GPU_LAYER_BYTES
 
     @property
@@ -206,7 +207,8 @@ class LoopServe(SparsePrompts):
 
     def _sampled(self, scores: Scores, layer: int, copies: Copies | None) -> Int[Tensor, " row"]:
         """The queries from which bands are chosen."""
-        seed, grid = draw_of(self.seed, layer, scores.queries, scores.keys), BlockGrid(scores.queries, scores.keys)
+        seed = draw_of(self.seed, layer, scores.queries, scores.keys)
+        grid = BlockGrid(scores.queries, scores.keys)
         return sampled_rows(grid, self.sample, seed, self.dense_rows, copies)
 
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:

@@ -142,7 +142,8 @@ def share_lines(scores: Scores, share: float, last: int) -> Lines:
     column_votes, offset_votes = last_votes(scores, last)
 
     def lines(slash: Int[Tensor, "head 1"]) -> Lines:
-        vertical, nearest = slash * VERTICAL // SLASH, (slash * NEAREST // SLASH).clamp(min=1)
+        vertical = slash * VERTICAL // SLASH
+        nearest = (slash * NEAREST // SLASH).clamp(min=1)
         columns = heaviest(column_votes, vertical.clamp(min=1), vertical * EARLIEST // VERTICAL)
         return Lines.of(columns, heaviest(offset_votes, slash, nearest), scores.queries)
 

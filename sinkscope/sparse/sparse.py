@@ -96,7 +96,8 @@ def line_attention(scores: Scores, value: Values, chosen: Lines) -> Attended:
 
 def _check(scores: Scores, value: Values, chosen: Lines) -> None:
     scores.check_plain()
-    query, key = scores.query, scores.key
+    query = scores.query
+    key = scores.key
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise UnsupportedError("attention on lines has no gradients: call it, or the model, under torch.no_grad()")
     kv_heads, keys = value.shape[:2]
@@ -112,7 +113,8 @@ def _check(scores: Scores, value: Values, chosen: Lines) -> None:
 def _tiles(scores: Scores, value: Values, chosen: Lines, out: Attended, head: int) -> None:
     """Write the attention of one head on columns and bands, tile by tile."""
     own = replace(chosen, columns=chosen.columns[head : head + 1], offsets=chosen.offsets[head : head + 1])
-    grid, width = own.grid, scores.key.shape[2]
+    grid = own.grid
+    width = scores.key.shape[2]
     kv_head = kv_head_of(head, scores.heads, len(value))
     query = scores.query[head].float() * scores.scaling
     both = torch.cat([scores.key[kv_head].float(), value[kv_head].float()], 1)  # so that they are gathered at once

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -115,11 +115,15 @@ class SparsePrompts(Intervention):
             What attention gives, and what computes the data of the event of kind "prefill".
         """
         if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
-            lines, rows = self.lines(scores, layer, copies), min(self.choice_rows, scores.queries)
+            lines = self.lines(scores, layer, copies)
+            rows = min(self.choice_rows, scores.queries)
             held_out = self.held_out(scores, layer, copies)
         else:
-            lines, rows, held_out = select_bands(scores, 1), 0, None
-        shares, numbers = None, (lines.attended(), lines.dense)
+            lines = select_bands(scores, 1)
+            rows = 0
+            held_out = None
+        shares = None
+        numbers = (lines.attended(), lines.dense)
         if held_out is not None and len(held_out):
             shares = recovered(scores, lines, held_out)
             rows += len(held_out)
@@ -135,7 +139,8 @@ class SparsePrompts(Intervention):
 
     def why_dense(self, prompt: Attention) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
-        device, keys = prompt.query.device, prompt.key.shape[2]
+        device = prompt.query.device
+        keys = prompt.key.shape[2]
         config = prompt.module.config
         window = layer_window(config, prompt.layer)
         why_no_kernel = lack_of_library(device)
@@ -161,7 +166,8 @@ class PromptReader(Actor):
     """
 
     def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
-        self.prompts, self._run = prompts, ref(run)
+        self.prompts = prompts
+        self._run = ref(run)
         self._ids = (key, "ids")  # by what the ids of the rows are known
         self._copies: dict[tuple[int, torch.device], Copies] = {}  # of the rows of a call
         self._causal: set[int] = set()  # masks of a call, by their identity
@@ -172,7 +178,8 @@ class PromptReader(Actor):
             check_seen(step.cache)
             if not step.layers:  # another run may have cut this cache
                 note_layers(step)
-        self._copies, self._causal = {}, set()
+        self._copies = {}
+        self._causal = set()
         new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
         if step.ids is not None:
             new = step.ids.to(new.device)
@@ -192,28 +199,22 @@ class PromptReader(Actor):
         """Read the rows of a layer along lines; None if the model's own attention reads it."""
         run = self._run()
         assert run is not None
-        device, keys = prompt.key.device, prompt.key.shape[2]
+        device = prompt.key.device
+        keys = prompt.key.shape[2]
         index = step.on(device)
         columns = step.columns[:, prompt.first_key : prompt.first_key + keys].to(device)
-        number, layer = step.number, prompt.layer  # events hold neither the cache nor its keys
+        number = step.number  # events hold neither the cache nor its keys
+        layer = prompt.layer
         reads: list[Read] = []
-        why, output = self.prompts.why_dense(prompt), None
+        rows: list[Float[Tensor, "query head d_value"]] = []
+        why = self.prompts.why_dense(prompt)
         if prompt.own.kind == "eager" and asks_attention(step, prompt.module.config):
             why = why or "its rows are asked for"
         if why is None:
             self._check(step, prompt)
-            output = prompt.query.new_zeros(*index.shape, prompt.query.shape[1], prompt.value.shape[-1])
             for row in range(step.rows):
-                real, there = slice(None), slice(None)
-                if step.tokens.padded:  # a choice by index copies
-                    real, there = index[row] >= 0, columns[row] >= 0
-                query, key, value = prompt.query[row, :, real], prompt.key[row, :, there], prompt.value[row, :, there]
-                if not query.shape[1]:  # it is all padding
-                    reads.append(dict)
-                    continue
-                scores = Scores(query, key, prompt.scaling)
-                attended, read = self.prompts.read(scores, value, prompt.layer, self._copies_in(step, row, device))
-                output[row, real] = attended.transpose(0, 1)
+                attended, read = self._row(step, prompt, row, index[row] >= 0, columns[row] >= 0)
+                rows.append(attended)
                 reads.append(read)
 
         def events() -> list[Event]:
@@ -227,7 +228,37 @@ class PromptReader(Actor):
             return logged
 
         run.log(events)
-        return None if output is None else (output, None)
+        if why is not None:
+            return None
+        return (rows[0][None] if len(rows) == 1 else torch.stack(rows)), None
+
+    def _row(
+        self,
+        step: Step,
+        prompt: Attention,
+        row: int,
+        real: Bool[Tensor, " query"],
+        there: Bool[Tensor, " key"],
+    ) -> tuple[Float[Tensor, "query head d_value"], Read]:
+        """Read a row whose real queries and keys are these along lines; nothing attends where there is padding."""
+        query = prompt.query[row]
+        key = prompt.key[row]
+        value = prompt.value[row]
+        output = None
+        if step.tokens.padded:
+            output = query.new_zeros(query.shape[1], len(query), value.shape[-1])
+            if not bool(real.any()):
+                return output, dict
+            query = query[:, real]
+            key = key[:, there]
+            value = value[:, there]
+        copies = self._copies_in(step, row, key.device)
+        attended, read = self.prompts.read(Scores(query, key, prompt.scaling), value, prompt.layer, copies)
+        attended = attended.transpose(0, 1)
+        if output is None:
+            return attended, read
+        output[real] = attended
+        return output, read
 
     def _copies_in(self, step: Step, row: int, device: torch.device) -> Copies:
         """Find the copies in a row of a prompt; the first layer waits for the device."""
@@ -243,7 +274,8 @@ class PromptReader(Actor):
         Raises:
             UnsupportedError: The layer has either.
         """
-        name, visible = type(self.prompts).__name__, prompt.visible
+        name = type(self.prompts).__name__
+        visible = prompt.visible
         kv = step.by_number.get(prompt.layer)
         if kv is not None and kv.edited:
             raise UnsupportedError(
@@ -268,7 +300,8 @@ def asks_attention(step: Step, config: Any) -> bool:
 
 def _is_causal(step: Step, visible: Visible) -> bool:
     """Whether every real token sees all real tokens up to itself, and no other."""
-    columns, key = step.columns.to(visible.device), visible.key_columns()
+    columns = step.columns.to(visible.device)
+    key = visible.key_columns()
     real_key = columns.gather(1, key[:, 0])[:, None, None] >= 0
     for start in range(0, len(visible.query), _MASK_ROWS):
         part = visible.section(slice(start, start + _MASK_ROWS))

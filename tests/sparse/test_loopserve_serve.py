@@ -149,3 +149,13 @@ def test_prompts_under_other_masks_and_in_caches_that_lost_tokens_are_refused():
         model(ids[:1, 20:21], past_key_values=cache)  # now tokens are evicted
         with refused("AShape reads prompts along lines of all tokens, and the cache has lost some: begin a new cache"):
             model(ids[:1, 21:], past_key_values=cache)
+
+
+def test_a_row_of_padding_alone_changes_nothing_for_the_others():
+    model = model_of("llama")
+    ids, mask = prompts([40, 30])
+    serve = LoopServe(**SPARSE, decode=False)
+    with serve.on(model), torch.no_grad():
+        alone = model(ids[:1], attention_mask=mask[:1]).logits
+        mask[1] = 0
+        close(model(ids, attention_mask=mask).logits[:1], alone)
