@@ -20,8 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
@@ -156,16 +155,9 @@ def _attend(
             listeners.append(handler)
             idle = idle and handler.idle
             has_gaps = has_gaps or handler.has_gaps
-    chosen = None
-    indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
-    if indices is not None:
-        chosen = torch.zeros(len(indices), 1, query.shape[2], key.shape[2], dtype=torch.bool, device=indices.device)
-        chosen.scatter_(-1, indices[:, None].long(), True)
-    blocks = kwargs.pop("block_indices", None)  # the blocks of keys that an indexer chose (MiniMax M3)
-    if blocks is not None:
-        chosen = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
-    if chosen is not None:
-        attention_mask = _among_chosen(attention_mask, chosen)
+    if "indices" in kwargs or "block_indices" in kwargs:  # DeepSeek 3.2, MiniMax M3
+        kind = type(module).__name__
+        raise UnsupportedError(f"{kind} attends to keys that an indexer chooses, which is not read: use another model")
     if has_gaps and hasattr(attention_mask, _FUNCTION):  # a model of several parts made it before tokens left
         attention_mask = getattr(attention_mask, _FUNCTION)
     if idle:
@@ -207,26 +199,6 @@ def _attend(
     for handler in listeners:
         handler.see(call)
     return call.finish()
-
-
-def _among_chosen(mask: Tensor | None, chosen: Bool[Tensor, "batch _ query key"]) -> Tensor:
-    """A mask without the keys that were not chosen."""
-    queries, keys = chosen.shape[2:]
-    if mask is None:
-        return chosen & torch.ones_like(chosen).tril(keys - queries)
-    if mask.dtype == torch.bool:
-        return mask[..., :keys] & chosen
-    return mask[..., :keys].masked_fill(~chosen, torch.finfo(mask.dtype).min)
-
-
-def _within_blocks(
-    module: Any, mask: Tensor | None, blocks: Tensor, query: Tensor, keys: int, positions: Tensor | None
-) -> Bool[Tensor, "batch _ query key"]:
-    """Which keys are in chosen blocks; modules make a mask of them for stock attention."""
-    if positions is None:
-        positions = torch.arange(keys - query.shape[2], keys, device=query.device)
-    positions = positions.reshape(-1, query.shape[2]).expand(len(query), -1)
-    return module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions) == 0
 
 
 _FUNCTION = "sinkscope_function"

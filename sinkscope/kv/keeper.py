@@ -322,13 +322,10 @@ def _empty_layers(target: Target) -> list[Any]:
 def cache_layers(target: Target) -> list[int]:
     """Return layers whose part of the cache holds keys and values alone; others keep a state.
 
-    There are none if an indexer chooses, or if attention is outside transformers' attention interface.
+    There are none if attention is outside transformers' attention interface.
     """
     if not target.adapter.attention_interface:
         return []
-    for layer in target.attending:
-        if hasattr(target.sub(layer, "attn"), "indexer"):
-            return []
     states = layers_with_states(target)
     return [number for number in range(target.n_layers) if number not in states]
 
@@ -351,8 +348,8 @@ def check_servable(target: Target) -> None:
     check_caches_filled(target)
     if not cache_layers(target):
         raise UnsupportedError(
-            f"the cache of {target.name} is not a plain key/value cache (it keeps a recurrent state, or an indexer "
-            "selects keys): use another model for cache policies and attention observers"
+            f"the cache of {target.name} is not a plain key/value cache (it keeps a recurrent state): use another "
+            "model for cache policies and attention observers"
         )
 
 

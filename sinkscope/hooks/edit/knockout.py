@@ -80,8 +80,8 @@ class Knockout(Hiding):
 
     Raises:
         SinkscopeError: The keys, queries, layers or heads are none of these.
-        UnsupportedError: On entering: the model keeps states that carry a hidden key, an indexer chooses its keys, or
-            its attention cannot be edited.
+        UnsupportedError: On entering: the model keeps states that carry a hidden key, or its attention cannot be
+            edited.
 
     Example:
         >>> Knockout("first", layers=[2, 3])
@@ -231,9 +231,3 @@ def _check_servable(target: Target) -> None:
             f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so that "
             "a hidden key would still be seen: use a model whose layers all attend"
         )
-    for layer in target.attending:
-        if hasattr(target.sub(layer, "attn"), "indexer"):
-            raise UnsupportedError(
-                f"an indexer chooses the keys that {target.name} attends to, and would choose others without the "
-                "hidden ones: use another model"
-            )
