@@ -10,7 +10,7 @@ Everything is read without a patch, with it, and with a patch of random neurons:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from sinkscope.measure import Mean, Result, Row, Setup, Whole, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import count_of, percent, short_sentence, word_list
+from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
@@ -62,9 +62,7 @@ AFTER = 16  # tokens of ordinary text after the copies
 PIECES = 8  # pieces of held-out text in one pass
 CASES = ("intact", "patched", "control")
 NORM, ATTENTION, NEXT, COST = "norm of copies", "attention to copies", "one more copy", "change of the perplexity"
-SHORT = {NORM: "norm", ATTENTION: "attention", NEXT: "the next token"}
-"""What is said to be repaired."""
-BROKEN, RANDOM = "copies break it", "random neurons"
+RANDOM = "random neurons"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +86,16 @@ class PatchResult(Result):
     kind = "patch"
     page = "measure/patch"
     table_of = "proof"
-    columns = ("about", "name", "intact", "patched", "control")
+    columns = ("about", "name", "intact", "patched", "control", "note")
     glossary: ClassVar = {
         "about": "the spike of the first token, by its layers",
         "name": "what is read at copies of the words that need repair, or of held-out text",
-        "note": "whether copies break it without a patch",
+        "note": "of what copies break without a patch, whether it is repaired",
         "intact": "without a patch",
         "patched": "under the patch",
         "control": "under a patch of as many random neurons of the same layers",
         "one_copy": "what a single copy behind ordinary text reaches without a patch",
+        "perplexity": "of held-out text without a patch",
     }
 
     verdict: Verdict
@@ -125,56 +124,26 @@ class PatchResult(Result):
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
     def conclusion(self) -> str:
-        """Say what the patch does in its own spike, or why there is none; of a given patch, what it repairs."""
-        if self.verdict == "given":
-            return self.repairs()
-        if self.verdict != "made":
+        """Say what the patch does to copies in its own spike, or why there is none."""
+        if self.exit_code:
             return f"No patch was made: {self.reason}"
         norm = self.proof[0]
+        if norm.name != NORM:
+            return f"The patch of {word_list(self.sites, 3)} has nothing to repair: the first token has no spike."
         before, after, random = (percent(norm.get(case)) for case in CASES)
         words = f"{len(norm.texts)} of {count_of(self.words, 'word')}"
         beside = f"(without it: {before}; {RANDOM}: {random})"
         return f"Under the patch, copies of {words} reach at most {after} of the spike of {norm.about} {beside}."
 
-    def details(self) -> list[str]:
-        """Say what is repaired, if the conclusion does not."""
-        return [self.repairs()] if self.proof and self.verdict != "given" else []
 
-    def repairs(self) -> str:
-        """Say what the patch repairs and what it does not, beside random neurons."""
-        copies = [row for row in self.proof if row.table == "copies"]
-        broken = [row for row in copies if row.note == BROKEN]
-        if not copies:
-            return f"The patch of {word_list(self.sites, 3)} has nothing to repair: the first token has no spike."
-        if not broken:
-            words = count_of(self.words, "word")
-            return f"There is nothing to repair: of {words}, none has a spike only after {self.repeats:,} copies."
-        good = _in_words([row for row in broken if repaired(row)])
-        bad = _in_words([row for row in broken if not repaired(row)])
-        effect = f"repairs {good or 'nothing'}" + (f", but not {bad}" if bad else "")
-        chance = _in_words([row for row in broken if repaired(row, "control")]) or "nothing"
-        return short_sentence(
-            f"At copies, the patch of {word_list(self.sites, most)} {effect} ({RANDOM} repair {chance})."
-            for most in (3, 1)
-        )
-
-
-def repaired(row: Row, case: str = "patched") -> bool:
+def repaired(row: Row) -> bool:
     """Return whether copies do not break what is read: they do not reach the spike, or get less than half of the
     attention that they get intact, or the model writes the word once more.
     """
+    patched = row.get("patched")
     if row.name == NEXT:
-        return row.get(case) >= HALF
-    return row.get(case) < (HALF * row.get("intact") if row.name == ATTENTION else HALF)
-
-
-def _in_words(rows: Sequence[Row]) -> str:
-    """Name what is read, grouped by spike; empty without any."""
-    parts: list[str] = []
-    for spike in dict.fromkeys(row.about for row in rows):
-        what = word_list([SHORT[row.name] for row in rows if row.about == spike])
-        parts.append(f"{what} in {spike}" if spike else what)
-    return word_list(parts) if parts else ""
+        return patched >= HALF
+    return patched < (HALF * row.get("intact") if row.name == ATTENTION else HALF)
 
 
 def draw(result: PatchResult) -> go.Figure:
@@ -260,7 +229,7 @@ def verdict_of(found: PatchResult, limit: float) -> tuple[Verdict, str]:
         limit: Largest accepted relative increase of the perplexity.
     """
     norm, spike = found.proof[0], found.proof[0].about
-    if norm.note != BROKEN:
+    if not norm.note:
         tried = f"{found.repeats:,} copies of {count_of(found.words, 'word')}"
         return "no-repeats", f"{tried} do not reach half of the first token in the spike of {spike}."
     left = sum(share >= HALF for share in norm.numbers["patched"].by_text)
@@ -293,7 +262,7 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
     target, edits = setup.target, (None, patch, random_patch(setup, patch))
     setup.record(pieces=len(pieces), length=pieces.shape[1])
     ordinary = ordinary_text(setup, edits, pieces)
-    found = PatchResult(verdict="given", reason="it was given.", sites=patch.checked_sites, proof=ordinary)
+    found = PatchResult(verdict="given", reason="it was given.", sites=patch.checked_sites, proof=(ordinary,))
     if not spikes:
         return found
     ids = pick_tokens(setup)
@@ -311,7 +280,7 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
     one_copy = torch.stack(along_spikes(target, spikes, behind_text))[:, :, -1]
     names = [spike.name for spike in spikes]
     copies = copies_rows(token_texts(target, ids), names, read[:, :number], one_copy, read[:, number:-1], read[:, -1])
-    return replace(found, words=len(ids), repeats=count, proof=(*copies, *ordinary))
+    return replace(found, words=len(ids), repeats=count, proof=(*copies, ordinary))
 
 
 def copies_rows(
@@ -338,27 +307,35 @@ def copies_rows(
     for number, spike in enumerate(spikes):
         broken = bool(failing[number].any())
         shown = failing[number] if broken else ~failing[number]
-        about: Any = {"note": BROKEN if broken else "", "about": spike, "texts": _shown(words, shown)}
-        last = {case: _mean(values, most=True) for case, values in zip(CASES, along[:, number, shown], strict=True)}
-        rows.append(Row("copies", NORM, last | {"one_copy": _mean(one_copy[number, shown], most=True)}, **about))
-        given = {case: _mean(values) for case, values in zip(CASES, attention[:, number, shown], strict=True)}
+        norms = {**dict(zip(CASES, along[:, number], strict=True)), "one_copy": one_copy[number]}
+        rows.append(row_at(Row("copies", NORM, about=spike), norms, words, shown, broken))
         if failing.any() and not bool(attention[0, number].isnan().all()):
-            later.append(Row("copies", ATTENTION, given, **about))
+            given = dict(zip(CASES, attention[:, number], strict=True))
+            later.append(row_at(Row("copies", ATTENTION, about=spike), given, words, shown, broken))
     if failing.any():
-        shown = failing.any(0)
-        likely = {case: _mean(values) for case, values in zip(CASES, one_more[:, shown], strict=True)}
-        later.append(Row("copies", NEXT, likely, texts=_shown(words, shown)))
-        later[-1] = replace(later[-1], note="" if repaired(later[-1], "intact") else BROKEN)
+        likely = dict(zip(CASES, one_more, strict=True))
+        broken = float(one_more[0, failing.any(0)].mean()) < HALF
+        later.append(row_at(Row("copies", NEXT), likely, words, failing.any(0), broken))
     return [*rows, *later]
 
 
-def _shown(words: Sequence[str], shown: Bool[Tensor, " word"]) -> tuple[str, ...]:
-    return tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
-
-
-def _mean(values: Float[Tensor, " word"], *, most: bool = False) -> Mean:
-    """The mean over words, or the largest, with each word."""
-    return Mean(float(values.max() if most else values.mean()), None, tuple(values.tolist()), "share")
+def row_at(
+    row: Row,
+    read: Mapping[Any, Float[Tensor, " word"]],
+    words: Sequence[str],
+    shown: Bool[Tensor, " word"],
+    broken: bool,
+) -> Row:
+    """Return a row with what is read at some words: the most that a norm reaches, of what else is read the mean."""
+    numbers: dict[str, Mean] = {}
+    for case, values in read.items():
+        some = values[shown]
+        numbers[case] = Mean(
+            float(some.max() if row.name == NORM else some.mean()), None, tuple(some.tolist()), "share"
+        )
+    texts = tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
+    row = replace(row, numbers=numbers, texts=texts)
+    return replace(row, note="repaired" if repaired(row) else "not repaired") if broken else row
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
@@ -407,20 +384,18 @@ def reader_mask(spike: Spike) -> Bool[Tensor, "layer head"]:
     return reading & layers
 
 
-def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRows) -> tuple[Row, ...]:
-    """Read the perplexity of held-out text without a patch, with it, and with a random one."""
-    losses, changes, perplexities = list[Tensor](), dict[str, Mean](), dict[str, float]()
+def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRows) -> Row:
+    """Read how a patch and a random one change the perplexity of held-out text, as shares of it."""
+    losses, changes = list[Tensor](), list[Mean]()
     for edit in edits:
         with under(edit, setup.target):
             losses.append(torch.cat([loss_of(setup.target, some) for some in ids.split(PIECES)]).double())
         setup.progress("perplexity", len(losses), len(edits))
-    for case, loss in zip(CASES, losses, strict=True):
-        rise, perplexities[case] = loss - losses[0], float(loss.mean().exp())
+        rise = losses[-1] - losses[0]
         ratio, margin = float(rise.mean().exp()), margin_of(rise.numpy())
-        if case != "intact":
-            changes[case] = Mean(ratio - 1, None if margin is None else ratio * margin, kind="share")
-    table = "held-out text"
-    return row_of(table, COST, RANDOM, **changes), row_of(table, "perplexity", RANDOM, **perplexities)
+        changes.append(Mean(ratio - 1, None if margin is None else ratio * margin, kind="share"))
+    perplexity = float(losses[0].mean().exp())
+    return row_of("held-out text", COST, RANDOM, patched=changes[1], control=changes[2], perplexity=perplexity)
 
 
 def loss_of(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:

@@ -60,10 +60,13 @@ def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
             attention = rows_of["attention to copies", spike.name]
             assert attention.get(case) == pytest.approx(layers[shown].mean().item(), rel=1e-3)
         assert rows_of["one more copy", ""].numbers[case].by_text == pytest.approx(chances, rel=1e-2)
-        assert rows_of["perplexity", ""].get(case) == pytest.approx(perplexity, rel=2e-5)
+        cost = rows_of["change of the perplexity", ""]
+        assert cost.get("perplexity") * (1 + cost.get(case)) == pytest.approx(perplexity, rel=2e-5)
     assert abs(rows_of["change of the perplexity", ""].get("patched")) < 0.01  # ordinary text keeps its perplexity
-    says = "repairs norm and attention in layers 11-29, but not norm and attention in layers 1-8 and the next token"
-    assert says in made.conclusion() and "random neurons repair nothing" in made.conclusion()
+    notes = {(row.name, row.about): row.note for row in made.proof}
+    for name in ("norm of copies", "attention to copies"):
+        assert (notes[name, "layers 11-29"], notes[name, "layers 1-8"]) == ("repaired", "not repaired")
+    assert notes["one more copy", ""] == "not repaired"
 
 
 def test_the_patch_keeps_copies_from_becoming_sinks(setup):

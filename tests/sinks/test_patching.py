@@ -95,12 +95,12 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
 def test_only_words_that_need_repair_prove_it():
     """A word that does not reach the spike intact is no proof, and an infinite perplexity is no harmless one."""
     _, made = made_once("llama", 5)
-    cost = made.proof[-2:]
+    cost = made.proof[-1]
 
     def with_copies(intact, patched=(0.1, 0.1, 0.1), one_copy=(0.1, 0.1, 0.1), attention=(0.9, 0.1)):
         along, given = torch.tensor([[intact], [patched], [intact]]), torch.tensor(attention)[[0, 1, 0], None, None]
         read = along, torch.tensor([one_copy]), given.expand(3, 1, 3), torch.zeros(3, 3)
-        return replace(made, words=3, proof=(*copies_rows("abc", ("layers 1-2",), *read), *cost))
+        return replace(made, words=3, proof=(*copies_rows("abc", ("layers 1-2",), *read), cost))
 
     some = with_copies((0.25, 0.9, 0.8))
     assert verdict_of(some, 0.01)[0] == "made"
@@ -112,8 +112,8 @@ def test_only_words_that_need_repair_prove_it():
     assert verdict_of(with_copies((0.9, 0.9, 0.8), attention=(0.9, 0.5)), 0.01)[0] == "not-repaired"
 
     def with_change(change: float) -> PatchResult:
-        row = row_of(cost[0].table, cost[0].name, patched=change)
-        return replace(some, proof=(*some.proof[:-2], row))
+        row = row_of(cost.table, cost.name, patched=change)
+        return replace(some, proof=(*some.proof[:-1], row))
 
     assert verdict_of(with_change(np.nan), 0.01)[0] == "refused"
     refused = "refused", "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%."
