@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -28,8 +28,7 @@ from sinkscope.models.grouped_heads import kv_head_of
 from sinkscope.sparse.attention import ROWS, Scores, attention_of
 from sinkscope.sparse.bands import TILE, Lines
 
-_ROWS = 1024  # queries at a time for which a mask is built, of one head
-_MASKED = 128  # and of all heads
+_ROWS = 1024  # queries at a time for which a mask is built
 _TILES = 64  # tiles at a time whose keys are listed
 Values = Float[Tensor, "kv_head key d_value"]
 Attended = Float[Tensor, "head query d_value"]
@@ -78,19 +77,20 @@ def line_attention(scores: Scores, value: Values, chosen: Lines) -> Attended:
     if not bool(chosen.offsets[:, : chosen.grid.per].all()):  # a GPU would have to wait for it
         raise SinkscopeError("lines of a head lack the main diagonal: expected all offsets of its own tile among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
-    is_dense = chosen.offsets.all(1)
-    if is_single:
-        at = torch.arange(scores.keys, device=value.device)
-        every = torch.arange(scores.heads)
-        _by_torch(scores, value, every, out, _MASKED, lambda start, stop: chosen.rows(at[start:stop])[..., :stop])
-        return out
-    from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
+    is_dense = chosen.offsets.all(1).tolist()
 
-    rows = _ROWS if scores.past else scores.queries  # on a CPU PyTorch builds the mask of these
-    if bool(is_dense.any()):
-        heads = is_dense.nonzero()[:, 0]
-        _by_torch(scores, value, heads, out, rows, lambda start, stop: causal_lower_right(stop - start, stop))
-    _side_by_side(partial(_tiles, scores, value, chosen, out), (~is_dense).nonzero()[:, 0].tolist())
+    at = torch.arange(scores.keys, device=value.device)
+
+    def compute(head: int) -> None:
+        own = replace(chosen, columns=chosen.columns[head : head + 1], offsets=chosen.offsets[head : head + 1])
+        if is_single:
+            _by_torch(scores, value, head, out[head], _ROWS, lambda start, stop: own.rows(at[start:stop])[0, :, :stop])
+        elif is_dense[head]:
+            _dense(scores, value, head, out[head])
+        else:
+            _tiles(scores, value, own, head, out[head])
+
+    _side_by_side(compute, scores.heads)
     return out
 
 
@@ -110,9 +110,8 @@ def _check(scores: Scores, value: Values, chosen: Lines) -> None:
         )
 
 
-def _tiles(scores: Scores, value: Values, chosen: Lines, out: Attended, head: int) -> None:
-    """Write the attention of one head on columns and bands, tile by tile."""
-    own = replace(chosen, columns=chosen.columns[head : head + 1], offsets=chosen.offsets[head : head + 1])
+def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tensor, "query d_value"]) -> None:
+    """Write the attention of one head on lines of its own, tile by tile."""
     grid = own.grid
     width = scores.key.shape[2]
     kv_head = kv_head_of(head, scores.heads, len(value))
@@ -128,15 +127,15 @@ def _tiles(scores: Scores, value: Values, chosen: Lines, out: Attended, head: in
             weights = query[start:stop] @ met[:, :width].T
             weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
             torch.softmax(weights, 1, out=weights)
-            out[head, start:stop] = weights @ met[:, width:]
+            out[start:stop] = weights @ met[:, width:]
             start = stop
 
 
-def _side_by_side(compute: Callable[[int], None], heads: Sequence[int]) -> None:
+def _side_by_side(compute: Callable[[int], None], heads: int) -> None:
     """Compute each head in its own thread, because the matrix products of one head are too small to split."""
     threads = torch.get_num_threads()
-    if min(threads, len(heads)) < 2:
-        for head in heads:
+    if min(threads, heads) < 2:
+        for head in range(heads):
             compute(head)
         return
     inference = torch.is_inference_mode_enabled()
@@ -146,40 +145,45 @@ def _side_by_side(compute: Callable[[int], None], heads: Sequence[int]) -> None:
             compute(head)
 
     try:
-        with ThreadPoolExecutor(min(threads, len(heads)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(work, heads))
+        with ThreadPoolExecutor(min(threads, heads), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(work, range(heads)))
     finally:
         torch.set_num_threads(threads)  # the number that a thread sets is also what new threads start with
 
 
+def _dense(scores: Scores, value: Tensor, head: int, out: Tensor) -> None:
+    """Write plain causal attention of one head."""
+    from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
+
+    rows = scores.queries
+    if scores.past:
+        rows = _ROWS  # at a time: on a CPU PyTorch builds their mask
+    _by_torch(scores, value, head, out, rows, lambda start, stop: causal_lower_right(stop - start, stop))
+
+
 def _by_torch(
-    scores: Scores,
-    value: Values,
-    heads: Int[Tensor, " some"],
-    out: Attended,
-    rows: int,
-    mask: Callable[[int, int], Any],
+    scores: Scores, value: Tensor, head: int, out: Tensor, rows: int, mask: Callable[[int, int], Any]
 ) -> None:
-    """Write PyTorch's attention of some heads.
+    """Write PyTorch's attention of one head.
 
     Args:
         scores: The scores of a layer.
         value: Values of all positions.
-        heads: The heads.
+        head: The head.
         out: Where it is written.
         rows: Number of queries at a time.
         mask: Gives the mask of the queries at positions from the first to before the second argument.
     """
-    kv_heads = kv_head_of(heads, scores.heads, len(value))
+    kv_head = kv_head_of(head, scores.heads, len(value))
     for start in range(scores.past, scores.keys, rows):
         stop = min(scores.keys, start + rows)
         part = scores.part(start, stop)
         # On 4-D tensors: for other shapes PyTorch builds the whole matrix.
         query, key, values = (
-            tensor.to(out.dtype)[None] for tensor in (part.query[heads], part.key[kv_heads], value[kv_heads, :stop])
+            tensor.to(out.dtype)[None, None] for tensor in (part.query[head], part.key[kv_head], value[kv_head, :stop])
         )
         attended = scaled_dot_product_attention(query, key, values, mask(start, stop), scale=scores.scaling)
-        out[heads, start - scores.past : stop - scores.past] = attended[0]
+        out[start - scores.past : stop - scores.past] = attended[0, 0]
 
 
 def lack_of_library(device: torch.device) -> str | None:
