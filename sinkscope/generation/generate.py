@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
-from sinkscope.engine.run import Event, Run
+from sinkscope.engine.run import Event
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
@@ -142,19 +142,23 @@ def _answers(
 ) -> list[Generated]:
     """What is written after the prompts of a batch, the first of which is number `start`."""
     tok = tokenizer_of(target)
-    with under(edit, target) as run:
+    ends = end_ids(target)
+    pad = max(0, min(ends, default=0))
+    ids, mask = padded(batch, pad, target.device)
+    with under(edit, target) as run, torch.no_grad():
         rewinds = run is not None and run.takes_back
         streamer = None
         if on_text is not None and not rewinds:
             streamer = _Streamer(tok, start, on_text)
-        written = _continued(target, batch, {**options, "streamer": streamer}, run)
+        output = write(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, streamer=streamer, **options)
     answers: list[Generated] = []
     events: list[Event] = []
     summary = ""
     if run is not None:
         events = run.events
         summary = run.summary()
-    for row, tokens in enumerate(written):
+    for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
+        tokens = to_end(written, ends)
         text = tok.decode(tokens, skip_special_tokens=True)
         if on_text is not None and rewinds:
             on_text(start + row, text)
@@ -199,16 +203,6 @@ def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Interv
         if edit is not None:
             for part in edit.parts:
                 part.check_prompt(length)
-
-
-@torch.no_grad()
-def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], run: Run | None) -> list[list[int]]:
-    """The new tokens of each row, up to and with the end of sequence."""
-    ends = end_ids(target)
-    pad = max(0, min(ends, default=0))
-    ids, mask = padded(rows, pad, target.device)
-    output = write(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
-    return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
 
 
 def padded(

@@ -250,19 +250,17 @@ def spike_of(result: Any, spike: int | None) -> Any:
             f"a {type(result).__name__} has no spikes: give the result of find_sinks or why_sink, or "
             "ss.Result.load(path) of its file"
         )
-    chosen = [candidate for candidate in result.first_spikes if candidate.needed_neurons]
-    if spike is not None:
-        if not 0 <= spike < len(result.spikes):
-            raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")
-        chosen = [candidate for candidate in chosen if candidate is result.spikes[spike]]
-    if not chosen and result.spikes and not result.first_spikes:
+    if spike is not None and not 0 <= spike < len(result.spikes):
+        raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")
+    for candidate in result.first_spikes:
+        if candidate.needed_neurons and (spike is None or candidate is result.spikes[spike]):
+            return candidate
+    if result.spikes and not result.first_spikes:
         raise SinkscopeError(
             f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and only "
             "neurons of a spike there are taken from a result: give the neurons yourself with sites=[...]"
         )
-    if not chosen:
-        raise SinkscopeError("no neurons were found that a spike of the first token needs, so there is nothing to edit")
-    return chosen[0]
+    raise SinkscopeError("no neurons were found that a spike of the first token needs, so there is nothing to edit")
 
 
 @dataclass(frozen=True, kw_only=True)
