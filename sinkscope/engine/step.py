@@ -144,19 +144,18 @@ class Step:
             self._by_device[device] = self.index.to(device)
         return self._by_device[device]
 
-    def check_read(self, what: str, remedy: str, enough: int = 0) -> None:
+    def check_read(self, what: str, remedy: str) -> None:
         """Refuse a call that continues tokens which an edit had to see and did not.
 
         Args:
             what: What is not known, as the end of "so ... is not known".
             remedy: What to do instead of entering the block first.
-            enough: Number of first tokens that need not be seen.
 
         Raises:
             SinkscopeError: Such tokens were read before the block was entered, or into a cache that was put together
                 from others.
         """
-        if self.state.partial and self.past > enough:
+        if self.state.partial and self.past > 1:  # the first token is edited by itself
             raise SinkscopeError(
                 f"the first {self.past} tokens were read before this run was entered, so {what} is not known: enter "
                 f"the run first, or {remedy}"

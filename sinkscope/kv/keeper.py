@@ -66,9 +66,8 @@ class CacheKeeper(Actor):
             UnsupportedError: An outer block acts on the cache of this model already, or another policy was entered
                 before.
         """
-        keeper = cls.in_run(run)
-        if keeper is None:
-            keeper = cls._enter(run)
+        keepers = [actor for actor in run.actors if isinstance(actor, CacheKeeper)]
+        keeper = keepers[0] if keepers else cls._enter(run)
         if policy is not None and keeper._policy_name is not None:
             raise UnsupportedError(
                 f"{keeper._policy_name} and {policy} would both choose what the cache keeps: enter one of them"
@@ -76,15 +75,6 @@ class CacheKeeper(Actor):
         keeper._policy_name = policy or keeper._policy_name
         keeper.anchors = max(keeper.anchors, first)
         return keeper
-
-    @classmethod
-    def in_run(cls, run: Run | None) -> CacheKeeper | None:
-        """Return the keeper of a block; None if nothing acts on its caches."""
-        if run is not None:
-            for actor in run.actors:
-                if isinstance(actor, CacheKeeper):
-                    return actor
-        return None
 
     @classmethod
     def _enter(cls, run: Run) -> CacheKeeper:

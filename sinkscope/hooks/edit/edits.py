@@ -329,7 +329,7 @@ class Ablate(NeuronEdit):
 
     def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The mean of the first call that has one; before it nothing changes."""
-        values.step.check_read("the mean of the row", "give a number as value", enough=1)
+        values.step.check_read("the mean of the row", "give a number as value")
         old = values.old
         there = (values.index > 0)[..., None]
         exact = torch.promote_types(old.dtype, torch.float32)

@@ -160,5 +160,5 @@ class SinkPatch(NeuronEdit):
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch 1 neuron"]:
         """The value at the second token of each row."""
-        values.step.check_read("the neuron's value at the second one", "give calibrated values", enough=1)
+        values.step.check_read("the neuron's value at the second one", "give calibrated values")
         return values.keep("second", values.index == 1)
