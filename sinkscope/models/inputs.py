@@ -105,10 +105,9 @@ def end_ids(target: Target) -> list[int]:
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
     if ends is None:
         return []
-    if not isinstance(ends, list | tuple):
-        ends = [ends]
     what = f"eos_token_id of the generation_config of {target.name}"
-    return checked_value(list[between(int, -LARGEST_ID, LARGEST_ID)], list(ends), what, strict=True)
+    listed = list(ends) if isinstance(ends, list | tuple) else [ends]
+    return checked_value(list[between(int, -LARGEST_ID, LARGEST_ID)], listed, what, strict=True)
 
 
 _EXPECTED = (
@@ -171,10 +170,6 @@ def read_inputs(
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
     else:
         rows = _rows_of_ids(tokens)
-    if isinstance(inputs, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
-        first = resolve_bos(target.available_tokenizer, target.config, None)
-        for number, row in enumerate(rows, 1):
-            note_second_bos(row, first, f"row {number}")
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     _check_ids(target, ids)
     lengths = torch.tensor([len(row) for row in rows])

@@ -46,7 +46,6 @@ def load(
     device_map: Any = None,
     quantization_config: Any = None,
     tokenizer: Any = None,
-    probe: bool = True,
 ) -> Any:
     """Load a model.
 
@@ -61,8 +60,6 @@ def load(
         device_map: Passed on to transformers instead of `device`.
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
-        probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
-            (`sinkscope.opening.parts`). Live models are not probed.
 
     Returns:
         Hugging Face model, in eval mode. Its tokenizer is kept on it as `tokenizer`, its name as `sinkscope_name`.
@@ -105,7 +102,7 @@ def load(
             hf.config.circuit = source.name
         check_finite(hf)
         target = Target(hf, hf, "hf", DRAFT, name=source.name)
-        target = replace(target, adapter=adapter_of(target, proves=probe, every_layer=probe))
+        target = replace(target, adapter=adapter_of(target))
         avoid_misreading(target)
         if quantization_config is None and not source.planted:  # which is not the model it was made from
             hf.sinkscope_origin = fingerprint(files), fingerprint(hf)
@@ -176,13 +173,14 @@ def open_target(
     target = None
     if model is None or isinstance(model, str | os.PathLike):
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
-        source, is_bundled = locate(model, revision), model in (None, BUNDLED)
-        if not (whole or world_size() > 1 or is_bundled or source.kind == "gguf" or source.planted):
+        source = locate(model, revision)
+        is_small = model in (None, BUNDLED) or source.planted
+        if not (whole or world_size() > 1 or is_small or source.kind == "gguf"):
             with suppress(UnsupportedError), quiet(), loading_errors(source):  # else it is loaded whole, or refused
                 tensors = SafetensorsSource(source.where, revision=source.revision)
                 target = open_stream(tensors, name=source.name, **options)
-        if target is None:  # the tests check the circuit of the bundled model, so that it needs no probe at every start
-            model = load(model, revision=revision, probe=not is_bundled, **options)
+        if target is None:
+            model = load(model, revision=revision, **options)
     if target is None:
         target = target_of(model, tokenizer)
     if needed:

@@ -68,14 +68,8 @@ _OF_OBJECTS: WeakKeyDictionary[nn.Module, dict[Key, Proof]] = WeakKeyDictionary(
 
 
 @cpu_by_default()
-def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False) -> Found:
-    """Return the adapter of a model; sites that cannot be proved are noted in it.
-
-    Args:
-        target: The model; its own adapter is not read.
-        proves: Whether an adapter that names propose is refused if the proof finds a problem.
-        every_layer: Whether all layers are proved, and not only the first of each kind; a row of the user's own is then
-            refused, too. Of weights that are elsewhere, only the first ones are.
+def adapter_of(target: Target) -> Found:
+    """Return the adapter of a model, whose own is not read; sites that cannot be proved are noted in it.
 
     Raises:
         UnsupportedError: Nothing is proposed, or the proof refuses it.
@@ -92,13 +86,11 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
     with _LOCK, without_autocast(hf.device), without_autocast(torch.device("cpu")):
         structure = structure_of(hf, layers_at(hf, stack_of(hf)))
         places = _places_of(key, target, structure)
-        own = _own_proof(key, target, places, structure, every_layer)
+        own = _own_proof(key, target, places, structure)
     problem = places.proof.problem or own.problem
-    if problem is None:
-        return replace(places.adapter, unproved=_unproved(places, own, structure))
-    if every_layer or (proves and row is None):
+    if problem is not None:
         raise _refusal(target, places, problem)
-    return replace(places.adapter, unproved=(("*", problem),))  # the model does not run so
+    return replace(places.adapter, unproved=_unproved(places, own, structure))
 
 
 def _unproved(places: _Places, own: Proof, structure: Structure) -> tuple[tuple[str, str], ...]:
@@ -203,24 +195,23 @@ def _base_path(model: Any, stack: str) -> str:
 # -- the object --------------------------------------------------------------------------------------------------------
 
 
-def _own_proof(key: Key, target: Target, places: _Places, structure: Structure, every_layer: bool) -> Proof:
+def _own_proof(key: Key, target: Target, places: _Places, structure: Structure) -> Proof:
     """Step 4: the proof of the user's own model."""
     if target.processes > 1:  # transformers itself splits plain modules, and each process has a part of the heads
         return Proof()
     hf, key = target.hf, (*key, structure.modules)
     known = _OF_OBJECTS.setdefault(hf, {}) if structure.is_own else _PROVED
-    if key in known and not every_layer:
+    if key in known:
         return known[key]
     target = replace(target, adapter=places.adapter)
     _refuse_shared(target)
     _refuse_renamed(target)
-    layers = range(target.n_layers) if every_layer and not target.is_offloaded else structure.kinds
     if target.kind == "hf" and target.resident:
         with suppress(Exception):
             twin = without_hooks(hf)
             target = replace(target, model=twin, hf=twin)
     with evaluating(target.hf), apart():
-        proof = Context().run(prove, target, layers)  # in which no policy of a block sees attention
+        proof = Context().run(prove, target, structure.kinds)  # in which no policy of a block sees attention
     known[key] = proof
     return proof
 

@@ -15,7 +15,7 @@ whose modules may have been replaced.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -176,14 +176,14 @@ class Sum:
         return True
 
     def fit(self) -> dict[str, float] | None:
-        """Return the factors; None if the parts do not add up to the total, or one is no part of it."""
+        """Return the factors of the first row; None if the parts do not add up to the total, or one is none of it."""
         if not self.parts or not self._fits():
             return None
-        wanted = self.total
+        wanted = self.total[0]
         if self.start is not None:
-            wanted = wanted - self.start
+            wanted = wanted - self.start[0]
         wanted = wanted.double().flatten()
-        columns = torch.stack([part.double().flatten() for part in self.parts.values()], 1)
+        columns = torch.stack([part[0].double().flatten() for part in self.parts.values()], 1)
         solution = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
         error = (columns @ solution - wanted).abs().max()
         if not error <= _EXACT * wanted.abs().max():
@@ -468,7 +468,6 @@ class LayerProof:
             rows = self._prove_attention()
             self._prove_heads(rows)
         self._prove_residual()
-        self._prove_projection()
         self.values.kept.clear()
         self._chunks.clear()
         self._own = self._value = None
@@ -577,20 +576,3 @@ class LayerProof:
                 raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
             for site in sites:
                 self.problems.setdefault(site, reason)
-
-    def _prove_projection(self) -> None:
-        """What the output projection gives is what attention adds, or what a norm after it reads."""
-        projected, attn = self.values.left("o"), self.values.left("attn_out", "attn")
-        if projected is None or attn is None or self._is_near(attn, projected):
-            return
-        if "attn_out" in self.values.paths:
-            norm: Any = self.target.sub(self.layer, "attn_out")
-            with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
-                normed = norm.forward(projected.to(self.target.dtype))
-                projected = first_tensor(normed).float()
-        if not self._is_near(attn, projected):
-            self.problems.setdefault("attn.hook_z", "hook_attn_out cannot be computed from it")
-
-    def _is_near(self, total: Tensor, other: Tensor) -> bool:
-        """Whether two ways to one number agree at every token."""
-        return total.shape == other.shape and Sum("", total, other).off(self.target.adapter) <= self._tolerance

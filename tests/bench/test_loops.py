@@ -56,7 +56,7 @@ def test_scores_count_interventions_and_the_first_alarm():
 
 
 def test_openings_of_text_and_their_own_continuation():
-    target = target_of(load(probe=False))
+    target = target_of(load())
     task = Loops(source="text", count=3)
     prompts = task.prompts(target)
     assert len(prompts) == 3 and {prompt.set for prompt in prompts} == {"text"}

@@ -21,7 +21,7 @@ WRITTEN = [*((True, kind) for kind in NEEDLES), *((False, kind) for kind in NEED
 
 @cache
 def model(name: str = "recall"):
-    return ss.load(name, probe=False)
+    return ss.load(name)
 
 
 def place_of(prompt) -> float:

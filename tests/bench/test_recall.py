@@ -79,7 +79,7 @@ def test_settings_that_do_not_fit_are_refused(arguments, message):
 
 def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     task = Recall(samples=1, turns=2, lengths=(200,), hops=2, positions=("begin", "end"))
-    model = ss.load("recall", probe=False)
+    model = ss.load("recall")
     records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"], batch_size=2)
     groups = {str(group.method): group for group in tabulate_records([records]).groups}
     full, window, late = (groups[name] for name in ("full", "streaming:40", "loopserve-d:40"))

@@ -152,7 +152,6 @@ def test_load_refuses_what_the_probe_finds(monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "llama", Adapter("llama", down="self_attn.o_proj"))
     with pytest.raises(UnsupportedError, match=r"model type 'llama' has a row, .* is refused: .*down='self_attn"):
         load(checkpoint("llama"))
-    load(checkpoint("llama"), probe=False)
 
 
 def test_zero_weights_are_no_false_alarm():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -108,28 +109,22 @@ def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
     Raises:
         SinkscopeError: The model has another shape.
     """
-    origin = model.get("name")
-    shape = {
-        "family": target.config.model_type,
-        "n_layers": target.n_layers,
-        "d_model": target.d_model,
-        "d_mlp": target.d_mlp,
-    }
-    for name, here in shape.items():
-        there = model.get(name, here)
-        if there != here:
+    here: dict[str, Any] = {"family": target.config.model_type, "n_layers": target.n_layers}
+    here |= {"d_model": target.d_model, "d_mlp": target.d_mlp}
+    for name, size in here.items():
+        if model.get(name, size) != size:
             raise SinkscopeError(
-                f"the patch was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
-                "give that model, or make a patch for this one"
+                f"the patch was made for {model.get('name')}, whose {name} is {model[name]}, and that of "
+                f"{target.name} is {size}: give that model, or make a patch for this one"
             )
     wanted, config = model.get("fingerprint"), target.hf.config
-    if not wanted or wanted in (getattr(config, "_commit_hash", None), fingerprint_of(target)):
-        return
-    where = Path(getattr(config, "_name_or_path", "") or "/dev/null")  # from where transformers says it was loaded
-    with suppress(SinkscopeError, OSError):
-        if not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(Files(where)) == wanted:
-            return
-    warn(
-        f"the patch was made for {origin} (fingerprint {wanted}), and {target.name} has the same shape "
-        f"and other weights, so its sink may have other neurons: make a patch for this model"
-    )
+    known = [None, "", getattr(config, "_commit_hash", None), fingerprint_of(target)]
+    where = Path(getattr(config, "_name_or_path", "") or os.devnull)  # from where transformers says it was loaded
+    if wanted not in known and where.is_dir() and not hasattr(target.hf, "sinkscope_origin"):
+        with suppress(SinkscopeError, OSError):
+            known.append(fingerprint(Files(where)))
+    if wanted not in known:
+        warn(
+            f"the patch was made for {model.get('name')} (fingerprint {wanted}), and {target.name} has the same shape "
+            "and other weights, so its sink may have other neurons: make a patch for this model"
+        )

@@ -91,16 +91,12 @@ def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> 
         except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
             problems.append(f"failed ({visible(first_line(error))})")
             continue
-        asked = list(enumerate(messages, 1))[first:]
-        left_out = [number for number, message in asked if not _holds(text, message)]
-        if not left_out:
+        problem = ""
+        for number, message in enumerate(messages[first:], first + 1):
+            words = re.findall(r"\w+", message["content"])
+            if message["role"] != "assistant" and not all(word in text for word in words):
+                problem = problem or f"leaves out what message {number} says"
+        if not problem:
             return text
-        problems.append(f"leaves out what message {left_out[0]} says" if text.strip() else "writes nothing")
+        problems.append(problem if text.strip() else "writes nothing")
     raise SinkscopeError(f"the chat template of {name} {problems[0]}: {_REMEDY}")
-
-
-def _holds(text: str, message: Mapping[str, str]) -> bool:
-    """Whether a text has the words of a message; of an answer and of a message without words it need not."""
-    if message["role"] == "assistant":
-        return True
-    return all(word in text for word in re.findall(r"\w+", message["content"]))
