@@ -88,8 +88,8 @@ A proof holds for the object that was proved, and for others whose modules have 
 - A **replaced `forward`, a hook, a wrapper or a subclass** around a linear module (a LoRA of your own, for instance) is
   served: where weights are read, sinkscope asks the module, unless it is a plain one. One that is not linear is
   refused.
-- An **MLP with a `forward` of its own**, or a hook on it, that gives something else than its down projection is
-  refused where neurons are read. So are the neurons of modules that do not run, as those of a TransformerBridge after
+- An **MLP with a `forward` of its own** that gives something else than its down projection is refused. So are the
+  neurons of an MLP with a hook of yours, and of modules that do not run, as those of a TransformerBridge after
   `enable_compatibility_mode()`.
 - **Pruned heads** are refused, unless all layers have as many as the configuration says.
 - **Layers that were moved** keep their `layer_idx`, so attention rows, cache policies and guards are refused until it
@@ -98,7 +98,7 @@ A proof holds for the object that was proved, and for others whose modules have 
 
 Not offered, but by earlier versions: `hook_q`, `hook_k` and `hook_v` where attention does not go through transformers'
 interface (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo, GPT-NeoX-Japanese, MPT, XGLM, GIT); the sites around attention and
-MLP of `doge`; the neurons of mixtures with a hook of your own that changes what the experts give.
+MLP of `doge`.
 
 The types were compared with another reading, which follows the additions and products of a layer without any hook of
 sinkscope.

@@ -11,9 +11,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.models.shards import local, shards_of
-from sinkscope.models.weights import are_alike, is_plain
+from sinkscope.models.weights import is_plain
 
 HiddenStates = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]
@@ -21,9 +20,6 @@ InputRows = tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | No
 """Weights and biases of an input projection; None: there are none."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-SAME = 0.02  # relative distance between two ways to what experts give, in any precision
 
 
 @dataclass(frozen=True)
@@ -149,19 +145,6 @@ class Experts:
                 written = written + bias[expert]
             total += routed.weight[:, expert, None] * written
         return total
-
-    def check_given(self, routed: Routed, given: Tensor) -> None:
-        """Refuse experts whose module gives something else than their weights say.
-
-        Raises:
-            UnsupportedError: A hook of the user's changes it.
-        """
-        computed = self.output(routed)
-        if not are_alike(given.reshape(computed.shape), computed, SAME):
-            raise UnsupportedError(
-                "a hook of yours changes what the experts of a layer give, so that it is not what their neurons write: "
-                "remove it while you measure"
-            )
 
 
 class UngatedExperts(Experts):

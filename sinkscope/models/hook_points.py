@@ -13,8 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkscope.models.experts import Experts
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input
-from sinkscope.models.modes import has_hooks
+from sinkscope.models.hooks import Hook, on_hidden, on_input
 from sinkscope.models.target import Target
 from sinkscope.models.weights import brought
 from sinkscope.results.parts import Neuron
@@ -61,8 +60,6 @@ def expert_hook(
         edited = _latest.edited
         with brought(module):
             routed = experts.routed(args, kwargs)
-            if has_hooks(module) and not edited:  # else other edits are in the output as well
-                experts.check_given(routed, first_tensor(output))
             factors = experts.factors(expert, routed.entering(expert), neurons)
             post = experts.activate(*factors).clone()
             written = experts.columns(expert, neurons).to(post.dtype)

@@ -14,13 +14,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
-from sinkscope.models.experts import SAME, Experts, Routed
+from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
-from sinkscope.models.modes import has_hooks
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
-from sinkscope.models.weights import are_alike, brought, input_columns
+from sinkscope.models.weights import brought, input_columns
 
 
 def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
@@ -131,6 +129,7 @@ def view_layer(
         where: The positions.
         start: What entered a layer up to this one when these texts were read; the pass begins there.
     """
+    target.check_neurons(layer)
     chosen = where.flatten()
     parts: dict[str, Tensor] = {}
 
@@ -138,27 +137,21 @@ def view_layer(
         tensor = value.detach().flatten(0, -2)
         parts[part] = tensor[chosen.to(tensor.device)].float()
 
-    def experts_done(module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+    def experts_done(module: nn.Module, args: Args, kwargs: Kwargs, _output: Any) -> None:
         experts = target.experts(layer)
         routed = experts.routed(args, kwargs)
-        keep("experts", first_tensor(output))
         keep("routing", routed.weight)
         with brought(module):
-            if has_hooks(module):
-                experts.check_given(routed, first_tensor(output))
             parts["of experts"] = _expert_activations(experts, routed, chosen)
 
     on_part = partial(target.part_hooks, layer)
     hooks = on_mlp(target, layer, partial(keep, "mlp"))
     hooks += on_part("down", "pre", on_input(partial(keep, "post")))
-    hooks += on_part("down", "post", on_hidden(partial(keep, "down")))
     hooks += on_part("shared_gate", "post", on_hidden(partial(keep, "gate")))
     if layer in target.mixtures:
         hooks += on_part("experts", "post", experts_done)
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
-    if has_hooks(target.sub(layer, "mlp")):
-        _check_unchanged(target, layer, parts)
     mlp, routing = parts["mlp"] * target.adapter.write_factor, parts.get("routing")
     if routing is None:
         return LayerView(layer, mlp, parts["post"])
@@ -173,32 +166,7 @@ def view_layer(
     return LayerView(layer, mlp, post, routing)
 
 
-def _check_unchanged(target: Target, layer: int, parts: dict[str, Tensor]) -> None:
-    """Refuse an MLP of which a hook of the user's changes what its neurons write.
-
-    Raises:
-        UnsupportedError: It does.
-    """
-    adapter, given = target.adapter, parts["mlp"]
-    written = torch.zeros_like(given)
-    if "experts" in parts:
-        written = written + parts["experts"] * adapter.expert_factor
-    if "down" in parts and not holds_shared(target, layer):
-        shared = parts["down"]
-        if "gate" in parts:
-            shared = shared * parts["gate"].sigmoid()
-        factor = adapter.down_factor
-        if layer in target.mixtures:
-            factor = adapter.shared_factor
-        written = written + shared * factor
-    if not are_alike(given, written, SAME):
-        raise UnsupportedError(
-            f"a hook of yours changes what the MLP of layer {layer} of {target.name} gives, so that it is not what its "
-            "neurons write: remove the hook, or put it on the down projection"
-        )
-
-
-def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, " token"]) -> Float[Tensor, "n neuron"]:
+def _expert_activations(experts: Experts, routed: Routed, chosen: Tensor) -> Tensor:
     """The neurons of all experts for the chosen tokens, times the routing weight; 0 where an expert was not chosen."""
     chosen = chosen.to(routed.weight.device)
     routing = routed.weight[chosen].float()

@@ -15,6 +15,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Found, layers_at
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.hooks import Hook, forward_parameters, hooked
+from sinkscope.models.modes import has_hooks
 from sinkscope.models.partial_pass import LayerInput, bounded, stop
 from sinkscope.models.shards import Shards, shards_of, split_weight
 from sinkscope.models.weights import brought, input_width
@@ -198,12 +199,15 @@ class Target:
         return self.width(self.mixtures[0], 0) if self.mixtures else self.width(self.with_neurons[0])
 
     def check_neurons(self, layer: int) -> None:
-        """Refuse to edit neurons of a layer whose MLP could not be proved.
+        """Refuse neurons of a layer whose MLP could not be proved, or may give something else than its neurons write.
 
         Raises:
-            UnsupportedError: It could not.
+            UnsupportedError: It is such a layer.
         """
         reason = dict(self.adapter.unproved).get(f"blocks.{layer}.mlp.hook_post")
+        for part in ("mlp", "experts"):
+            if part in self.paths[layer] and has_hooks(self.sub(layer, part)):
+                reason = "a hook of yours is on its MLP, and may change what it gives; remove it while you measure"
         if reason is not None:
             raise UnsupportedError(f"the neurons of layer {layer} of {self.name} are not offered: {reason}")
 

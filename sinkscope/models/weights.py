@@ -61,7 +61,7 @@ def are_alike(given: Tensor, expected: Tensor, share: float) -> bool:
 _LARGE, _LINEAR = 30.0, 0.05  # inputs by which a module is tried that is asked, and the relative error it may have
 
 
-def _asked(module: nn.Module, inputs: Float[Tensor, "1 row input"]) -> Float[Tensor, "1 row output"]:
+def _asked(module: nn.Module, inputs: Tensor) -> Tensor:
     """What a module makes of what its `forward` gets, with the hooks of its user on what it gives.
 
     Raises:

@@ -500,7 +500,7 @@ class LayerProof:
         error = (change - expected).abs().max()
         return bool(error <= self._attended * size)
 
-    def _prove_attention(self) -> Float[Tensor, "row head query key"]:
+    def _prove_attention(self) -> Tensor:
         """Attention that is computed again gives what the model's own gives; return its rows."""
         target, layer = self.target, self.layer
         returned = self.values.kept.get((self.values.paths["attn"], "rows"))
@@ -528,7 +528,7 @@ class LayerProof:
             raise UnsupportedError("recomputed attention differs from the model's own")
         return rows
 
-    def _prove_heads(self, rows: Float[Tensor, "row head query key"]) -> None:
+    def _prove_heads(self, rows: Tensor) -> None:
         """The output projection reads its heads side by side."""
         given, count = self.values.entered("o"), self.target.n_heads
         if given is None:
@@ -544,7 +544,7 @@ class LayerProof:
         if not is_beside:
             self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
 
-    def _holds_values(self, rows: Tensor, heads: Float[Tensor, "row head pos d_head"]) -> bool:
+    def _holds_values(self, rows: Tensor, heads: Tensor) -> bool:
         """Whether heads are values that some projection gives, weighted by the rows."""
         width = heads.shape[-1]
         given = self.values.left("v", "fused_qkv")
