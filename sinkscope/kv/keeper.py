@@ -23,9 +23,8 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import QueryKeeper
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.models.numbering import check_caches_filled
 from sinkscope.models.target import Target
-from sinkscope.models.windows import layer_window, layers_with_states
+from sinkscope.models.windows import check_caches_filled, layer_window, layers_with_states
 from sinkscope.results.notation import count_of
 
 _METER = "meter"

@@ -18,7 +18,7 @@ from sinkscope.generation.decode import noted_decoding
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
-from sinkscope.models.modes import evaluating
+from sinkscope.models.hooks import evaluating
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.result import Result
 

@@ -11,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.models.shards import local, shards_of
 from sinkscope.models.weights import is_plain
 
@@ -18,8 +19,6 @@ HiddenStates = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]
 InputRows = tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]
 """Weights and biases of an input projection; None: there are none."""
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 @dataclass(frozen=True)

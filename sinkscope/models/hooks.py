@@ -8,18 +8,73 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.experts import Args, Kwargs
-from sinkscope.models.modes import DEPTH, OWN_HOOKS
 from sinkscope.models.shards import shards_of
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
 that are "pre"), "post", and "always" (after an error, too)."""
+OWN_HOOKS = set[int]()
+"""Numbers of the hooks of sinkscope that are on modules."""
+
+
+class _Depth(threading.local):
+    """How many times this thread has gone apart."""
+
+    value = 0
+
+
+DEPTH = _Depth()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Context manager in which only those hooks of sinkscope act in this thread that are put on inside it."""
+    DEPTH.value += 1
+    try:
+        yield
+    finally:
+        DEPTH.value -= 1
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its user, which may change what it gives."""
+    return not OWN_HOOKS.issuperset([*hooks_of(module, "_forward_pre_hooks"), *hooks_of(module, "_forward_hooks")])
+
+
+def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
+    """Return the hooks of a module by number, which torch keeps under the name of their kind."""
+    return vars(module)[kind]
+
+
+_MODES = threading.Lock()
+_EVALUATED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many hold a module that was training
+
+
+@contextmanager
+def evaluating(hf: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts; after the last that overlap, every module has the mode it had."""
+    with _MODES:
+        training = [module for module in hf.modules() if module.training or module in _EVALUATED]
+        for module in training:
+            _EVALUATED[module] = _EVALUATED.get(module, 0) + 1
+            module.training = False
+    try:
+        yield
+    finally:
+        with _MODES:
+            for module in training:
+                _EVALUATED[module] -= 1
+                if not _EVALUATED[module]:
+                    del _EVALUATED[module]
+                    module.training = True
 
 
 _COMPILER = threading.Lock()

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Found, layers_at
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.hooks import Hook, forward_parameters, hooked
-from sinkscope.models.modes import has_hooks
+from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hooked
 from sinkscope.models.partial_pass import LayerInput, bounded, stop
 from sinkscope.models.shards import Shards, shards_of, split_weight
 from sinkscope.models.weights import brought, input_width

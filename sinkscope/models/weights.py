@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, first_line
-from sinkscope.models.modes import OWN_HOOKS, evaluating, has_hooks, hooks_of
+from sinkscope.models.hooks import OWN_HOOKS, evaluating, has_hooks, hooks_of
 from sinkscope.models.shards import local, shards_of
 
 

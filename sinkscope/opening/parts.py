@@ -5,16 +5,20 @@
 2. Names propose places, and sums say which of them are right (`opening.places`).
 3. One pass over the small model proves them (`opening.proof`). A wrong adapter is refused; a site that cannot be proved
    is noted, and refused when somebody asks for it.
-4. One pass over the user's own model confirms them. This holds for models of the same structure (`opening.structure`);
-   where a function was replaced in the model, it holds for this object alone.
+4. One pass over the user's own model confirms them. This holds for models of the same structure: of
+   modules of the same classes and sizes. Where a function was replaced in the model, which may compute anything, it
+   holds for this object alone.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,19 +39,35 @@ from sinkscope.models.adapters import (
     stack_of,
 )
 from sinkscope.models.checkpoints.config import cpu_by_default
-from sinkscope.models.hooks import forward_parameters, without_autocast
-from sinkscope.models.modes import apart, evaluating
+from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks, without_autocast
 from sinkscope.models.target import Target, parts_of
-from sinkscope.opening.places import proposed
+from sinkscope.opening.places import kinds_of, proposed, sample_of
 from sinkscope.opening.proof import Proof, prove
-from sinkscope.opening.sample import kinds_of, sample_of
-from sinkscope.opening.structure import Structure, structure_of, without_hooks
 
 EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 _APART = ("_name_or_path", "transformers_version", "dtype", "architectures", "eos_token_id", "pad_token_id")
 """What two models may have of their own in a configuration, and keep their parts in the same places."""
 _AHEAD = 1e-4  # share of the largest logit by which an unread token may change logits
 _LOCK = threading.RLock()
+
+
+_WRAPPERS = ("nnsight", "sinkscope")
+"""Packages whose functions in the place of a method call the module's own."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structure of a model.
+
+    Attributes:
+        modules: What each module is.
+        kinds: For each layer, the number of the first one that is made in the same way.
+        is_own: Whether somebody put functions into modules of this object.
+    """
+
+    modules: tuple[Any, ...]
+    kinds: tuple[int, ...]
+    is_own: bool
 
 
 @dataclass(frozen=True)
@@ -259,3 +279,66 @@ def _refuse_renamed(target: Target) -> None:
             if is_linear and not f"{path}.".startswith(known):
                 error = NotInferredError(f"layer {number} of {target.name} has no {', '.join(missing)}, but {path!r}")
                 raise not_inferred(replace(adapter, **missing), error)
+
+
+# -- the structure -----------------------------------------------------------------------------------------------------
+
+
+def structure_of(hf: nn.Module, layers: list[nn.Module]) -> Structure:
+    """Return the structure of a model, which changes if somebody replaces a module, a size or a function.
+
+    Args:
+        hf: The model.
+        layers: Its decoder layers.
+    """
+    described = dict[nn.Module, Any]()
+    parts = list[Any]()
+    is_own = False
+    for path, module in hf.named_modules():
+        cls: Any = type(module)
+        functions = _functions(module)
+        is_own = is_own or bool(functions)
+        words = [cls, cls.forward, *functions]
+        for name, weight in module.named_parameters(recurse=False):
+            words += (name, weight.shape, weight.dtype)
+        described[module] = tuple(words)
+        parts += (path, described[module])
+    firsts = dict[Any, int]()
+    kinds = list[int]()
+    for number, layer in enumerate(layers):
+        own = list[Any]()
+        for path, module in layer.named_modules():
+            own += (path, described[module])
+        kinds.append(firsts.setdefault(tuple(own), number))
+    return Structure(tuple(parts), tuple(kinds), is_own)
+
+
+def _functions(module: nn.Module) -> list[Any]:
+    """Functions that stand in the place of what the class has; none of those that only call that."""
+    functions = list[Any]()
+    for name, value in list(vars(module).items()):  # another thread may enter or leave a block
+        if name[0] == "_" or not (name == "forward" or isinstance(value, FunctionType | MethodType | partial)):
+            continue
+        if name == "forward" and hasattr(module, "_hf_hook"):  # accelerate brings weights, and calls what stood here
+            value = vars(module).get("_old_forward", value)
+        names = {str(getattr(each, "__module__", None)).partition(".")[0] for each in (type(value), value)}
+        function = getattr(value, "__func__", value)
+        if names.isdisjoint(_WRAPPERS) and function is not getattr(type(module), name, None):
+            functions.append(function)
+    return functions
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """Return a model, or one with the same weights in modules of its own, which have none of the hooks of its user.
+
+    Raises:
+        Exception: Somebody has put something into a module that cannot be copied.
+    """
+    if not any(has_hooks(module) for module in model.modules()):
+        return model
+    copies: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):  # another thread may enter or leave a block
+            if "_forward_" in name and "hooks" in name:  # another thread's may be among them, which are not copied
+                copies[id(value)] = type(value)()
+    return copy.deepcopy(model, copies)

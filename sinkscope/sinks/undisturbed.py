@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sinkscope.models.modes import evaluating
+from sinkscope.models.hooks import evaluating
 
 
 @contextmanager

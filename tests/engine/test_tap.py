@@ -13,7 +13,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
-from sinkscope.opening.structure import structure_of
+from sinkscope.opening.parts import structure_of
 from sinkscope.sparse.lines import scores_of
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5

@@ -27,7 +27,7 @@ import sinkscope as ss
 from sinkscope.engine.stock import attention_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.opening.live import target_of
-from sinkscope.opening.sample import sample_of
+from sinkscope.opening.places import sample_of
 
 
 @cache
