@@ -10,7 +10,7 @@ from pathlib import Path
 from experiments.record import write_record
 from experiments.script import run
 from sinkscope.measure import Setup
-from sinkscope.sinks.spikes.copies import copies_of
+from sinkscope.sinks.repeat import copies_of
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.tokens import MAX_REPEATS, prefix_of, vocabulary
 

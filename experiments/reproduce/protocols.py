@@ -21,8 +21,8 @@ from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.results.row import of_table
-from sinkscope.sinks.spikes.controls import ordered, random_neurons
-from sinkscope.sinks.spikes.copies import copies_of
+from sinkscope.sinks.repeat import copies_of
+from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
@@ -72,7 +72,7 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
                 members.append(Neuron(layer, *expert_and_neuron(survey.target, layer, number)))
         if not members:
             continue
-        orders = ordered(survey.target, {layer: written}, members[:1])
+        orders = ordered_in(survey.target, survey.ids, members[:1])
         random = [random_neurons(orders, members[:1], setup.seed, number, members) for number in range(CONTROLS)]
         left = SpikeTexts.of(spike).along([*((one,) for one in members), *random]).mean(1)
         lost = (1 - left).tolist()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sinkscope.results.cards import Card
 from sinkscope.results.pages import render
 from sinkscope.results.result import Result
-from sinkscope.results.row import Row, table_of
+from sinkscope.results.row import Card, Row, table_of
 from sinkscope.results.tables import Table
 
 CARD = "card.json"

@@ -28,11 +28,10 @@ from sinkscope.files.store import begun_by
 from sinkscope.measure.margin import Interval, in_points
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.measure.merge import CAME, CHANGED, SAME, SMALL, UNJUDGED, WENT, by_chance, merge
-from sinkscope.results.cards import Card
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.result import Result
-from sinkscope.results.row import Row, table_of
+from sinkscope.results.row import Card, Row, table_of
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 from sinkscope.results.tables import Table, cell
 

@@ -106,8 +106,3 @@ def read_head(text: str, option: str = "--heads") -> tuple[int, int]:
     """
     layer, head = _read(_HEAD, text, option, "a head such as L5.H3")
     return layer, head
-
-
-def percent_with_margin(value: float, margin: float | None) -> str:
-    """Write a share, with its margin over tokens or sequences if known."""
-    return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"

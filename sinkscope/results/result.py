@@ -11,10 +11,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import documented_at
-from sinkscope.results.cards import Card
 from sinkscope.results.console import WIDTH
 from sinkscope.results.pages import Section, document, plot, render
-from sinkscope.results.row import Row, share_columns, table_of, with_texts
+from sinkscope.results.row import Card, Row, share_columns, table_of, with_texts
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1

@@ -30,7 +30,7 @@ from sinkscope.results.parts import Head
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
-from sinkscope.sinks.spikes.copies import along_spikes
+from sinkscope.sinks.repeat import along_spikes
 from sinkscope.sinks.spikes.edited import means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.spike import Spike

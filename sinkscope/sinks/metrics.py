@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.hooks import evaluating
 from sinkscope.models.inputs import check_length, read_inputs
 from sinkscope.opening.load import open_target
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 from sinkscope.sinks.thresholds import LEAST_TYPICAL
-from sinkscope.sinks.undisturbed import undisturbed
 
 
 def sink_metrics(
@@ -71,3 +76,19 @@ def metrics_of(surveys: list[Survey]) -> dict[str, float]:
             places.append((layer, position))
     layer, position = max(dict.fromkeys(places), key=places.count)
     return metrics | {"norm_ratio": sum(ratios) / len(ratios), "norm_layer": layer, "norm_position": position}
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Context manager in which no dropout acts; afterwards modes and random numbers are as before.
+
+    Args:
+        model: The model.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)

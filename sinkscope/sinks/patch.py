@@ -37,9 +37,8 @@ from sinkscope.results.parts import Neuron
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repeat import append_copy, attention_from
+from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
-from sinkscope.sinks.spikes.copies import along_spikes, copies_of
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import survey_of

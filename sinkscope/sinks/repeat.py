@@ -26,6 +26,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Mean, Result, Row, Setup, measurement
 from sinkscope.measure.margin import margin_of, share_interval
+from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
@@ -33,7 +34,6 @@ from sinkscope.opening.load import open_target
 from sinkscope.results.notation import percent, word_form, word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.spikes.copies import along_spikes, half_reached
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
@@ -409,3 +409,62 @@ def attention_from(
             run(rows)
         received.append(total)
     return torch.cat(received)
+
+
+# --- copies ---
+
+
+FIRST_LENGTH = 128  # copies of the first pass; their number doubles
+
+
+@torch.no_grad()
+def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
+    """Project every position on each spike's direction after its peak, as a share of the spike."""
+
+    def project(states: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos spike"]:
+        return torch.stack([spike.along(states.float().cpu()) for spike in spikes], -1)
+
+    sites = [f"blocks.{spike.peak}.hook_resid_post" for spike in spikes]
+    along = trace(target, rows, sites, project, batch_size=rows_at_once(rows.shape[1], target.d_mlp))
+    return [along[site][..., number] for number, site in enumerate(sites)]
+
+
+def half_reached(along: Float[Tensor, " copy"]) -> int | None:
+    """Return the first number of copies that reaches half of the first token's projection and stays there for the next.
+
+    None: no number does.
+    """
+    reaches = along >= HALF
+    reaches[:-1] &= reaches[1:].clone()
+    reached = reaches.nonzero().flatten()
+    if not len(reached):
+        return None
+    return int(reached[0]) + 1
+
+
+def copies_of(
+    target: Target, spikes: Sequence[Spike], tokens: Sequence[int], before: Sequence[int], limit: int
+) -> list[list[int | None]]:
+    """Return how many copies of each token reach half of each spike, in passes whose length doubles up to the limit.
+
+    Args:
+        target: The model.
+        spikes: Spikes of the first token.
+        tokens: Ids of the tokens.
+        before: What stands before the copies; copies are compared with its first token.
+        limit: Largest number of copies.
+
+    Returns:
+        For each spike and token the first number of copies that reaches half of it. None: no number does.
+    """
+    halves = {token: list[int | None]([None] * len(spikes)) for token in tokens}
+    waiting, length = list(halves), min(FIRST_LENGTH, limit)
+    while waiting and spikes:
+        each = along_spikes(target, spikes, repeated(before, waiting, length))
+        for number, token in enumerate(waiting):
+            halves[token] = [half_reached(along[number, len(before) :] / along[number, 0]) for along in each]
+        if length == limit:
+            break
+        waiting = [token for token in waiting if None in halves[token]]
+        length = min(2 * length, limit) if target.resident else limit
+    return [[halves[token][number] for token in tokens] for number in range(len(spikes))]

@@ -15,11 +15,10 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.measure import Setup
 from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
-from sinkscope.sinks.metrics import metrics_of
+from sinkscope.sinks.metrics import metrics_of, undisturbed
 from sinkscope.sinks.spikes.spike import find_spikes, over_typical
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.spikes.writers import writers_of
-from sinkscope.sinks.undisturbed import undisturbed
 
 
 class SinkCallback(TrainerCallback):

@@ -122,7 +122,7 @@ def test_with_alibi_no_key_can_be_hidden_and_this_is_said_in_one_line(model_type
     for ask in (lambda: conditions_of([spike], 0), lambda: purpose_of(spike, 0, None, 0)):
         with pytest.raises(UnsupportedError, match="where no cache policy, guard, knockout or"):
             ask()
-    sinks = Sinks(spike.survey, spike.survey, (SpikeCircuit(spike, spike, Needs(Writers({}, (), {}), ())),))
+    sinks = Sinks(spike.survey, spike.survey, (SpikeCircuit(spike, spike, Needs(Writers({}, ()), ())),))
     with pytest.warns(UserWarning, match="is not measured: a model of type"):
         answers = answers_of(sinks, lambda _number: None, 0, {"conditions", "purpose"})
     assert answers == {}

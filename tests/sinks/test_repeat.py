@@ -14,8 +14,7 @@ from report_kit import atlas
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repeat import TAIL, Repeat, Sweep, repeat, sweep_of
-from sinkscope.sinks.spikes.copies import half_reached
+from sinkscope.sinks.repeat import TAIL, Repeat, Sweep, half_reached, repeat, sweep_of
 from sinkscope.sinks.spikes.find import find_sinks
 
 pytestmark = pytest.mark.few_texts

@@ -12,11 +12,9 @@ from markupsafe import escape
 from sample_results import FIRST, control, outcome, sample_find_sinks, spike, with_rows, writer
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.cards import Card
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.records import NO_EQUAL
-from sinkscope.sinks.spikes.said import needed_sentence, spike_card
+from sinkscope.results.row import Card, Mean, Row, row_of
+from sinkscope.sinks.spikes.records import NO_EQUAL, needed_sentence, spike_card
 
 SHARES = st.floats(-5, 5) | st.sampled_from([0.0, -0.0, 0.004, -0.004, 1.0, 40.0])
 SIZES = st.floats(0, 1e6) | st.sampled_from([0.0, 1e-6, 0.004, 0.99, 1.0, 9.99, 10.0])

@@ -45,7 +45,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
 from sinkscope.models.text import beginning
 from sinkscope.results.notation import word_form
-from sinkscope.sinks.spikes.said import purpose_sentence
+from sinkscope.sinks.spikes.records import purpose_sentence
 
 MOST_TOKENS = 512
 STORY = (

@@ -17,10 +17,9 @@ from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 from sinkscope.results.row import Row
 from sinkscope.sinks.spikes.asked import ALONE, Case, measure
-from sinkscope.sinks.spikes.controls import ordered, random_neurons
+from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 from sinkscope.sinks.spikes.edited import SpikeTexts
-from sinkscope.sinks.spikes.records import SpikeResult, neuron_of
-from sinkscope.sinks.spikes.said import spike_card
+from sinkscope.sinks.spikes.records import SpikeResult, neuron_of, spike_card
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.thresholds import COUNTS
 
@@ -55,7 +54,7 @@ def random_alone(setup: Setup, spike: SpikeResult, measured: SpikeCircuit, texts
     """
     removed, written = (list(map(neuron_of, spike.table(name))) for name in ("alone", "writers"))
     drawn: dict[tuple[int, int | None], Neuron] = {}
-    orders = ordered(setup.target, measured.needs.writers.written, removed)
+    orders = ordered_in(setup.target, setup.ids, removed)
     for neuron in removed:
         if (neuron.layer, neuron.expert) not in drawn:
             (other,) = random_neurons(orders, [neuron], setup.seed, excluded=[*removed, *written])

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sinkscope.app.report import not_measured
 from sinkscope.measure import Result
-from sinkscope.results.cards import Card
-from sinkscope.results.row import Row
+from sinkscope.results.row import Card, Row
 from sinkscope.results.tables import MOST_ROWS, Table
 from sinkscope.sinks.spikes.records import SpikeResult, span
 

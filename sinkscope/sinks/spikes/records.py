@@ -1,16 +1,16 @@
-"""The parts of a `find_sinks` result as JSON holds them: spikes, each with the rows of its tables."""
+"""A spike as JSON holds it, with the rows of its tables; and what is said of it: sentences, and cards of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.notation import read_head, read_neuron, word_form
+from sinkscope.results.notation import percent, read_head, read_neuron, word_form, word_list
 from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.results.row import Row, of_table
+from sinkscope.results.row import Card, Row, of_table
 from sinkscope.sinks.spikes.places import PlaceWords
-from sinkscope.sinks.thresholds import HALF, REMOVED
+from sinkscope.sinks.thresholds import HALF, REMOVED, STANDS_OUT
 
 WRITES = ("needed", "lowers", "backup")
 """The roles of neurons that write a spike."""
@@ -140,3 +140,264 @@ def run(first: int, last: int) -> str:
 def span(first: int, last: int) -> str:
     """Return the numbers of the layers of a spike."""
     return str(first) if first == last else f"{first}-{last}"
+
+
+READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention."
+SUFFICE = "{parts} {suffice} for the spike at {place}: zeroed there, {they} {cost} {loss} nats a token, {control}."
+LEAVE = "{parts} {suffice} for the spike at {place}: zeroed there, {they} {leave} {left} of it, {control}."
+REPLACED = "Replacing {parts} at {place} costs {loss} nats a token and leaves {left} of its spike, {control}."
+NO_SPIKE = "No norm spike was found: the largest is {ratio:.1f} times the typical one, {where}."
+LEARNED = "{heads} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
+LEGEND = (
+    "±: half of the 95% interval over texts, which did not choose the neurons. needed: the fewest that leave less than "
+    "a quarter of the spike. at place: they are zeroed at the place alone. hidden: later tokens do not see "
+    "the place. busiest, random: other neurons of the same layers that write as much, zeroed everywhere."
+)
+"""What explains the labels, below the last card."""
+MAKES = "A position that {causes} becomes the sink: {share} of the spike ({control})."
+MAKES_NOTHING = (
+    "Neither its token, nor seeing only itself, nor position id 0 makes a position the sink: at most {share}."
+)
+COSTS = "Hiding {place} from later tokens {where} costs {loss} nats a token (another token: {control})."
+SAID = {"its token": "carries {token}", "alone": "sees only itself", "id 0": "has position id 0"}
+"""What each cause is called in a sentence."""
+
+SHOWN = 3  # items that a label names
+MARKING = 8  # rows of heads that mark the first token
+GAP = "   "  # between the items of a label
+
+LEFT = ("{left} of the spike", "{heads} head(s)")
+EFFECT = (
+    "{size} other neuron(s) zeroed",
+    "{norm} of the written norm",
+    "{left} of the spike",
+    "{intact} head(s), {heads} then",
+    "{loss} nats over {tokens} tokens",
+)
+PURPOSE = (
+    "{loss} nats",
+    "{heads} head(s) at the place",
+    "{taker_heads} at position {taker}",
+    "a changed token spreads {spread}",
+)
+ATTENTION = ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
+CONSTANT = {
+    "state": "cosine between texts {before} -> {after}; an ordinary position {ordinary_before} -> {ordinary_after}",
+    "value": "norm over the typical one {before} -> {after}; an ordinary one {ordinary_before} -> {ordinary_after}",
+    "score": "{before} -> {after} of its lead over other keys is there for every query; an ordinary key "
+    "{ordinary_before} -> {ordinary_after}",
+}
+"""How a card says the numbers of rows."""
+
+
+# --- sentences ---
+
+
+def needed_sentence(spike: SpikeResult) -> str | None:
+    """Return what the needed set of a spike costs at the place, beside the strongest control; None: not measured."""
+    effect = spike.table("effects").get("at place")
+    if effect is None:
+        return None
+    single, neurons = len(spike.needed) == 1, bool(spike.needed_neurons)
+    names = word_list([with_article(part) for part in spike.needed], 2 if len(spike.needed) == 2 else 1)
+    words = {
+        "parts": names[:1].upper() + names[1:] if neurons else names,
+        "suffice": "suffices" if single else "suffice",
+        "they": "it" if single else "they",
+        "cost": "costs" if single else "cost",
+        "leave": "leaves" if single else "leave",
+        "place": spike.place.words,
+        "loss": effect.numbers.get("loss"),
+        "left": effect.numbers["left"],
+        "control": beside_control(spike, effect),
+    }
+    if "loss" not in effect.numbers:
+        return LEAVE.format(**words)
+    return (SUFFICE if neurons else REPLACED).format(**words)
+
+
+def beside_control(spike: SpikeResult, effect: Row) -> str:
+    """Return what the strongest control does; the words say so if it does as much as the needed set."""
+    control = strongest_control(spike.rows)
+    if control is None:
+        return "without a control"
+    what = {"busiest": "the busiest others", "random": "random others"}[control.name]
+    if not spike.needed_neurons:
+        what = "other components"
+    number, least, as_much = "left", "no less than", control.get("left") <= effect.get("left") + effect.margin("left")
+    if "loss" in effect.numbers and "loss" in control.numbers:
+        number, least = "loss", "no more than"
+        as_much = control.get("loss") >= effect.get("loss") - effect.margin("loss")
+    value = control.numbers[number].digits(control.get(number))
+    if control.note == NO_EQUAL:
+        return f"{NO_EQUAL.replace('other neurons', 'others')} ({control.name}: {value})"
+    return f"{least} {what} ({value})" if as_much else f"{what} {value}"
+
+
+def cause_sentence(spike: SpikeResult) -> str | None:
+    """Return what makes a position such a place; None if it was not asked."""
+    asked, causes = spike.table("conditions"), sufficient(spike.rows)
+    if not asked:
+        return None
+    cells = {name: row for name, row in asked.items() if {*name.split(", ")} <= {*CAUSES}}
+    if not causes:
+        fewer = [asked[AS_IT_IS], *(row for name, row in cells.items() if name.count(",") < 2)]
+        return MAKES_NOTHING.format(share=percent(max(map(_left, fewer))))
+    several = len(causes) > 1 and all(asked[cause].get("left") >= HALF for cause in causes)
+    best = max((asked[cause] for cause in causes) if several or len(causes) == 1 else cells.values(), key=_left)
+    control = f"an ordinary position: {percent(asked[AS_IT_IS].get('left'))}"
+    if "alone" in causes:
+        control = f"with one other token visible: {asked[ONE_OTHER].numbers['left']}"
+    words = [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
+    joined = " or ".join(words) if several else word_list(words)
+    return MAKES.format(causes=joined, share=best.numbers["left"], control=control)
+
+
+def _left(row: Row) -> float:
+    return row.get("left")
+
+
+def purpose_sentence(spike: SpikeResult) -> str | None:
+    """Return what hiding a place costs; None if it was not asked."""
+    hidden = spike.table("purpose").get("hidden")
+    if hidden is None:
+        return None
+    control = max(spike.table(PURPOSE_CONTROLS).values(), key=lambda row: row.get("loss")).numbers["loss"]
+    return COSTS.format(
+        place=spike.place.words,
+        where=hidden.note,
+        loss=hidden.numbers["loss"],
+        control=control.digits(control.value),
+    )
+
+
+# --- cards ---
+
+
+def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
+    """Return the card of a spike.
+
+    Args:
+        spike: The spike.
+        others: The same spike at other places.
+    """
+    writers = list(spike.table("writers").values())
+    alone = [replace(row, name=f"{row.name} zeroed:") for row in spike.table("alone").values()]
+    also = [replace(other.named("spike", "read by"), name=f"{other.place.words}:") for other in others]
+    rows = {
+        "norm": norm_words(spike),
+        "needed": needed_words(spike),
+        "writers": listed([row for row in writers if row.note in WRITES], ("{share}",)),
+        "not writers": listed([row for row in writers if row.note not in WRITES], ("{share}", "{left} left")),
+        "components": listed(spike.table("components").values(), ("{share}",), notes=False),
+        **{name: effect_words(row) for table in ("effects", "controls") for name, row in spike.table(table).items()},
+        "alone": listed(alone, (*LEFT, "{loss} nats"), "only ") if len(spike.needed_neurons) > 1 else "",
+        "marks": listed(
+            spike.table("marks").values(), ("{left} left", "{others} without others", "{heads} head(s)"), "without "
+        ),
+        "erasers": listed(spike.table("erasers").values(), ("{share}",), notes=False),
+        "also at": listed(sorted(also, key=lambda row: -row.get("heads")), ("{heads} head(s)",)),
+        "texts": "" if spike.held_out else "the half that chose: the other half does not have this place",
+    }
+    return Card(title_of(spike), tuple((label, text) for label, text in rows.items() if text))
+
+
+def norm_words(spike: SpikeResult) -> str:
+    """Return the norm before the run and after the peak, and how far it is above the typical one."""
+    norm = spike.named("spike", "norm")
+    ratio, where = norm.numbers["ratio"], f"after layer {spike.highest}"
+    if ratio.value < STANDS_OUT:
+        ratio, where = norm.numbers["ratio_beside"], "beside what is large at all positions"
+    digits = 0 if ratio.value >= 10 else 1
+    text = f"{norm.get('norm_before'):,.0f} -> {norm.get('norm_after'):,.0f}, {ratio.value:,.{digits}f} times the "
+    text += f"typical one {where}"
+    if spike.dims:
+        text += f"; along {'dimension' if len(spike.dims) == 1 else 'dimensions'} {word_list(spike.dims)}"
+    return text
+
+
+def needed_words(spike: SpikeResult) -> str:
+    """Return the smallest set found, with what is left without it at the place."""
+    if not spike.needed:
+        return "no neurons or pair of components that was tried"
+    them = {1: "it", 2: "both"}.get(len(spike.needed), f"these {len(spike.needed)}")
+    left = spike.named("spike", "needed").numbers["left"]
+    names = word_list([component(part) for part in spike.needed], SHOWN)
+    return f"{names}; {left} left without {them} at the place"
+
+
+def effect_words(row: Row) -> str:
+    """Return what is done in a row of effects or controls, and what comes of it."""
+    phrases = [phrase for phrase in EFFECT if row.get("heads") or row.get("intact") or "{intact}" not in phrase]
+    if row.get("sets") > 1:
+        phrases.append("{reached} of {sets} sets do as much")
+    note = f"place hidden {row.note}: " if row.name == "hidden" else ""
+    said = Row(row.table, row.name, row.numbers, "" if note else row.note).words(phrases)
+    return f"{note}{said}"
+
+
+def listed(rows: Iterable[Row], phrases: Sequence[str], start: str = "", *, notes: bool = True) -> str:
+    """Return the first rows on one line, each with its name, its numbers and its note, and how many more there are."""
+    rows, items = list(rows), list[str]()
+    for row in rows[:SHOWN]:
+        said = Row(row.table, row.name, row.numbers, row.note if notes else "").words(phrases)
+        items.append(f"{start}{component(row.name)} {said}")
+    if len(rows) > SHOWN:
+        items.append(f"and {len(rows) - SHOWN} more")
+    return GAP.join(items)
+
+
+def answer_cards(spike: SpikeResult) -> list[Card]:
+    """Return what makes a position the sink, why heads read it, and what attention to it is for, if this was asked."""
+    where, made = f"{spike.place.words}, {run(*spike.layers)}", list[Card]()
+    asked = {name: row.words(LEFT) for name, row in spike.table("conditions").items()}
+    if asked:
+        for label, causes in (("sufficient", sufficient(spike.rows)), ("necessary", necessary(spike.rows))):
+            words = [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
+            asked[label] = "; ".join(words) or "none of these"
+        made.append(Card(f"What makes a position the sink: {where}", tuple(asked.items())))
+    constant = {name: row.words((CONSTANT[name],)) for name, row in spike.table("constant").items()}
+    if constant:
+        made.append(Card(f"Why heads read it: {where}", tuple(constant.items())))
+    rows = [*spike.table("purpose").values(), *spike.table(PURPOSE_CONTROLS).values()]
+    if rows:
+        purpose = tuple((row.name, row.words(PURPOSE)) for row in rows)
+        made.append(Card(f"What attention to it is for: {where}", purpose))
+    return made
+
+
+def marking_cards(rows: Sequence[Row]) -> list[Card]:
+    """Return the card of the heads that mark the first token; none if no spike is known that they could mark."""
+    phrases = "{have} of {tried} tokens, each alone, have the spike", "{heads} head(s) replaced", "{left} left"
+    said = tuple((row.name, row.words(phrases)) for row in rows[:MARKING])
+    return [Card(f"Heads that mark the first token: spike of {rows[0].about}", said)] if rows else []
+
+
+def attention_card(rows: Sequence[Row]) -> Card:
+    """Return how many heads attend to the place of the first spike, by kind of text, and what else heads attend to."""
+    said: dict[str, str] = {}
+    for row in of_table(rows, "attention").values():
+        said[row.name] = row.words(
+            ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
+        )
+    kinds = [f"{row.name} {row.numbers['heads']}" for row in of_table(rows, "attention by kind of text").values()]
+    said["by kind of text"] = GAP.join(kinds)
+    for row in of_table(rows, "attention without a spike").values():
+        said[row.name] = row.words(("{heads} head(s), no spike",))
+    return Card("Attention", tuple((label, text) for label, text in said.items() if text))
+
+
+# --- words ---
+
+
+def component(part: str) -> str:
+    """Return a part on a card, from its name in JSON: "MLP 11", "attention 3", "embedding", "L0.H4"."""
+    return part.replace("mlp", "MLP")
+
+
+def with_article(part: str) -> str:
+    """Return a part in a sentence, from its name in JSON."""
+    kind, _, layer = part.partition(" ")
+    if kind == "embedding":
+        return "the embedding"
+    return f"the {component(kind)} of layer {layer}" if layer else part

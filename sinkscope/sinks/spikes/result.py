@@ -9,11 +9,10 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.measure import Result
-from sinkscope.results.cards import Card
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.results.row import Row, of_table, table_of, with_texts
+from sinkscope.results.row import Card, Row, of_table, table_of, with_texts
 from sinkscope.results.tables import Table
-from sinkscope.sinks.spikes import said
+from sinkscope.sinks.spikes import records
 from sinkscope.sinks.spikes.records import SpikeResult, part_of, span, title_of
 
 FIRST = "the first token"
@@ -77,33 +76,33 @@ class FindSinks(Result):
 
     def conclusion(self) -> str:
         """Return the fewest neurons that suffice and what they do at the place; or how many heads attend where."""
-        sentence = None if self.spike is None else said.needed_sentence(self.spike)
+        sentence = None if self.spike is None else records.needed_sentence(self.spike)
         if sentence is not None:
             return sentence
         readers, learned = self.readers, of_table(self.attention, "attention").get("learned sink logits")
         if readers.get("heads") or self.spikes:
             numbers = {"heads": readers.numbers["heads"], "total": readers.numbers["total"]}
-            return said.READERS.format(place=readers.name, **numbers)
-        return self._no_spike if learned is None else said.LEARNED.format(heads=learned.numbers["heads"])
+            return records.READERS.format(place=readers.name, **numbers)
+        return self._no_spike if learned is None else records.LEARNED.format(heads=learned.numbers["heads"])
 
     @property
     def _no_spike(self) -> str:
         largest = of_table(self.attention, "norm")["largest"]
-        return said.NO_SPIKE.format(ratio=largest.get("ratio"), where=largest.note)
+        return records.NO_SPIKE.format(ratio=largest.get("ratio"), where=largest.note)
 
     def cards(self) -> list[Card]:
         """Return a card for each spike, and one for who attends where."""
         made: list[Card] = []
         for number, spike in enumerate(self.spikes):
             if spike.like is None:
-                made.append(said.spike_card(spike, [other for other in self.spikes if other.like == number]))
-        return [*made, said.attention_card(self.attention)]
+                made.append(records.spike_card(spike, [other for other in self.spikes if other.like == number]))
+        return [*made, records.attention_card(self.attention)]
 
     def details(self) -> list[str]:
         """Return what the labels mean."""
         if self.spike is None:
             return [self._no_spike] if self.readers.get("heads") else []
-        return [said.LEGEND]
+        return [records.LEGEND]
 
     def findings(self) -> list[Row]:
         """Return everything that was measured of each spike, and who attends where."""
@@ -153,14 +152,14 @@ class WhySink(FindSinks):
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, as `find_sinks`."""
         if self.answered is not None:
-            sentences = (said.cause_sentence(self.answered), said.purpose_sentence(self.answered))
+            sentences = (records.cause_sentence(self.answered), records.purpose_sentence(self.answered))
             return " ".join(sentence for sentence in sentences if sentence is not None)
         return super().conclusion()
 
     def cards(self) -> list[Card]:
         """Return the answers first: what makes the place, why heads read it, what attention to it is for."""
-        answers = [card for spike in self.spikes for card in said.answer_cards(spike)]
-        return [*answers, *super().cards(), *said.marking_cards(self.marking)]
+        answers = [card for spike in self.spikes for card in records.answer_cards(spike)]
+        return [*answers, *super().cards(), *records.marking_cards(self.marking)]
 
     def details(self) -> list[str]:
         """Return what the needed neurons do, if the conclusion says something else, and what the labels mean."""

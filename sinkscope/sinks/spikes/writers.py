@@ -49,12 +49,10 @@ class Writers:
         neurons: Candidates: the neurons of units that write 2 % or more of it, or against it; and backups. The row of
             each has its share, and its neutral value: the median at ordinary positions.
         units: These neurons, equal ones together.
-        written: What every neuron writes of it, by layer and by the numbers of a `LayerView`.
     """
 
     neurons: Mapping[Neuron, Row]
     units: tuple[Unit, ...]
-    written: Mapping[int, Float[Tensor, " neuron"]]
 
     def share(self, neurons: Iterable[Neuron]) -> float:
         """Return what some candidates write together."""
@@ -91,20 +89,20 @@ def writers_of(spike: Spike) -> Writers:
     Args:
         spike: The spike.
     """
-    candidates, units, written, target = dict[Neuron, Row](), list[Unit](), dict[int, Tensor](), spike.survey.target
+    candidates, units, target = dict[Neuron, Row](), list[Unit](), spike.survey.target
     parts, skips = of_table(components_of(spike), "components"), target.skips_layers
     for layer in target.with_neurons:
         if layer > spike.peak or (not skips and abs(share_of_mlp(parts, layer)) < NAMED):
             continue
         with target.loaded(layer):
             view = of_layer(spike, layer, spike.survey.start(layer))
-            written[layer] = view.shares.mean(1)
-            for numbers in equal_neurons(target, view, written[layer]):
-                if abs(float(written[layer][numbers].sum())) >= NAMED:
+            written = view.shares.mean(1)
+            for numbers in equal_neurons(target, view, written):
+                if abs(float(written[numbers].sum())) >= NAMED:
                     own = {neuron_at(target, layer, number): number for number in numbers.tolist()}
                     candidates |= {neuron: _share_of(spike, view, number) for neuron, number in own.items()}
                     units.append(tuple(own))
-    return Writers(candidates, tuple(units), written)
+    return Writers(candidates, tuple(units))
 
 
 def neuron_at(target: Target, layer: int, number: int) -> Neuron:
