@@ -33,8 +33,8 @@ from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
 from sinkscope.sinks.repeat import along_spikes
 from sinkscope.sinks.spikes.edited import means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
+from sinkscope.sinks.spikes.needs import SpikeCircuit
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import PerToken, TokenRows, hold_layers, refuse_n_tokens, sample_tokens, vocabulary
 

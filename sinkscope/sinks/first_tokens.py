@@ -28,8 +28,8 @@ from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.edited import Batch, Edit, Written, left_of, means_of, read
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.marks import Judge, marking_heads
+from sinkscope.sinks.spikes.needs import SpikeCircuit
 from sinkscope.sinks.spikes.spike import Parts, Spike
-from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.thresholds import ENOUGH, HALF
 from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text, vocabulary
 

@@ -16,10 +16,9 @@ from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, Case, conditions_of, measure, ordinary_positions, purpose_of
 from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.find import Sinks, answers_of
-from sinkscope.sinks.spikes.needs import Needs
+from sinkscope.sinks.spikes.needs import Needs, SpikeCircuit
 from sinkscope.sinks.spikes.places import Place, PlaceWords, at_position
 from sinkscope.sinks.spikes.spike import Spike, ordinary_of
-from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.spikes.survey import read_survey
 from sinkscope.sinks.spikes.writers import Writers
 

@@ -19,8 +19,8 @@ from sinkscope.results.row import Row
 from sinkscope.sinks.spikes.asked import ALONE, Case, measure
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.needs import SpikeCircuit
 from sinkscope.sinks.spikes.records import SpikeResult, neuron_of, spike_card
-from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.thresholds import COUNTS
 
 SHOWN_ACTIVATIONS = 10  # activations that are listed

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,18 +24,17 @@ from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import mean_of
 from sinkscope.models.text import beginning
-from sinkscope.results.row import Row, row_of
+from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.asked import alone_of, conditions_of, count_readers, effects_of, hidden_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.marks import marks_of
-from sinkscope.sinks.spikes.needs import like_needs, needs_of
-from sinkscope.sinks.spikes.places import at_position, split_by_label
+from sinkscope.sinks.spikes.needs import SpikeCircuit, like_needs, needs_of
+from sinkscope.sinks.spikes.places import at_position, per_text, split_by_label
 from sinkscope.sinks.spikes.records import SpikeResult, sufficient
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.spike import attended, find_spikes
-from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit, record_of
+from sinkscope.sinks.spikes.spike import Spike, attended, find_spikes, over_typical
 from sinkscope.sinks.spikes.survey import Survey, survey_of
-from sinkscope.sinks.spikes.writers import writers_of
+from sinkscope.sinks.spikes.writers import components_of, shares_on, writers_of
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
 from sinkscope.sinks.tokens import Mask
 
@@ -238,3 +237,67 @@ def largest_norm(survey: Survey, tokenizer: Any) -> Row:
     layer, text, position = map(int, torch.unravel_index(ratios.argmax(), ratios.shape))
     where = f"at {tokenizer.decode([int(survey.ids[text, position])])!r} after layer {layer}"
     return row_of("norm", "largest", where, ratio=float(ratios.max()))
+
+
+def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
+    """Return the record of a spike: what was chosen on one half of the texts, in numbers of the other half.
+
+    Args:
+        circuit: The spike and what it needs.
+        measured: What was measured of it beyond.
+    """
+    spike, needs = circuit.reported, circuit.needs
+    texts, needed = circuit.texts, tuple(map(str, needs.needed))
+    rows = [norm_of(spike)]
+    if needed:
+        rows.append(row_of("spike", "needed", left=mean_of(texts.along([needs.needed])[0], "share")))
+    rows.append(row_of("spike", "read by", heads=count_readers(texts.attention)))
+    backups = [row_of("backups", str(neuron), "writes nothing while the others stand") for neuron in needs.backups]
+    return SpikeResult(
+        place=spike.place.label,
+        layers=spike.layers,
+        peak=spike.peak,
+        highest=spike.highest,
+        dims=spike.dims,
+        needed=needed,
+        like=circuit.like,
+        held_out=spike.survey is not circuit.spike.survey,
+        texts=tuple(texts.rows.tolist()),
+        rows=(*rows, *candidates_of(circuit), *backups, *components_of(spike), *measured),
+    )
+
+
+def norm_of(spike: Spike) -> Row:
+    """Return the norm before the run and after the peak, and how far it is above the typical one in its highest layer.
+
+    The ratio beside is the largest of the run without what dimensions that are massive at all positions have.
+    """
+    survey, mask, (first, last) = spike.survey, spike.place.mask, spike.layers
+    over = over_typical(survey, mask)[spike.highest]
+    by_text = mean_of(per_text(over, mask))
+    ratio = None if by_text is None else Mean(float(over.mean()), by_text.margin, by_text.by_text)
+    return row_of(
+        "spike",
+        "norm",
+        norm_before=float(survey.entered[first, mask].norm(dim=-1).mean()),
+        norm_after=float(survey.norms[spike.peak, mask].mean()),
+        ratio=ratio,
+        ratio_beside=float(survey.ratios[:, mask].mean(1)[first : last + 1].max()),
+    )
+
+
+def candidates_of(circuit: SpikeCircuit) -> list[Row]:
+    """Return the candidates with what each writes in the texts of the report, largest share first."""
+    needs, rows = circuit.needs, list[Row]()
+    known = needs.writers.neurons
+    written = shares_on(circuit.reported, [*known])
+    for unit in needs.writers.units:
+        left = Mean(float(needs.alone[unit][0]), kind="share")
+        for neuron in unit:
+            numbers = {
+                "share": written[neuron].numbers["share"],
+                "left": left,
+                "neutral": known[neuron].numbers["neutral"],
+            }
+            rows.append(replace(known[neuron], numbers=numbers, note=needs.role(unit)))
+    return sorted(rows, key=lambda row: -row.get("share"))

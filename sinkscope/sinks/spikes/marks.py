@@ -16,8 +16,8 @@ from sinkscope.results.row import Mean, Row
 from sinkscope.sinks.spikes.asked import Case, measure
 from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.needs import SpikeCircuit
 from sinkscope.sinks.spikes.spike import Parts
-from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, REMAINS, REMOVED
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -20,12 +21,16 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
+from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.results.row import Row, of_table
 from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
+from sinkscope.sinks.spikes.places import Place
+from sinkscope.sinks.spikes.records import WRITES
 from sinkscope.sinks.spikes.spike import Parts, Spike
+from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.spikes.writers import Unit, Writers, components, components_of, neuron_at, of_layer, with_backups
-from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, REMOVED
+from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, READS, REMOVED
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
 PAIRED = 4  # components that are tried in pairs
@@ -240,3 +245,76 @@ def enough_components(
     pairs = combinations(dict.fromkeys([*writing[:PAIRED], *order[:PAIRED]]), 2)
     best, share = next(iter(texts.left(list(pairs)).items()), ((), 1.0))
     return best if abs(share) < REMOVED else ()
+
+
+# --- what is known of a spike ---
+
+
+@dataclass(frozen=True, eq=False)
+class SpikeCircuit:
+    """A spike with what writes it and what it needs.
+
+    Attributes:
+        spike: The spike, in the texts that found it.
+        reported: The same spike in the other texts; in the same texts, if those do not have its place.
+        needs: What it needs.
+        like: Number of an earlier spike that it repeats at another place. None: it repeats none.
+    """
+
+    spike: Spike
+    reported: Spike
+    needs: Needs
+    like: int | None = None
+
+    @property
+    def place(self) -> Place:
+        """Its place in the texts that found it."""
+        return self.spike.place
+
+    @property
+    def name(self) -> str:
+        """The spike by its layers."""
+        return self.spike.name
+
+    @property
+    def needed_neurons(self) -> tuple[Neuron, ...]:
+        """The neurons of the smallest set found."""
+        return tuple(part for part in self.needs.needed if isinstance(part, Neuron))
+
+    @property
+    def calibrated(self) -> dict[Neuron, float]:
+        """The neurons that write it, by what their removal does, with the median of each on ordinary text."""
+        values: dict[Neuron, float] = {}
+        for unit in self.needs.writers.units:
+            if self.needs.role(unit) in WRITES:
+                values |= {neuron: self.needs.writers.neurons[neuron].get("neutral") for neuron in unit}
+        return values
+
+    @property
+    def writers(self) -> tuple[Neuron, ...]:
+        """The neurons that write it, by what their removal does."""
+        return tuple(self.calibrated)
+
+    @property
+    def patch(self) -> SinkPatch:
+        """The patch of all its writers, which holds the median that each has on ordinary text."""
+        return SinkPatch(sites=self.writers, calibrated=self.calibrated)
+
+    @property
+    def first_writer(self) -> int:
+        """The layer of the first neuron or component that it needs; if it needs none, the first layer of its run."""
+        return min((part.layer or 0 for part in self.needs.needed), default=self.spike.layers[0])
+
+    def asked_in(self, report: Survey) -> bool:
+        """Return whether it is asked what makes the place: a first token's, in texts that did not find it."""
+        return self.place.is_first and self.like is None and self.reported.survey is report
+
+    @cached_property
+    def texts(self) -> SpikeTexts:
+        """The texts of the report that have its place."""
+        return SpikeTexts.of(self.reported)
+
+    @property
+    def heads(self) -> int:
+        """Heads that attend to the place in the layers that read it, as `count_readers` counts them."""
+        return int((self.texts.attention.double().mean(-1) > READS).sum())
