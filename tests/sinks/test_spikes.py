@@ -147,7 +147,7 @@ def test_layers_before_an_edit_are_not_run_even_for_a_spike_that_ends_before_it(
     earlier = replace(spike, peak=first - 1, size=2 * spike.size)
     run: list[int] = []
     handles = [
-        part(block, "mlp").register_forward_hook(lambda *_, number=number: run.append(number))
+        part(block, "self_attn").register_forward_hook(lambda *_, number=number: run.append(number))
         for number, block in enumerate(blocks(target.hf))
     ]
     texts = SpikeTexts.of(spike, [earlier])
