@@ -47,7 +47,7 @@ REFUSED = {
     "Conversation(llama(), ss.LoopServe)": "expected LoopServe(...), a policy, patch or guard, or",
     "Conversation(llama()).say([5], [])": "turn 1, the answer: tokens of type list without a token id in a row",
     "Conversation(llama()).ask([5, 96])": "turn 1, the prompt: token id 96 is none of",
-    "Conversation(llama()).ask(None)": "turn 1, the prompt: tokens of type NoneType without a token id in a row: expected",
+    "Conversation(llama()).ask(None)": "turn 1, the prompt: tokens of type NoneType without a token id in a row",
     "Conversation(llama()).ask(5)": "expected a text, a list of texts, token ids",
     "Conversation(llama()).ask([5], max_new_tokens=0)": "max_new_tokens=0",
     "Conversation(llama()).ask([5], use_cache=False)": "use_cache=False: a conversation has a cache of its own",
