@@ -194,6 +194,11 @@ def _zero() -> Any:
     return ss.Ablate(layer=LAYER, neurons=NEURONS)
 
 
+def _along_lines(draw: Draw) -> bool:
+    """Where rows of attention are asked for, eager attention reads the prompt."""
+    return draw["attention"] != "eager" or draw["call"] != "everything"
+
+
 EDITS = {
     "full": Edit(lambda: [kv.Full()]),
     "guard": Edit(lambda: [ss.LoopGuard(budget=BIG)]),
@@ -244,9 +249,9 @@ EDITS = {
     ),
     "half snapkv": Edit(lambda: [kv.SnapKV(budget=0.5, window=6)], **EVICTS),
     "a shape": Edit(lambda: [ss.sparse.AShape(first=4, local=BIG)]),
-    "a shape 12": Edit(lambda: [ss.sparse.AShape(first=4, local=8)], **EVICTS),
+    "a shape 12": Edit(lambda: [ss.sparse.AShape(first=4, local=8)], **EVICTS, fits=_along_lines),
     "minference": Edit(lambda: [ss.sparse.MInference(vertical=BIG, slash=BIG)]),
-    "minference 12": Edit(lambda: [ss.sparse.MInference(vertical=6, slash=6, last=4)], **EVICTS),
+    "minference 12": Edit(lambda: [ss.sparse.MInference(vertical=6, slash=6, last=4)], **EVICTS, fits=_along_lines),
     "guard acts": Edit(
         lambda: [ss.LoopGuard(14, anchors=3, monitor=Timed(every=5, cooldown=0, warmup=0), act="cut", steer=None)],
         acts=True,

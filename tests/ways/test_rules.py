@@ -100,7 +100,8 @@ class Ruled:
                 grouped = probs[row : row + 1].unflatten(1, (KV_HEADS, -1))[..., there, :][..., there]
                 held = self.held[layer][row : row + 1, :, there]
                 all_real = torch.ones(1, len(there), dtype=torch.bool)
-                seen = Seen(grouped, held, all_real, [BUDGET], [prompt], layer, LAYERS)
+                no_keys = torch.empty(0)  # no rule of a paper reads them
+                seen = Seen(grouped, no_keys, held, all_real, [BUDGET], [prompt], layer, LAYERS)
                 self.held[layer][row, :, there] = held[0] & self.choose(self.policy, seen)[0]
 
 
