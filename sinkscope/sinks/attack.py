@@ -83,36 +83,24 @@ class ClusterAttack(Result):
         return [] if self.head is None else np.unique(self.head[np.isfinite(self.head)]).astype(int).tolist()
 
     def conclusion(self) -> str:
-        """Say what sequences of one cluster do, if most tokens are in one; or what the clusters are."""
-        return self._lines()[0]
-
-    def details(self) -> list[str]:
-        """Say what the conclusion does not say."""
-        return self._lines()[1:]
-
-    def _lines(self) -> list[str]:
-        """Say in how many positions and tokens the spike is, the most telling first."""
+        """Say what sequences of one cluster do, or what the clusters are; if more tokens need no head, this first."""
         if self.instead is not None or self.ids is None:
-            return [self.instead or ""]
+            return self.instead or ""
         served, intact, unneeded = (row.numbers["share"] for row in self.clusters[:3])
-        tried = f"{len(self.ids):,} tokens"
-        has = f"have the spike of {self.spike} without any head of layer 0 (with them: {intact.digits(intact.value)})"
-        if not self.heads:
-            return [f"No head of layer 0 marks one of {tried} by itself: {unneeded} {has}."]
-        is_enough = (
-            f"One of {count_of(len(self.heads), 'head')}" if len(self.heads) > 1 else str(Head(0, self.heads[0]))
-        )
-        other = self.clusters[0].numbers.get("control")
-        comparison = "layer 0 has no other head" if other is None else f"another head: {other}"
-        lines = [f"{is_enough} of layer 0 alone gives {served} of {tried} the spike of {self.spike} ({comparison})."]
-        if self.attempts:
-            share, control = self.attempts[0].numbers["share"], percent(self.attempts[0].get("control"))
-            patched = "".join(f"; patched: {percent(row.get('share'))}" for row in self.attempts[1:])
-            sequences = f"Sequences of {self.length} different tokens of one cluster have the spike of {self.spike} at "
-            where = f"{share} of their positions without BOS (random tokens: {control}{patched})"
-            lines.insert(0, f"{sequences}{where}.")
-        without = f"{unneeded} of {tried} {has}."
-        return [without, *lines] if unneeded.value > served.value else [*lines, without]
+        tried, spike = f"{len(self.ids):,} tokens", f"the spike of {self.spike}"
+        if unneeded.value > served.value or not self.heads:
+            has = f"have {spike} without any head of layer 0 (with them: {intact.digits(intact.value)})"
+            return f"No head of layer 0 marks one of {tried} by itself: {unneeded} {has}."
+        if not self.attempts:
+            is_enough = str(Head(0, self.heads[0]))
+            if len(self.heads) > 1:
+                is_enough = f"One of {count_of(len(self.heads), 'head')}"
+            other = self.clusters[0].numbers.get("control", "none")
+            return f"{is_enough} of layer 0 alone gives {served} of {tried} {spike} (another head: {other})."
+        share, control = self.attempts[0].numbers["share"], percent(self.attempts[0].get("control"))
+        patched = "".join(f"; patched: {percent(row.get('share'))}" for row in self.attempts[1:])
+        where = f"{share} of their positions without BOS (random tokens: {control}{patched})"
+        return f"Sequences of {self.length} different tokens of one cluster have {spike} at {where}."
 
 
 def draw(result: ClusterAttack) -> go.Figure:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -129,7 +130,8 @@ def draw(result: Repeat) -> go.Figure:
     fig: Any = go.Figure()
     if result.at is not None and result.values is not None:
         x = "layer" if result.quantity == "attention" else "repetitions"
-        axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
+        conditions, tokens = [*map(escape, result.conditions)], [*map(escape, result.tokens)]
+        axes: dict[str, Any] = {"condition": conditions, "token": tokens, x: result.at.tolist()}
         rows = long_table({result.column: result.values}, **axes)
         shown: dict[str, Any] = {"x": x, "y": result.column, "color": "token", "facet_col": "condition"}
         fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")

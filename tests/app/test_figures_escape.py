@@ -28,9 +28,6 @@ CHOICES = {  # one of a few words, or packed numbers
     "rounded.kept",
     "spikes.needed",
     "spikes.rows.name",
-    "attempts.patch",
-    "attempts.context",
-    "attempts.source",
     "kept_by",
     "tried.without",
 }
