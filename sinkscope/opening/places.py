@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from sinkscope.engine.attention import Attention, relative_error
 from sinkscope.engine.stock import eager
 from sinkscope.engine.tap import listening
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError, layer_kinds, layers_at, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
 from sinkscope.models.experts import experts_of
@@ -111,7 +112,7 @@ def proposed(target: Target, numbers: list[int], row: Adapter | None) -> Found:
         attends.setdefault(call.layer, _Seen(call.module, has_sinks, call.value))
 
     layers, values = sorted({*numbers}), dict[int, Values]()
-    with suppress(AttributeError, TypeError):  # some models outside the interface cannot run under its name
+    with suppress(AttributeError, TypeError, UnsupportedError):  # some models cannot run under its name, or are refused
         values = _read_all(target, layers, listening(target, see, proving=True))
     if not attends:
         values = _read_all(target, layers, eager(target))
