@@ -290,6 +290,8 @@ class LayerProof:
             raise UnsupportedError(f"layer {layer} has {count} heads, and the configuration {target.n_heads}")
         if rows.shape[-2] != rows.shape[-1]:
             raise UnsupportedError(f"recomputed attention has shape {tuple(rows.shape)}")
+        if bool((rows.triu(1) > 0).any()):
+            raise UnsupportedError(f"the attention of layer {layer} sees later tokens")
         window = layer_window(target.config, layer)
         if window is not None and not isinstance(window, ChunkWindow):
             beyond = rows.tril(-window)

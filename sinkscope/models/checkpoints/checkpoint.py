@@ -17,12 +17,13 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_ou
 from sinkscope.files.opener import inside, open_regular
 from sinkscope.files.output import read_json
 from sinkscope.files.plain import in_one_line
-from sinkscope.models.checkpoints.config import TOKENIZER_FILES, causal_class, check_kind
+from sinkscope.models.checkpoints.config import TOKENIZER_FILES, causal_class
 from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, ModelSource, refuse_adapter
 
 _AGAIN = "download it again"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _NAMING = {
     "tokenizer_config.json": re.compile(".*_files?"),
     "config.json": re.compile("transformers_weights"),
@@ -118,7 +119,14 @@ class Files:
             if self.file(ADAPTER_CONFIG).is_file():
                 raise refuse_adapter(where)
         self.config = read_json(self.folder / "config.json", "give the folder of a Hugging Face checkpoint, whole")
-        check_kind(self.name, self.config)  # before weights are downloaded
+        if not isinstance(self.config, dict):
+            raise SinkscopeError(f"the config.json of {self.name} holds no configuration; {_AGAIN}")
+        classes = self.config.get("architectures")
+        if classes and not any(str(name).endswith(_CAUSAL) for name in classes):  # before weights are downloaded
+            raise UnsupportedError(
+                f"{self.name} is another kind of model ({', '.join(map(str, classes))}): give a decoder-only causal "
+                "language model, such as llama-2-7b or gpt2"
+            )
 
     def file(self, name: str) -> Path:
         """Return the path of a file, which a hub repo downloads; there may be none."""

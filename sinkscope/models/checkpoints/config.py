@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
+from sinkscope.errors import SinkscopeError, first_line
 from sinkscope.models.checkpoints.gguf_file import GgufHeader
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
 _BEFORE: list[torch.dtype] = []  # what was the default when each measurement that runs began
 _LOCK = threading.Lock()
@@ -122,34 +121,6 @@ def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     return cls(config).to(dtype)
 
 
-def check_kind(name: str, raw: Any) -> None:
-    """Check that `raw`, the content of config.json, belongs to a causal language model.
-
-    Args:
-        name: Name of the model, for errors.
-        raw: Content of its config.json.
-
-    Raises:
-        SinkscopeError: It is not the configuration of a model.
-        UnsupportedError: It is another kind of model.
-    """
-    from transformers.models.auto import modeling_auto as auto
-
-    model_type = raw.get("model_type") if isinstance(raw, dict) else None
-    if not isinstance(model_type, str):
-        raise SinkscopeError(f"the config.json of {name} has no model_type, so it is no transformers model")
-    classes: list[str] = raw.get("architectures") or []
-    is_causal = not classes or any(class_name.endswith(_CAUSAL) for class_name in classes)
-    if not reads_images(model_type) and model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        others = {*auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-        is_causal = model_type not in others and "vision_config" not in raw
-    if raw.get("is_encoder_decoder") or not is_causal:
-        raise UnsupportedError(
-            f"{name} is another kind of model ({', '.join([model_type, *classes])}); expected a decoder-only causal "
-            "language model, such as llama-2-7b or gpt2"
-        )
-
-
 def reads_images(model_type: str) -> bool:
     """Return whether a type is a text model behind an image tower, which `AutoModelForCausalLM` does not load."""
     from transformers.models.auto import modeling_auto as auto
@@ -159,7 +130,7 @@ def reads_images(model_type: str) -> bool:
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None) -> Any:
-    """Read the configuration of a causal language model, whose config.json was checked (`check_kind`).
+    """Read the configuration of a causal language model.
 
     Args:
         name: Name of the model, for errors.
