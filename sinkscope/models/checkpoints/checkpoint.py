@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_out_of_memory
@@ -29,23 +30,6 @@ _NAMING = {
     "config.json": re.compile("transformers_weights"),
 }
 """Files of a checkpoint, and their fields that name others."""
-
-
-def open_weights(file: Path) -> Any:
-    """Return an open safetensors file; the library checks its header, and that the file is as long as the header says.
-
-    Raises:
-        SinkscopeError: It is not whole.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        raise SinkscopeError(
-            f"{file.name} is not a whole safetensors file ({error}); {_AGAIN}, or run `git lfs pull` where it is a "
-            "pointer of Git LFS"
-        ) from None
 
 
 def _link_roots(folder: Path) -> tuple[Path, ...]:
@@ -141,7 +125,7 @@ class Files:
             SinkscopeError: An index names a file that is not in its folder.
         """
         if self.file(_SINGLE).is_file():
-            return dict.fromkeys(open_weights(self.folder / _SINGLE).keys(), _SINGLE)
+            return dict.fromkeys(safe_open(self.folder / _SINGLE, "pt").keys(), _SINGLE)
         return self._indexed(_INDEX) if self.file(_INDEX).is_file() else None
 
     def _indexed(self, index: str) -> dict[str, str]:
@@ -243,7 +227,7 @@ class SafetensorsSource(Files):
         tensors: dict[str, Tensor] = {}
         wanted = {*names}
         for shard in sorted({self.weight_map[name] for name in wanted}):
-            with open_weights(self.file(shard)) as file:
+            with safe_open(self.file(shard), "pt") as file:
                 for name in sorted(wanted):
                     if self.weight_map[name] == shard:
                         tensors[name] = file.get_tensor(name)

@@ -193,8 +193,8 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
         raise
     except Exception as error:  # a damaged file may fail in any way
         raise SinkscopeError(
-            f"the tokenizer of {name} cannot be read, and code of its own is not run ({type(error).__name__}: "
-            f"{first_line(error)}); download its files again, or give a tokenizer that you trust with tokenizer=..."
+            f"the tokenizer of {name} cannot be read, and code of its own is not run ({first_line(error)}); download "
+            "its files again, or give a tokenizer that you trust with tokenizer=..."
         ) from error
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, warn
-from sinkscope.models.checkpoints.checkpoint import Files, open_weights
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
 from sinkscope.models.weights import brought
@@ -49,7 +50,7 @@ def fingerprint(source: Files | nn.Module) -> str:
 def _of_files(files: Files) -> Iterator[tuple[str, Tensor]]:
     for file in files.weights():
         if file.suffix == ".safetensors":
-            with open_weights(file) as tensors:
+            with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():
                     yield name, tensors.get_tensor(name)
         else:
