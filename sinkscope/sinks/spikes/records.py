@@ -143,8 +143,8 @@ def span(first: int, last: int) -> str:
 
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention."
-SUFFICE = "{parts} {suffice} for the spike at {place}: zeroed there, {they} {cost} {loss} nats a token, {control}."
-LEAVE = "{parts} {suffice} for the spike at {place}: zeroed there, {they} {leave} {left} of it, {control}."
+SUFFICE = "{parts} suffice{s} for the spike at {place}: zeroed there, {they} cost{s} {loss} nats a token, {control}."
+LEAVE = "{parts} suffice{s} for the spike at {place}: zeroed there, {they} leave{s} {left} of it, {control}."
 REPLACED = "Replacing {parts} at {place} costs {loss} nats a token and leaves {left} of its spike, {control}."
 NO_SPIKE = "No norm spike was found: the largest is {ratio:.1f} times the typical one, {where}."
 LEARNED = "{heads} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
@@ -202,10 +202,8 @@ def needed_sentence(spike: SpikeResult) -> str | None:
     names = word_list([with_article(part) for part in spike.needed], 2 if len(spike.needed) == 2 else 1)
     words = {
         "parts": names[:1].upper() + names[1:] if neurons else names,
-        "suffice": "suffices" if single else "suffice",
+        "s": "s" if single else "",
         "they": "it" if single else "they",
-        "cost": "costs" if single else "cost",
-        "leave": "leaves" if single else "leave",
         "place": spike.place.words,
         "loss": effect.numbers.get("loss"),
         "left": effect.numbers["left"],
@@ -242,19 +240,18 @@ def cause_sentence(spike: SpikeResult) -> str | None:
     cells = {name: row for name, row in asked.items() if {*name.split(", ")} <= {*CAUSES}}
     if not causes:
         fewer = [asked[AS_IT_IS], *(row for name, row in cells.items() if name.count(",") < 2)]
-        return MAKES_NOTHING.format(share=percent(max(map(_left, fewer))))
+        return MAKES_NOTHING.format(share=percent(max(row.get("left") for row in fewer)))
     several = len(causes) > 1 and all(asked[cause].get("left") >= HALF for cause in causes)
-    best = max((asked[cause] for cause in causes) if several or len(causes) == 1 else cells.values(), key=_left)
+    best = max(
+        (asked[cause] for cause in causes) if several or len(causes) == 1 else cells.values(),
+        key=lambda row: row.get("left"),
+    )
     control = f"an ordinary position: {percent(asked[AS_IT_IS].get('left'))}"
     if "alone" in causes:
         control = f"with one other token visible: {asked[ONE_OTHER].numbers['left']}"
     words = [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
     joined = " or ".join(words) if several else word_list(words)
     return MAKES.format(causes=joined, share=best.numbers["left"], control=control)
-
-
-def _left(row: Row) -> float:
-    return row.get("left")
 
 
 def purpose_sentence(spike: SpikeResult) -> str | None:
