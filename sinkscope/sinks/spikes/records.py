@@ -242,10 +242,8 @@ def cause_sentence(spike: SpikeResult) -> str | None:
         fewer = [asked[AS_IT_IS], *(row for name, row in cells.items() if name.count(",") < 2)]
         return MAKES_NOTHING.format(share=percent(max(row.get("left") for row in fewer)))
     several = len(causes) > 1 and all(asked[cause].get("left") >= HALF for cause in causes)
-    best = max(
-        (asked[cause] for cause in causes) if several or len(causes) == 1 else cells.values(),
-        key=lambda row: row.get("left"),
-    )
+    apart = several or len(causes) == 1
+    best = max([asked[cause] for cause in causes] if apart else cells.values(), key=lambda row: row.get("left"))
     control = f"an ordinary position: {percent(asked[AS_IT_IS].get('left'))}"
     if "alone" in causes:
         control = f"with one other token visible: {asked[ONE_OTHER].numbers['left']}"
