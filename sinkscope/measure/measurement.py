@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from textwrap import fill
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.engine.run import held
@@ -22,6 +21,7 @@ from sinkscope.models.hooks import evaluating
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.result import Result
 
+EVERY = "Every measurement takes the model, and what `help(sinkscope.measure.Setup.open)` explains."
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
 Loading = Literal["stream", "whole", "fits"]
@@ -65,15 +65,10 @@ class Measurement(Generic[P, R]):
             self._shared.pop(name, None)
         model, *common = [shared[name] for name in self._shared]
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda parameter: parameter.kind))
-        every: list[str] = []
-        for parameter in self._shared.values():
-            every.append(
-                fill(f"{parameter.name}: {parameter.help}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
-            )
         own_doc = inspect.getdoc(self.function) or ""
         ours = self.function.__module__.startswith("sinkscope.")
         example = EXAMPLE.format(name=f"{'ss.' if ours else ''}{self.function.__name__}")
-        self.__doc__ = "\n".join([own_doc, "", example, "", "Every measurement takes:", *every])
+        self.__doc__ = "\n".join([own_doc, "", example, "", EVERY])
 
     def __repr__(self) -> str:
         """Return what `help` puts above the documentation."""
