@@ -39,6 +39,7 @@ from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
+from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
@@ -371,16 +372,11 @@ def read_after(
     with under(edit, target):
         along = [of_spike[:, -1] for of_spike in along_spikes(target, spikes, rows)]
         received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer head
-    attention = [received[:, reader_mask(spike)].mean(1) for spike in spikes]  # NaN if no head reads it
+    attention: list[Tensor] = []
+    for spike in spikes:  # NaN if no head reads it
+        reading = SpikeTexts.of(spike).attention.mean(-1) > READS
+        attention.append(received[:, [*spike.reading_layers]][:, reading].mean(1))
     return torch.stack([*along, *attention, torch.cat(chances).gather(1, rows[:, -1:])[:, 0]])
-
-
-def reader_mask(spike: Spike) -> Bool[Tensor, "layer head"]:
-    """Mark the heads of a model that read a spike in ordinary text."""
-    reading = spike.survey.received(spike.place.mask).nanmean(-1) > READS
-    layers = torch.zeros(len(reading), 1, dtype=torch.bool)
-    layers[[*spike.reading_layers]] = True
-    return reading & layers
 
 
 def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRows) -> Row:
