@@ -43,7 +43,6 @@ class BenchGroup:
         score: Mean of the task's main metric over prompts.
         low: Lower end of its 95 % interval over prompts; NaN of fewer than three.
         high: Upper end of that interval.
-        differs: Conditions by which the runs of a table differ, such as the dtype.
         scores: The score of each prompt, mean over its turns and seeds.
         parts: Mean of the main metric for each part of the set.
         metrics: What it cost, and the task's further metrics; None where no answer has it, or the full cache, with
@@ -59,7 +58,6 @@ class BenchGroup:
     score: float
     low: float
     high: float
-    differs: dict[str, str] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
@@ -67,15 +65,12 @@ class BenchGroup:
     @property
     def place(self) -> tuple[str, ...]:
         """What groups have in common whose methods are compared."""
-        return self.task, self.set, self.model, *map("=".join, self.differs.items())
+        return self.task, self.set, self.model
 
     @property
     def title(self) -> str:
-        """The task, its set of prompts if that has a name of its own, and in what its run differs from others."""
-        named = [f"{self.task} {self.set}"]
-        if self.set.startswith(self.task):
-            named = [self.set]
-        return " ".join([*named, *map("=".join, self.differs.items())])
+        """The set of prompts, after its task if its name does not begin with that."""
+        return self.set if self.set.startswith(self.task) else f"{self.task} {self.set}"
 
     @property
     def margin(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
 
-import numpy as np
-
 from sinkscope.bench.finding import BenchGroup, control_of, difference, finding, kept_words, mean_score, ranked
 from sinkscope.bench.methods import FULL, Method
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
@@ -23,21 +20,10 @@ from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
 from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
-from sinkscope.measure.margin import Interval, in_points, known_numbers, mean_known
+from sinkscope.measure.margin import Interval, known_numbers, mean_known
 from sinkscope.results.result import Result
 from sinkscope.results.row import Kind, Mean, Row, row_beside
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
-
-HEADS = {"read": "tokens_read", "cells": "attention_computed"}
-"""Heads of columns whose names in records are shorter."""
-FLATTENS = 10
-"""Share of the median from which on the largest score would flatten most bars of a linear axis."""
-
-
-def logarithmic(scores: Sequence[float]) -> bool:
-    """Return whether the largest score would flatten most bars: it is over ten times the median of those above 0."""
-    positive = [score for score in scores if score > 0]
-    return bool(positive) and max(positive) > FLATTENS * median(positive)
 
 
 def draw_bench(result: Any) -> Any:
@@ -69,10 +55,6 @@ def draw_bench(result: Any) -> Any:
     fig.update_xaxes(tickangle=-35, title_text="")
     if main in PERCENT:
         fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
-    elif logarithmic([*frame[main]]):
-        lowest = frame[main][frame[main] > 0].min()
-        shown = np.log10([lowest / 2, frame["high"].max() * 1.1])
-        fig.update_yaxes(type="log", title_text=f"{main} (logarithmic)", range=shown)
     return figure_of(fig, result, width=1000, height=560, legend=-0.4, bottom=170, barmode="group")
 
 
@@ -94,8 +76,8 @@ class BenchTable(Result):
         "difference": "Score minus that of the method with which all are compared, mean over the same prompts",
         "from": "Lower end of the 95 % interval of that difference",
         "to": "Upper end of it",
-        "tokens_read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
-        "attention_computed": "Share of a prompt's causal cells that attention covers; a dash if the model reads it",
+        "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
+        "cells": "Share of a prompt's causal cells that attention covers; a dash if the model reads it",
         "time": "Seconds per new token, divided by those of the full cache",
         "cached_peak": "Largest number of cached tokens after a decoding step, mean over answers",
     }
@@ -107,7 +89,7 @@ class BenchTable(Result):
         """Return one row per group."""
         rows: Table = []
         for group in self.groups:
-            _, lead = self.lead(group)
+            lead = self.lead(group)
             row = {
                 "task": group.task,
                 "model": group.model,
@@ -119,7 +101,6 @@ class BenchTable(Result):
                 "difference": None if lead is None else lead.mean,
                 "from": None if lead is None else lead.low,
                 "to": None if lead is None else lead.high,
-                **group.differs,
                 **group.parts,
                 **group.metrics,
                 "answers": group.answers,
@@ -133,34 +114,27 @@ class BenchTable(Result):
         grids: list[Grid] = []
         for task in dict.fromkeys(group.task for group in self.groups):
             rows = [row for row in self.rows() if row["task"] == task]
-            main, percent = task_class(task).main, [*PERCENT]
+            main = task_class(task).main
+            scores, percent = [main, "low", "high", "difference", "from", "to"], [*PERCENT]
             if main in PERCENT:
-                percent += ["low", "high", "difference", "from", "to", *chain(*(group.parts for group in self.groups))]
-            columns = {HEADS.get(name, name): cells for name, cells in strings(rows, percent).items()}
-            shown = ("method", main, "low", "high", "difference", "from", "to", *self.differs())
+                percent += [*scores, *chain(*(group.parts for group in self.groups))]
+            columns = strings(rows, percent)
             sets = ["set"] if len({*columns["set"]}) > 1 else []
-            grids.append(Grid(columns, important=(*sets, *shown)))
+            grids.append(Grid(columns, important=(*sets, "method", *scores)))
         return grids
 
-    def lead(self, group: BenchGroup) -> tuple[BenchGroup, Interval | None]:
-        """Return the method of the same place with which one is compared, and how far its score is above that one's.
-
-        That is None where it is not known, as of a method that is compared with no other.
-        """
-        candidates = [candidate for candidate in self.groups if candidate.place == group.place]
-        if self.beside is None:
-            candidates = ranked(candidates)
-        for reference in candidates:
-            if self.beside in (None, str(reference.method)):
-                return reference, None if reference is group else difference(group, reference)
-        return group, None
-
-    def differs(self) -> list[str]:
-        """Return the conditions in which the runs of the table differ."""
-        return list(dict.fromkeys(name for group in self.groups for name in group.differs))
+    def lead(self, group: BenchGroup) -> Interval | None:
+        """Return how far a score is above that of the method with which all are compared; None if it is not known."""
+        others = [other for other in self.groups if other.place == group.place]
+        references = ranked(others)
+        if self.beside is not None:
+            references = [other for other in others if str(other.method) == self.beside]
+        if not references or references[0] is group:
+            return None
+        return difference(group, references[0])
 
     def places(self) -> list[list[BenchGroup]]:
-        """Return the groups of each task, set, model and run."""
+        """Return the groups of each task, set and model."""
         places: dict[tuple[str, ...], list[BenchGroup]] = {}
         for group in self.groups:
             places.setdefault(group.place, []).append(group)
@@ -173,16 +147,11 @@ class BenchTable(Result):
         return finding(self.places()[0])
 
     def details(self) -> list[str]:
-        """Return what the other sets say, and the differences from the best method or from that which was asked for."""
+        """Return what the other sets say, and which methods keep generated tokens."""
         lines = [finding(groups) for groups in self.places()[1:]]
         if self.groups and all(group.metrics.get("time") is None for group in self.groups):
             lines.append(f"time is empty: it compares with {FULL}, which was not run.")
         lines += [line for groups in self.places() for line in kept_words(groups)]
-        for group in self.groups:
-            reference, lead = self.lead(group)
-            if lead is not None:
-                moved = in_points(lead.mean, lead, task_class(group.task).main in PERCENT)
-                lines.append(f"{group.title}: {group.method} - {reference.method}: {moved}")
         return lines
 
     def findings(self) -> list[Row]:
@@ -215,26 +184,24 @@ def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> Be
 
 
 def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> BenchTable:
-    """Group the records of runs by task, model, set and method; runs under other conditions stay apart.
-
-    A record that several runs have counts once.
+    """Group the records of runs by task, model, set and method. A record that several runs have counts once.
 
     Args:
         runs: The runs.
         beside: As for `bench_table`.
 
     Raises:
-        SinkscopeError: No method has that name.
+        SinkscopeError: No method has that name, or runs of one task and model were measured under other settings.
     """
     started = time.perf_counter()
     settings = [run.settings for run in runs]
-    differing = conditions_that_differ(settings)
+    for first, other in combinations(settings, 2):
+        check_conditions(first, other)
     places: dict[tuple[Any, ...], dict[Method, dict[Hashable, BenchRecord]]] = {}
     for run in runs:
-        differs = tuple((name, conditions(run.settings)[name]) for name in differing)
         for record in run:
             about = record.settings
-            place = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], differs)
+            place = (record.task, run.settings["model"]["name"], about["set"], about["temperature"])
             places.setdefault(place, {}).setdefault(record.method, {}).setdefault(record.key, record)
     groups: list[BenchGroup] = []
     for place, methods in sorted(places.items(), key=itemgetter(0)):  # methods stay in the order of their answers
@@ -258,22 +225,22 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     return BenchTable(model=model, settings={"runs": settings}, provenance=origin, groups=tuple(groups), beside=beside)
 
 
-def conditions(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return everything that determines the answers of a run beside model, task, set, temperature and methods."""
-    flat: dict[str, str] = {"fingerprint": settings["model"]["fingerprint"]}
-    for name, value in settings.items():
-        if name not in ("command", "version", "model", "task", "temperature"):
-            flat[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return flat
+def check_conditions(first: dict[str, Any], other: dict[str, Any]) -> None:
+    """Refuse runs of one task and one name of a model whose answers were made under other conditions.
 
-
-def conditions_that_differ(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the conditions in which two runs of one task differ that give their model the same name."""
-    names: set[str] = set()
-    for first, other in combinations(runs, 2):
-        if (first.get("task"), first["model"]["name"]) == (other.get("task"), other["model"]["name"]):
-            names.update(dict(conditions(first).items() - conditions(other).items()))
-    return sorted(names)
+    Raises:
+        SinkscopeError: Settings differ by which answers may.
+    """
+    if (first.get("task"), first["model"]["name"]) != (other.get("task"), other["model"]["name"]):
+        return
+    one_run, other_run = (run | {"model": run["model"]["fingerprint"]} for run in (first, other))
+    for name in sorted({*first, *other} - {"command", "temperature"}):
+        one, another = one_run.get(name), other_run.get(name)
+        if one != another:
+            raise SinkscopeError(
+                f"{first['model']['name']}: measured under other settings ({name} is {one!r:.60} and {another!r:.60}): "
+                "show them in a table each"
+            )
 
 
 def _each(settings: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -285,8 +252,7 @@ def _group(
     place: tuple[Any, ...], method: Method, records: Sequence[BenchRecord], full: Sequence[BenchRecord]
 ) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
-    name, model, of_set, temperature, differs = place
-    task = task_class(name)
+    task = task_class(place[0])
     by_prompt: dict[str, list[float]] = {}
     by_part: dict[str, list[float]] = {}
     for record in records:
@@ -294,7 +260,7 @@ def _group(
             by_prompt.setdefault(record.prompt, []).append(value)
             by_part.setdefault(str(record.settings.get("part", "")), []).append(value)
     scores = {prompt: fmean(values) for prompt, values in by_prompt.items()}
-    mean = mean_score(name, [*scores.values()])
+    mean = mean_score(place[0], [*scores.values()])
     metrics: Metrics = {}
     for metric in ("read", "cells", "time", "cached_peak", *task.columns):
         metrics[metric] = mean_known(record.metrics.get(metric) for record in records)
@@ -305,21 +271,7 @@ def _group(
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
     parts = {part: fmean(values) for part, values in by_part.items() if part}
-    return BenchGroup(
-        name,
-        model,
-        of_set,
-        temperature,
-        method,
-        len(records),
-        mean.mean,
-        mean.low,
-        mean.high,
-        differs=dict(differs),
-        scores=scores,
-        parts=parts,
-        metrics=metrics,
-    )
+    return BenchGroup(*place, method, len(records), mean.mean, mean.low, mean.high, scores, parts, metrics)
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:
