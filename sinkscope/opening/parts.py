@@ -168,9 +168,12 @@ def _places_of(key: Key, target: Target, structure: Structure) -> _Places:
             target = Target(sample, sample, "hf", DRAFT)
     if target.hf is hf:  # it stands in
         key, numbers = (*key, structure.modules), list(structure.kinds)
-    if key not in _PLACES or target.hf is hf:
-        _PLACES[key] = _proposed_and_proved(target, numbers, row)
-    return _PLACES[key]
+    if key in _PLACES:
+        return _PLACES[key]
+    places = _proposed_and_proved(target, numbers, row)
+    if target.hf is not hf or not structure.is_own:  # functions of a user's are not kept alive
+        _PLACES[key] = places
+    return places
 
 
 def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None) -> _Places:

@@ -92,18 +92,22 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> OwnTe
         SinkscopeError: The template rejects a chat.
     """
     parts: list[str] = []
-    chats = [record for record in records if any(message.role for message in record.messages)]
-    if chats and not getattr(tokenizer, "chat_template", None):
+    chats, has_template = 0, bool(getattr(tokenizer, "chat_template", None))
+    if not has_template and any(map(_is_chat, records)):
         warn(f"the tokenizer of {model} has no chat template: the texts of messages are read without their authors")
-        chats = []
     for record in records:
-        if record in chats:
+        if has_template and _is_chat(record):
+            chats += 1
             parts.append(_in_template(record, tokenizer, model))
         elif record.text.strip():
             parts.append(record.text)
     text = BETWEEN.join(parts)
     tokens = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return OwnText(text, len(parts), tokens, len(chats))
+    return OwnText(text, len(parts), tokens, chats)
+
+
+def _is_chat(record: TextRecord) -> bool:
+    return any(message.role for message in record.messages)
 
 
 def _in_template(record: TextRecord, tokenizer: Any, model: str) -> str:
