@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.bench.methods import Method, Sampler
+from sinkscope.bench.methods import Method
 from sinkscope.bench.record import BenchRecord, EndReason, Metrics, Prompt
 from sinkscope.conformance.subject import entered
 from sinkscope.engine.actor import Actor
@@ -172,7 +172,7 @@ def answer_rows(
     *,
     measure: Measure = top_probability,
     sampler: LogitsProcessor | None = None,
-    samplers: Sampler | None = None,
+    method: Method | None = None,
     along: Sequence[list[int]] = (),
 ) -> list[Answer]:
     """Answer prompts, which are padded on the left.
@@ -185,14 +185,14 @@ def answer_rows(
             own full cache.
         measure: Numbers to keep of each step.
         sampler: What draws tokens and forbids all others; without it, decoding is greedy.
-        samplers: What changes the scores before that.
+        method: The method, which may change the scores before that.
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
-    processors: list[Any] = [] if samplers is None else samplers.processors(pad)
+    processors: list[Any] = [] if method is None else method.processors(pad)
     if sampler is not None:
         processors.append(sampler)
     if along:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
-from sinkscope.bench.methods import SAMPLING, Method, read_methods
+from sinkscope.bench.methods import SAMPLERS, Method, read_methods
 from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun, Prompt
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
 from sinkscope.bench.task import Task, read_task
@@ -121,16 +121,13 @@ def check_sampling(task: Task, methods: Sequence[Method], temperature: float, se
     Raises:
         SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
     """
-    samplers = [method.sampler() for method in methods]
-    draws = SAMPLING in {method.name for method in methods} or any(
-        sampler and sampler.temperature for sampler in samplers
-    )
-    if task.together and (temperature or seed or draws or any(samplers)):
+    draws = temperature or any(method.temperature for method in methods)
+    if task.together and (draws or seed or any(method.name in SAMPLERS for method in methods)):
         raise SinkscopeError(
             f"--task {task.name} feeds the same text to every method, and nothing is drawn: leave out --temperature, "
             "--seed and methods that sample"
         )
-    if seed and not temperature and not draws:
+    if seed and not draws:
         raise SinkscopeError(
             "--seed has no effect on greedy answers: give --temperature or a method that samples, or leave it out"
         )

@@ -3,28 +3,26 @@
 A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:name` for a
 policy class or a function that makes a cache, as `check-cache` takes them. `name:paper` selects the algorithm and
 settings that a paper prints, if they differ from the default; it calls the class method `paper` of the method's class.
-A sampler takes its first setting alone: `temperature:0.7`, `dry`, `repetition-penalty:1.1`.
+A sampler takes a number alone: `temperature:0.7`, `dry`, `repetition-penalty:1.1`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, made, parameters
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import (
     Budget,
-    Natural,
-    check_fields,
     read_settings,
     setting_types,
     share_of,
@@ -35,7 +33,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import import_object, policies
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.loops.guard.steer import DRY, Growth, Positive
+from sinkscope.loops.guard.steer import DRY, Positive
 from sinkscope.models.target import Target
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
@@ -43,7 +41,6 @@ from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
 FULL = "full"
 GUARD = "loopguard"
 PAPER = "paper"
-SAMPLING = "sampling"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,90 +55,10 @@ class RandomSlots(Policy):
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampler(ABC):
-    """Base of samplers: a frozen dataclass of settings.
-
-    Attributes:
-        unnamed: The setting that may stand alone after the name, as in "temperature:0.7".
-        temperature: The temperature; 0 is greedy, and None that of the run.
-    """
-
-    unnamed: ClassVar[str]
-    temperature: ClassVar[float | None] = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @abstractmethod
-    def processors(self, pad: int) -> list[Any]:
-        """Return what changes the scores, for rows that are padded with an id."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Temperature(Sampler):
-    """Sampling at a temperature.
-
-    Attributes:
-        value: The temperature, above 0.
-    """
-
-    unnamed: ClassVar[str] = "value"
-
-    value: Positive = 0.7
-
-    @property
-    def temperature(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the temperature."""
-        return self.value
-
-    def processors(self, pad: int) -> list[Any]:
-        """Return nothing: the task draws, so that its draws depend on the seed and the prompt alone."""
-        return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dry(Sampler):
-    """DRY, as `ss.loops.DRY` has it.
-
-    Attributes:
-        multiplier: As for `ss.loops.DRY`.
-        base: As for `ss.loops.DRY`.
-        allowed_length: As for `ss.loops.DRY`.
-    """
-
-    unnamed: ClassVar[str] = "multiplier"
-
-    multiplier: Positive = 0.8
-    base: Growth = 1.75
-    allowed_length: Natural = 2
-
-    def processors(self, pad: int) -> list[Any]:
-        """Return the sampler, for which padding repeats nothing."""
-        return [DRY(self.multiplier, self.base, self.allowed_length, ignore=(pad,))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepetitionPenalty(Sampler):
-    """The repetition penalty of transformers (Keskar et al. 2019, CTRL, section 4.1).
-
-    Attributes:
-        penalty: Divides positive scores of tokens that were there, and multiplies negative ones.
-    """
-
-    unnamed: ClassVar[str] = "penalty"
-
-    penalty: Positive = 1.1
-
-    def processors(self, pad: int) -> list[Any]:
-        """Return the sampler."""
-        from transformers import RepetitionPenaltyLogitsProcessor
-
-        return [RepetitionPenaltyLogitsProcessor(self.penalty)]
-
-
-SAMPLERS: dict[str, type[Sampler]] = {"temperature": Temperature, "dry": Dry, "repetition-penalty": RepetitionPenalty}
-"""The samplers by the names of their methods."""
+SAMPLERS = {"temperature": 0.7, "dry": 0.8, "repetition-penalty": 1.1}
+"""Methods that change how tokens are chosen, and the number that stands after the name if none is given: that of
+`ss.loops.DRY` is its multiplier, and the penalty is that of transformers (Keskar et al. 2019, CTRL, section 4.1)."""
+NUMBER = "number"
 
 
 ANYWHERE = {"shortest": 0}
@@ -166,7 +83,7 @@ def method_classes() -> dict[str, Any]:
     The class of None applies nothing.
     """
     variants = {name: cls for name, (cls, _) in NAMED_VARIANTS.items()}
-    own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType, **SAMPLERS}
+    own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, **dict.fromkeys(SAMPLERS, NoneType)}
     return own | policies() | variants | own
 
 
@@ -249,20 +166,27 @@ class Method:
             written.append(PAPER)
         if self.budget is not None:
             written.append(str(self.budget))
-        sampler = SAMPLERS.get(self.name)
         for name, value in self.settings:
-            is_unnamed = sampler is not None and name == sampler.unnamed
-            written.append(_value_in_words(value) if is_unnamed else f"{name}={_value_in_words(value)}")
+            written.append(f"{name}={_value_in_words(value)}".removeprefix(f"{NUMBER}="))
         return ":".join(written)
 
-    def sampler(self) -> Sampler | None:
-        """Return the sampler; None if it is none.
+    @property
+    def number(self) -> float:
+        """The number of a sampler."""
+        return dict(self.settings).get(NUMBER, SAMPLERS[self.name])
 
-        Raises:
-            SinkscopeError: A setting is not valid.
-        """
-        cls = SAMPLERS.get(self.name)
-        return None if cls is None else cls(**dict(self.settings))
+    @property
+    def temperature(self) -> float | None:
+        """The temperature that the method sets; None: that of the run."""
+        return self.number if self.name == "temperature" else None
+
+    def processors(self, pad: int) -> list[Any]:
+        """Return what changes the scores before a token is drawn, for rows that are padded with an id."""
+        if self.name == "dry":
+            return [DRY(self.number, ignore=(pad,))]
+        if self.name == "repetition-penalty":
+            return [RepetitionPenaltyLogitsProcessor(self.number)]
+        return []
 
     def make(self) -> Any:
         """Return the intervention to apply to the model; None for the full cache and samplers.
@@ -272,7 +196,7 @@ class Method:
         Raises:
             SinkscopeError: Settings are invalid together.
         """
-        if self.sampler() is not None:
+        if self.name in SAMPLERS:
             return None
         cls = method_class(self.name)
         if not _is_intervention(cls):
@@ -310,12 +234,14 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     paper = PAPER in parts and hasattr(cls, PAPER)
     if paper:
         parts.remove(PAPER)
-    types = setting_types(cls)
-    if name not in SAMPLERS and not _is_intervention(cls):
+    types, unnamed = setting_types(cls), "budget"
+    if name in SAMPLERS:
+        types, unnamed = {NUMBER: Positive}, NUMBER
+    if not _is_intervention(cls):
         types = {"budget": Budget} if parameters(cls).keys() & {"budget", "share"} else {}
     _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
-    options = read_settings(parts, types, f"method {text!r}", getattr(cls, "unnamed", "budget"))
+    options = read_settings(parts, types, f"method {text!r}", unnamed)
     own = options.pop("budget", None)
     is_shape = isinstance(cls, type) and issubclass(cls, Shape)
     if own is None and takes_budget and not (is_shape and (options or isinstance(budget, int))):

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from sinkscope.bench.answer import Answer, Batch, answer_rows, conversation_ids
-from sinkscope.bench.methods import FULL, SAMPLING
+from sinkscope.bench.methods import FULL
 from sinkscope.bench.record import BenchRecord, Metrics, Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
@@ -106,9 +106,7 @@ class Task(ABC):
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
         method = batch.methods[0]
-        temperature, own = 1.0 if method.name == SAMPLING else batch.temperature, method.sampler()
-        if own is not None and own.temperature is not None:
-            temperature = own.temperature
+        temperature = method.temperature or batch.temperature
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
@@ -116,7 +114,7 @@ class Task(ABC):
             sampler: RowSampler | None = None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler, samplers=own)
+            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler, method=method)
             for prompt, answer in zip(prompts, written, strict=True):
                 metrics = self.score(target, batch, prompt.turns[number], answer)
                 records.append(batch.record(method, prompt, number, answer, metrics))

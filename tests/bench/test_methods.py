@@ -37,7 +37,7 @@ from sinkscope.sparse.shapes import AShape
             LoopServe(budget=64, first=0, **{**ANYWHERE, "shortest": 9}),
         ),
         ("a-shape:0.5", "a-shape:0.5", AShape(budget=0.5)),
-        ("sampling", "sampling", None),
+        ("dry:1.5", "dry:1.5", None),
         ("sinkscope.bench.methods:RandomSlots", "sinkscope.bench.methods:RandomSlots:64", RandomSlots(budget=64)),
         ("sinkscope.kv:SnapKV:0.5:window=2", "sinkscope.kv:SnapKV:0.5:window=2", SnapKV(budget=0.5, window=2)),
     ],
@@ -51,11 +51,10 @@ def test_a_text_becomes_a_method_and_back(text, spec, made):
 def test_every_method_can_be_made_with_a_budget_of_the_task():
     for budget in (64, 0.5):
         for method in read_methods(list(method_classes()), budget):
-            without = method.name in ("full", "sampling", "loopserve-p", *SAMPLERS)
+            without = method.name in ("full", "loopserve-p", *SAMPLERS)
             shape = method.name in ("a-shape", "tri-shape", "minference")
             assert str(method) == (method.name if without or (shape and budget == 64) else f"{method.name}:{budget}")
-            assert (method.make() is None) == (method.name in ("full", "sampling", *SAMPLERS))
-            assert (method.sampler() is not None) == (method.name in SAMPLERS)
+            assert (method.make() is None) == (method.name in ("full", *SAMPLERS))
     assert [str(method) for method in read_methods(["h2o:8", "h2o:budget=8"])] == ["h2o:8"]
 
 
@@ -111,13 +110,12 @@ def test_samplers_do_what_transformers_does(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("temperature:0", "value"),
-        ("repetition-penalty:-1", "penalty"),
+        ("temperature:0", "number=0: expected"),
+        ("repetition-penalty:-1", "number=-1: expected"),
         ("dry:2:3", "given twice"),
         ("dry:x=2", "no setting"),
     ],
 )
 def test_bad_settings_of_samplers_are_refused(text, message):
     with refused(words=[message]):
-        (method,) = read_methods([text])
-        method.sampler()
+        read_methods([text])
