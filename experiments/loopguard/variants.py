@@ -9,18 +9,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, checked
+from sinkscope.files.records import Natural
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.text.copies import WordsOf
 from sinkscope.loops.text.monitor import PaperSettings
 from sinkscope.loops.text.votes import VoteRule
 
 
-@checked
+@dataclass(frozen=True)
 class OneSignal(PaperSettings):
     """Settings of a rule that decides by one of the paper's signals."""
 
@@ -42,7 +43,7 @@ class OneSignalRule(VoteRule):
         return (votes | gates)[self.settings.signal]
 
 
-@checked
+@dataclass(frozen=True)
 class Timed(PaperSettings):
     """Settings of a rule that looks at no signal.
 
@@ -66,7 +67,7 @@ class TimedRule(VoteRule):
         return self._step % self.settings.every == 0
 
 
-@checked
+@dataclass(frozen=True)
 class Ungated(PaperSettings):
     """Settings of the paper's rule without its gates."""
 

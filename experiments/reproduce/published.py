@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
-from sinkscope.files.records import Finite, Natural, Share, Whole, build, checked
+from sinkscope.files.records import Finite, Natural, Share, Whole, build
 
 SOME = Field(min_length=1)
 Words = Annotated[str, SOME]
@@ -34,7 +35,7 @@ SET_QUANTITIES = ("layers", "neurons", "residual_dims")
 """Quantities of which a source may list a part: the measured set has to contain it."""
 
 
-@checked
+@dataclass(frozen=True)
 class Published:
     """A published result.
 
@@ -73,7 +74,7 @@ class Published:
         return bool(np.allclose(self.value, measured, rtol=0, atol=self.tolerance + 1e-9))
 
 
-@checked
+@dataclass(frozen=True)
 class RecordFile:
     """A file of published results: its tables [[record]]."""
 

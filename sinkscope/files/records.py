@@ -8,8 +8,7 @@ import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
-from functools import cache, lru_cache, partial, wraps
+from functools import cache, lru_cache, partial
 from math import nan
 from types import NoneType
 from typing import (
@@ -17,7 +16,6 @@ from typing import (
     Any,
     NamedTuple,
     TypeVar,
-    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
@@ -31,7 +29,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic.dataclasses import dataclass
 from pydantic_core import SchemaValidator, core_schema
 
 from sinkscope.errors import SinkscopeError
@@ -191,29 +188,6 @@ def read_settings(
     return settings
 
 
-@dataclass_transform(frozen_default=True)
-def checked(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
-    frozen: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
-    build: Callable[..., None] = frozen.__init__
-    known = [field.name for field in fields(frozen)]
-
-    @wraps(build)
-    def init(self: Any, *args: Any, **settings: Any) -> None:
-        try:
-            build(self, *args, **settings)
-        except ValidationError as error:
-            unknown = [name for name in settings if name not in known]
-            if unknown:
-                near = get_close_matches(unknown[0], known, 1) or known
-                names = f"{cls.__name__} has no field {unknown[0]!r}"
-                raise SinkscopeError(f"{names}: expected {', '.join(near)}") from None
-            raise _refusal(error, settings, "", "") from None
-
-    frozen.__init__ = init
-    return frozen
-
-
 def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> Any:
     """The error that states the first problem in one line: the place, the value there, and what was expected."""
     problems = error.errors(include_url=False)
@@ -347,7 +321,7 @@ def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
 
 
 def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
-    """Return each row of a file and its location, such as "chat.jsonl line 3".
+    """Yield each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
         path: One JSON array, or one JSON value per line.
@@ -360,15 +334,6 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     name = os.path.basename(path)
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: give {expected}")
-    return rows_of(text, name, expected)
-
-
-def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a text: one JSON array, or one JSON value per line.
-
-    Raises:
-        SinkscopeError: A line is not JSON.
-    """
     if text.lstrip().startswith("["):
         for number, row in enumerate(_loads(text, name, 1, expected), 1):
             yield f"{name} row {number}", row

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
-from sinkscope.files.records import Natural, Whole, checked
+from sinkscope.files.records import Natural, Whole, check_fields
 from sinkscope.loops.text.outputs import RUN
 from sinkscope.loops.text.repetition import CounterRepetition, TailRepetition
 from sinkscope.loops.text.signals import WINDOW, Step, Tail
@@ -39,7 +40,7 @@ WordsOf = Callable[[Sequence[int]], Sequence[str]]
 CopyCount = Annotated[StrictInt | StrictFloat, Field(ge=2)]
 
 
-@checked
+@dataclass(frozen=True)
 class MonitorSettings:
     """Settings of the default rule, which looks for copies; `PaperSettings` has those of the paper's rule.
 
@@ -76,6 +77,9 @@ class MonitorSettings:
     counter_copies: Annotated[int, Strict(), Field(ge=2)] = 12
     counter_tokens: Natural = 256
     item_tokens: Natural = 64
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> CopyRule:
         """Return the rule for one row; the arguments are those of `Monitor`."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field, Strict
 
-from sinkscope.files.records import Natural, Share, Whole, between, checked, checked_value
+from sinkscope.files.records import Natural, Share, Whole, between, check_fields, checked_value
 from sinkscope.loops.text.copies import CopyCount, WordsOf
 from sinkscope.loops.text.repetition import TailRepetition
 from sinkscope.loops.text.signals import (
@@ -22,7 +23,7 @@ from sinkscope.loops.text.signals import (
 )
 
 
-@checked
+@dataclass(frozen=True)
 class PaperSettings:
     """Settings of the paper's rule, which takes votes. The defaults are the printed values.
 
@@ -72,6 +73,7 @@ class PaperSettings:
     tail_hold: Natural = 4
 
     def __post_init__(self) -> None:
+        check_fields(self)
         checked_value(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
