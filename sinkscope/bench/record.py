@@ -16,7 +16,8 @@ from sinkscope.bench.methods import Method
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
-from sinkscope.files.records import Finite, Wording, checked_value, read_rows
+from sinkscope.files.provenance import ModelInfo
+from sinkscope.files.records import Finite, Wording, build, checked_value, read_rows
 from sinkscope.files.store import RECORDS, SETTINGS, Keyed, read_lines
 
 PROMPT_FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
@@ -41,21 +42,10 @@ class _Costs(TypedDict):
     seconds: Finite | None
 
 
-class _Model(TypedDict):
-    """A model as the settings of a run have it."""
-
-    name: str
-    family: str
-    n_layers: int
-    d_model: int
-    d_mlp: int
-    fingerprint: str
-
-
 class _RunSettings(TypedDict):
     """What tables ask of the settings of a run."""
 
-    model: _Model
+    model: ModelInfo
     device: str
     dtype: str
     attention: str
@@ -136,8 +126,7 @@ def read_run(folder: PathName) -> BenchRun:
         raise SinkscopeError(
             f"{name} was written by another version of sinkscope: run its command again with a new --out"
         )
-    then = f"; {SETTINGS} is damaged: run its command again with a new --out"
-    checked_value(_RunSettings, settings, f"{name}/{SETTINGS}", strict=True, then=then)
+    build(_RunSettings, settings, f"{name}/{SETTINGS}", "a new --out to its command, because this file is damaged")
     records: list[BenchRecord] = []
     if (path / RECORDS).is_file():
         records, _ = read_lines(path / RECORDS, name, BenchRecord)
