@@ -222,7 +222,7 @@ def answer_rows(
         if edit is not None:
             read = [float(call.read_by_row()[row]) for call in held[1:length]]
             cached = [float(call.held_by_row()[row]) for call in held[1:length]]
-        less = [step for step, (count, full) in enumerate(zip(read, whole, strict=False), 1) if count < full - 1e-6]
+        lossy = [count < full - 1e-6 for count, full in zip(read, whole, strict=False)]
         costs: Metrics = {
             "prompt_tokens": prompt,
             "length": length,
@@ -235,7 +235,7 @@ def answer_rows(
         ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
         steps = {name: tuple(value[:length, row].tolist()) for name, value in by_step.items()}
         acted = row_events(events, row, length)
-        answers.append(Answer(tokens, text, ended, costs, acted, steps, next(iter(less), None)))
+        answers.append(Answer(tokens, text, ended, costs, acted, steps, lossy.index(True) + 1 if any(lossy) else None))
     return answers
 
 

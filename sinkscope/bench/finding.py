@@ -19,7 +19,7 @@ from sinkscope.bench.record import Metrics
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, interval_of
-from sinkscope.results.notation import short_sentence, word_form, word_list
+from sinkscope.results.notation import word_form, word_list
 
 PREFILL = "prefill"
 """What a policy's `every` says that evicts nothing after the prompt."""
@@ -150,8 +150,8 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     notes = cost_words(best, groups)
     if best.margin is not None:
         notes.insert(0, range_of(best) if task.main in PERCENT else f"±{task.shown.format(best.margin)}")
-    score = _with_notes(task.value_in_words(best.score), notes)
-    best_score = f"{best.method} has {score} in {best.title} ({task.unit})"
+    shown = f" ({', '.join(notes)})" if notes else ""
+    best_score = f"{best.method} has {task.value_in_words(best.score)}{shown} in {best.title} ({task.unit})"
     rivals = others or ([] if control is None else [control])
     if not rivals:
         return f"{best_score}; {control_score}."
@@ -163,10 +163,7 @@ def finding(groups: Sequence[BenchGroup]) -> str:
             break
     if end and len(best.scores) < FEWEST:
         return too_few(groups)
-    sentences: list[str] = []
-    for of_rival in (cost_words(rival, groups), []):
-        sentences.append(f"{best_score}, {lead_in_words(best, rival, bool(end), of_rival)}{end}; {control_score}.")
-    return short_sentence(sentences)
+    return f"{best_score}, {lead_in_words(best, rival, bool(end))}{end}; {control_score}."
 
 
 def range_of(group: BenchGroup) -> str:
@@ -187,12 +184,8 @@ def too_few(groups: Sequence[BenchGroup]) -> str:
     for group in order:
         value = f"{sum(group.scores.values()):.0f}" if counted else task.value_in_words(group.score)
         scores.append(f"{group.method} {value}")
-    count = len(order[0].scores)
-    sentences: list[str] = []
-    for most in range(len(scores), 0, -1):
-        some = word_list(scores[:most])
-        sentences.append(f"{count} prompts are too few to rank methods: {some} in {groups[0].title} ({task.unit}).")
-    return short_sentence(sentences)
+    some = f"{word_list(scores, 4)} in {groups[0].title} ({task.unit})"
+    return f"{len(order[0].scores)} prompts are too few to rank methods: {some}."
 
 
 def at_floor(best: BenchGroup, control: BenchGroup | None) -> bool:
@@ -212,7 +205,7 @@ def cost_words(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
     read, cells = group.metrics.get("read"), group.metrics.get("cells")
     for full in groups:
         whole = full.metrics.get("read")
-        if (full.method.name, full.set) == (FULL, group.set) and full is not group and read is not None and whole:
+        if full.method.name == FULL and read is not None and whole:
             parts.append(f"reads {read / whole:.0%}")
     if cells is not None:
         parts.append(f"computes {cells:.0%}")
@@ -226,16 +219,16 @@ def lead_of(best: BenchGroup, other: BenchGroup) -> Interval | None:
     return difference(best, other)
 
 
-def lead_in_words(best: BenchGroup, other: BenchGroup, close: bool, notes: Sequence[str]) -> str:
-    """Return how far the best method is ahead, such as "5±3 points ahead of h2o:4 (reads 33%)"."""
-    task, lead, name = task_class(best.task), lead_of(best, other), _with_notes(str(other.method), notes)
+def lead_in_words(best: BenchGroup, other: BenchGroup, close: bool) -> str:
+    """Return how far the best method is ahead, such as "5±3 points ahead of h2o:4"."""
+    task, lead = task_class(best.task), lead_of(best, other)
     if lead is None:
-        return f"beside {name}"
+        return f"beside {other.method}"
     side = "from" if close else "behind" if lead.mean < 0 else "ahead of"
     size, margin = abs(lead.mean), lead.margin
     if task.main in PERCENT:
-        return f"{100 * size:.0f}±{100 * margin:.0f} points {side} {name}"
-    return f"{task.shown.format(size)}±{task.shown.format(margin)} {side} {name}"
+        return f"{100 * size:.0f}±{100 * margin:.0f} points {side} {other.method}"
+    return f"{task.shown.format(size)}±{task.shown.format(margin)} {side} {other.method}"
 
 
 def kept_words(groups: Sequence[BenchGroup]) -> list[str]:
@@ -261,7 +254,3 @@ def kept_words(groups: Sequence[BenchGroup]) -> list[str]:
     return [
         f"{title}: {keepers} {keeps} every generated token, {others} {evicts} them, too; every=1 makes all evict them."
     ]
-
-
-def _with_notes(text: str, notes: Sequence[str]) -> str:
-    return f"{text} ({', '.join(notes)})" if notes else text

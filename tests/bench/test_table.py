@@ -85,13 +85,12 @@ def scored(task: str, answers: str) -> list[BenchRecord]:
         ("file", ["full 1"], "In file s, control full has 100%; no other method was run."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
          "3 prompts are too few to rank methods: loopguard:64 0, h2o:8 1 and full 2 in loops s (answers that loop)."),
-        # The cost of both stands in the sentence that does not rank them.
         ("file", ["full 1*20", "snapkv:4 1*19 0 read=3", "loopserve:4 1*18 0*2 read=8.1 cells=1.32"],
-         "snapkv:4 has 95% (78%-100%, reads 33%) in file s (score), 5±17 points from loopserve:4 (reads 90%, computes "
-         "132%): too close to rank; control full has 100%."),
+         "snapkv:4 has 95% (78%-100%, reads 33%) in file s (score), 5±17 points from loopserve:4: "
+         "too close to rank; control full has 100%."),
         # One is ahead only where the interval of the paired differences leaves zero out.
         ("file", ["full 1*20", "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"],
-         "snapkv:4 has 100% (86%-100%, reads 33%) in file s (score), 100±28 points ahead of h2o:4 (reads 33%); "
+         "snapkv:4 has 100% (86%-100%, reads 33%) in file s (score), 100±28 points ahead of h2o:4; "
          "control full has 100%."),
         ("file", ["full 1*20", "h2o:4 1*10 0*10"],
          "h2o:4 has 50% (27%-73%, reads 100%) in file s (score), 50±31 points behind full; control full has 100%."),

@@ -32,7 +32,7 @@ Position = Literal["begin", "middle", "end"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
 Kind = Literal["dialogue", "needle", "multi-key", "key-value", "tracking", "chain"]
 DIALOGUE = "dialogue"
-NEEDLES: tuple[Kind, ...] = ("needle", "multi-key", "key-value", "tracking", "chain")
+NEEDLES: tuple[Kind, ...] = get_args(Kind)[1:]
 _FRAME = 4 + len(QUESTION_END)  # tokens of a turn that are not context: marker, question, `answer`
 _FACT = 5  # tokens of a fact
 
