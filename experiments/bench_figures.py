@@ -61,13 +61,13 @@ class BenchFigure:
     measure: str
     task: str
     methods: str
-    model: str | None = None
+    model: str = "bundled"
     batch_size: int = 1
 
 
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
-    "needle": BenchFigure("score", SENTENCES, NEEDLE, "bundled"),
+    "needle": BenchFigure("score", SENTENCES, NEEDLE),
     "needle_recall": BenchFigure("score", FACTS, NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", FACTS, f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
     "recall_dialogues": BenchFigure("score", "recall", RECALLED, "recall"),
@@ -120,9 +120,7 @@ def method_of(text: str) -> Method:
         return Method(text)
 
 
-def main(
-    name: Literal[*RUNS], *, only: str | None = None, work: Path = Path("runs"), out: Path = Path("figures")
-) -> None:
+def main(name: Literal[*RUNS], *, only: str = "", work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
     Args:
@@ -153,7 +151,7 @@ def main(
         again = set(value_of_each(rows, "method"))
         rows += [row for row in earlier(out / f"{name}.json")["rows"] if row["method"] not in again]
         rows.sort(key=lambda row: row["set"])
-    settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
+    settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model}
     draw(write_record(out / f"{name}.json", "bench-figure", {"rows": rows}, settings), figure)
 
 

@@ -67,7 +67,6 @@ class TimedRule(VoteRule):
         return self._step % self.settings.every == 0
 
 
-@dataclass(frozen=True)
 class Ungated(PaperSettings):
     """Settings of the paper's rule without its gates."""
 

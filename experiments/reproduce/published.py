@@ -74,7 +74,7 @@ class Published:
         return bool(np.allclose(self.value, measured, rtol=0, atol=self.tolerance + 1e-9))
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordFile:
     """A file of published results: its tables [[record]]."""
 

@@ -252,7 +252,8 @@ def _group(
     place: tuple[Any, ...], method: Method, records: Sequence[BenchRecord], full: Sequence[BenchRecord]
 ) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
-    task = task_class(place[0])
+    name, model, of_set, temperature = place
+    task = task_class(name)
     by_prompt: dict[str, list[float]] = {}
     by_part: dict[str, list[float]] = {}
     for record in records:
@@ -260,7 +261,7 @@ def _group(
             by_prompt.setdefault(record.prompt, []).append(value)
             by_part.setdefault(str(record.settings.get("part", "")), []).append(value)
     scores = {prompt: fmean(values) for prompt, values in by_prompt.items()}
-    mean = mean_score(place[0], [*scores.values()])
+    mean = mean_score(name, [*scores.values()])
     metrics: Metrics = {}
     for metric in ("read", "cells", "time", "cached_peak", *task.columns):
         metrics[metric] = mean_known(record.metrics.get(metric) for record in records)
@@ -271,7 +272,20 @@ def _group(
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
     parts = {part: fmean(values) for part, values in by_part.items() if part}
-    return BenchGroup(*place, method, len(records), mean.mean, mean.low, mean.high, scores, parts, metrics)
+    return BenchGroup(
+        name,
+        model,
+        of_set,
+        temperature,
+        method,
+        len(records),
+        mean.mean,
+        mean.low,
+        mean.high,
+        scores,
+        parts,
+        metrics,
+    )
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:
