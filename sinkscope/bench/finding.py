@@ -25,7 +25,7 @@ PREFILL = "prefill"
 """What a policy's `every` says that evicts nothing after the prompt."""
 FEWEST = 6
 """Prompts of a ranking: a sign test of five pairs cannot reach 5 %, even if all agree."""
-NOT_RANKED = (FULL, "random")
+NOT_RANKED = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
 
 

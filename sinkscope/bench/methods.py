@@ -55,7 +55,7 @@ class RandomSlots(Policy):
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
 
 
-SAMPLERS = {"temperature": 0.7, "dry": 0.8, "repetition-penalty": 1.1}
+SAMPLERS = {"sampling": 1.0, "temperature": 0.7, "dry": 0.8, "repetition-penalty": 1.1}
 """Methods that change how tokens are chosen, and the number that stands after the name if none is given: that of
 `ss.loops.DRY` is its multiplier, and the penalty is that of transformers (Keskar et al. 2019, CTRL, section 4.1)."""
 NUMBER = "number"
@@ -178,7 +178,7 @@ class Method:
     @property
     def temperature(self) -> float | None:
         """The temperature that the method sets; None: that of the run."""
-        return self.number if self.name == "temperature" else None
+        return self.number if self.name in ("sampling", "temperature") else None
 
     def processors(self, pad: int) -> list[Any]:
         """Return what changes the scores before a token is drawn, for rows that are padded with an id."""

@@ -37,6 +37,7 @@ from sinkscope.sparse.shapes import AShape
             LoopServe(budget=64, first=0, **{**ANYWHERE, "shortest": 9}),
         ),
         ("a-shape:0.5", "a-shape:0.5", AShape(budget=0.5)),
+        ("sampling", "sampling", None),
         ("dry:1.5", "dry:1.5", None),
         ("sinkscope.bench.methods:RandomSlots", "sinkscope.bench.methods:RandomSlots:64", RandomSlots(budget=64)),
         ("sinkscope.kv:SnapKV:0.5:window=2", "sinkscope.kv:SnapKV:0.5:window=2", SnapKV(budget=0.5, window=2)),

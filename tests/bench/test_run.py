@@ -60,7 +60,7 @@ def test_no_arm_pays_for_what_is_made_once(monkeypatch):
     assert len(entered) == 1 + len(given.given[0].turns)
 
 
-@pytest.mark.parametrize("method", ["h2o:16", "temperature:1"])
+@pytest.mark.parametrize("method", ["h2o:16", "sampling"])
 def test_neighbours_in_a_batch_change_nothing(method):
     one, both = untimed(run([method])), untimed(run([method], batch_size=2))
     assert {r.key: r.tokens for r in one} == {r.key: r.tokens for r in both}
