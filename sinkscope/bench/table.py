@@ -78,7 +78,7 @@ class BenchTable(Result):
         "to": "Upper end of it",
         "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
         "cells": "Share of a prompt's causal cells that attention covers; a dash if the model reads it",
-        "time": "Seconds per new token, divided by those of the full cache",
+        "time": "Seconds per new token, divided by those of the full cache; a dash if that was not run",
         "cached_peak": "Largest number of cached tokens after a decoding step, mean over answers",
     }
 
@@ -149,8 +149,6 @@ class BenchTable(Result):
     def details(self) -> list[str]:
         """Return what the other sets say, and which methods keep generated tokens."""
         lines = [finding(groups) for groups in self.places()[1:]]
-        if self.groups and all(group.metrics.get("time") is None for group in self.groups):
-            lines.append(f"time is empty: it compares with {FULL}, which was not run.")
         lines += [line for groups in self.places() for line in kept_words(groups)]
         return lines
 
