@@ -24,7 +24,14 @@ from sinkscope.models.checkpoints.checkpoint import (
     model_with_weights,
     quiet,
 )
-from sinkscope.models.checkpoints.config import check_finite, parse_device, parse_dtype, read_config, read_tokenizer
+from sinkscope.models.checkpoints.config import (
+    check_finite,
+    check_vocabulary,
+    parse_device,
+    parse_dtype,
+    read_config,
+    read_tokenizer,
+)
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.gguf_file import parsed_once
 from sinkscope.models.checkpoints.locate import BUNDLED, locate
@@ -100,6 +107,7 @@ def load(
         if source.planted:
             _plant(hf, files.folder / source.planted)
             hf.config.circuit = source.name
+        check_vocabulary(tokenizer, hf)
         check_finite(hf)
         target = Target(hf, hf, "hf", DRAFT, name=source.name)
         target = replace(target, adapter=adapter_of(target))
@@ -233,6 +241,7 @@ def open_stream(
             raise UnsupportedError("it is quantised")
         # Two layers, while the adapter is proposed and proved.
         store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
+        check_vocabulary(tokenizer, store.causal)
         target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name, store)
         target = replace(target, adapter=adapter_of(target))
         avoid_misreading(target)

@@ -198,6 +198,28 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
         ) from error
 
 
+def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
+    """Check that every token has a row in the embedding, except special tokens other than BOS and EOS.
+
+    Some models ship a tokenizer with special tokens for images that a text model never sees (Gemma 3 1B).
+
+    Raises:
+        SinkscopeError: The tokenizer belongs to another model.
+    """
+    if tokenizer is None:
+        return
+    embedding: Any = hf.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    rows = embedding.weight.shape[0]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    beyond = [number for number in tokenizer.get_vocab().values() if number >= rows and number not in special]
+    if beyond:
+        raise SinkscopeError(
+            f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows: they belong to different "
+            "models; use the tokenizer that came with the weights"
+        )
+
+
 @torch.no_grad()
 def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
     """Check that no parameter holds NaN or infinity. Quantised parameters and those on meta are skipped.
