@@ -345,6 +345,11 @@ def loading_errors(source: ModelSource) -> Generator[None]:
         remedy = "check that the files are whole (`git lfs pull` fetches what Git LFS left) and belong together"
         if isinstance(error, ImportError):
             remedy = "install what it asks for"
+        if "model type" in str(error):
+            remedy = "install a transformers that knows it, or load it with its own code and give the model"
+        if "trust_remote_code" in str(error):
+            what = f"{source.name} holds Python code for its model, which is never run here"
+            remedy = "if you trust it, load the model with transformers and give the model"
         if is_out_of_memory(error):
             what = f"out of memory while loading {source.name}"
             remedy = 'try --dtype bfloat16 (in Python dtype=), layers=N, a quantization_config or device_map="auto"'

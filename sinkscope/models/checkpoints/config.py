@@ -157,6 +157,8 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
     n_layers = text.num_hidden_layers
+    if n_layers < 1:
+        raise SinkscopeError(f"{name} has no layers (num_hidden_layers is {n_layers} in its configuration)")
     if not 1 <= (n_layers if layers is None else layers) <= n_layers:
         raise SinkscopeError(f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}")
     if layers is not None:
