@@ -196,7 +196,7 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
         SinkscopeError: The file cannot be read, is no regular file, or is too long.
     """
     name = os.fspath(path)
-    shown = "standard input" if name == "-" else pathless(name) or "a file without a name"
+    shown = _shown(path)
     opened: Any = nullcontext(getattr(sys.stdin, "buffer", BytesIO()))  # there is none if it is closed
     if name != "-":
         opened = open_regular(path_of(name, remedy), shown, remedy)
@@ -240,6 +240,6 @@ def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrot
 
 
 def _shown(path: PathName) -> str:
-    if os.fspath(path) == "-":
-        return "standard input"
-    return Path(path).name
+    """The name of what is read, for errors."""
+    name = os.fspath(path)
+    return "standard input" if name == "-" else pathless(name) or "a file without a name"
