@@ -13,6 +13,7 @@ from sinkscope.files.kinds import kind_modules
 from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
 from sinkscope.results.result import Result
+from sinkscope.results.style import WIDTH_OF_FRAME
 
 
 def draw(file: Path, figure: Callable[[Row], Any]) -> None:
@@ -25,7 +26,8 @@ def draw(file: Path, figure: Callable[[Row], Any]) -> None:
 
 def write_png(figure: Any, path: Path) -> None:
     """Write a picture of a figure, in its own size."""
-    write_atomic(path, figure.to_image(format="png", width=figure.layout.meta["width"], scale=2))
+    width = (figure.layout.meta or {}).get("width", WIDTH_OF_FRAME)
+    write_atomic(path, figure.to_image(format="png", width=width, scale=2))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from organisms.tiny import tiny_model, tiny_multimodal
+from organisms.tiny import tiny_model
 
 _ROOT = Path(tempfile.mkdtemp(prefix="sinkscope-tests-"))
 atexit.register(shutil.rmtree, _ROOT, ignore_errors=True)
@@ -23,15 +23,6 @@ def checkpoint(model_type: str, shard_size: str = "1GB") -> Path:
     model.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def with_images(folder: Path):
-    """A tiny Gemma 3 with its image tower, saved in `folder`."""
-    model, tokenizer = tiny_multimodal(), tiny_model("gemma3_text")[1]
-    model.config.architectures = [type(model).__name__]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
 
 
 def spoiled(folder: Path, base: str = "llama", /, **config) -> Path:

@@ -158,10 +158,6 @@ def _pressing(model, share):
             hook.remove()
 
 
-def offloaded_cache(config):
-    return DynamicCache(config=config, offloading=True)
-
-
 ROUNDING = {"quantized_cache": 0.5, "eight_bit_cache": 0.5}
 """Errors of logits, in standard deviations, that are allowed to those that round."""
 RIGHT = (

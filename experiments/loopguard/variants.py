@@ -67,22 +67,6 @@ class TimedRule(VoteRule):
         return self._step % self.settings.every == 0
 
 
-class Ungated(PaperSettings):
-    """Settings of the paper's rule without its gates."""
-
-    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
-        """Return the rule."""
-        return UngatedRule(self)
-
-
-class UngatedRule(VoteRule):
-    """The paper's warning alone."""
-
-    def decide(self, votes: dict[str, bool], gates: dict[str, bool], has_p_max: bool) -> bool:
-        """Return whether enough signals warn."""
-        return super().decide(votes, {"open": True}, has_p_max)
-
-
 MONITORS: dict[str, PaperSettings] = {"p1": OneSignal(), "always": Timed()}
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from markupsafe import escape
 from organisms import organism
 from refusals import refused
-from report_kit import files_shown, made_report
-from scan_kit import PARTS, few_parts
+from scan_kit import few_parts
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard
@@ -22,7 +19,6 @@ from sinkscope.app.scan import scan
 from sinkscope.measure import Setup
 from sinkscope.measure.merge import CHANGED, SAME
 from sinkscope.results.notation import neuron_name
-from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, Row, row_beside
 
 pytestmark = pytest.mark.few_texts
@@ -47,62 +43,6 @@ def test_without_a_model_a_scan_is_a_tour_of_the_bundled_one(tmp_path, monkeypat
     assert card.quick and card.model.name == "bundled"
     assert SinkCard.load("sinkscope-demo/card.json").to_dict() == card.to_dict()
     assert Path("sinkscope-demo/card.html").is_file()
-
-
-def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
-    card = SinkCard.load(folder / "card.json")
-    assert [part.name for part in card.parts] == list(PARTS)
-    sinks = Result.load(folder / "find-sinks.json")
-    assert card.conclusion() == sinks.conclusion()
-    rows = {(row.about, row.table, row.name): row for row in card.findings()}
-    about = f"find-sinks: {sinks.findings()[-1].about}".replace("find-sinks", "find_sinks")
-    spike = sinks.spikes[0]
-    for table, name in (("effects", "at place"), ("controls", "busiest")):
-        assert rows[about, table, name].numbers == spike.named(table, name).numbers
-    assert rows[about, "spike", "needed parts"].note == neuron
-    page = (folder / "card.html").read_text()
-    for part in card.parts:
-        assert escape(part.conclusion) in page
-        assert part.command in page
-    assert page.count('class="plot"') == len(PARTS)
-    assert files_shown(folder / "card.html") == ["card.json", "find-sinks.json", "repeat.json"]
-    assert re.findall(r"</h2><(details|div)", page) == ["details", "div", "details"]  # the sink alone is open
-    tiles = page.partition('<div class="tiles">')[2].partition("</div>")[0].split("<article>")[1:]
-    assert [tile.partition("</h3>")[0] for tile in tiles] == ["<h3>Sink", "<h3>Repetition"]
-    row = next(part for part in card.parts if part.topic == "Repetition").headline
-    numbers = row.numbers
-    assert f"<b>{numbers['share']}</b> {row.name} <small>({row.note}: {numbers['control']})</small>" in tiles[1]
-    assert str(escape(card.conclusion())) in tiles[0]
-
-
-def test_a_tile_shows_whatever_number_stands_beside_its_control(folder):
-    numbers = {"left": Mean(0.04, kind="share"), "control": Mean(0.97, kind="share")}
-    row = Row(table="conditions", name="left of the spike", numbers=numbers, note="random")
-    part = CardPart(name="why-sink", command="sinkscope why-sink", conclusion="It is so.", rows=(row,), topic="Why")
-    card = replace(SinkCard.load(folder / "card.json"), parts=(part,))
-    assert "<b>4%</b> left of the spike <small>(random: 97%)</small>" in card.first_screen()
-
-
-def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
-    few_parts(monkeypatch, PARTS)
-    before = json.loads((folder / "card.json").read_text())["result"]
-    monkeypatch.setattr(scanning, "_measured", lambda *_: pytest.fail("measured again"))
-    scan(model, out=folder, quick=True)
-    assert json.loads((folder / "card.json").read_text())["result"] == before
-    ours = (folder / "card.html").read_text()
-    (folder / "card.html").write_text("Mine")
-    with refused(r"card\.html is there already"):
-        scan(model, out=folder, quick=True)
-    assert (folder / "card.html").read_text() == "Mine"
-    (folder / "card.html").write_text(ours)
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"bos": False}])
-def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
-    few_parts(monkeypatch, PARTS)
-    options = {"out": folder, "quick": True, **other}
-    with refused("begun with other settings"):
-        scan(model, **options)
 
 
 @pytest.mark.slow
@@ -134,17 +74,11 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
         return real(*args, **options)
 
     monkeypatch.setattr(Setup, "open", opening)
-    monkeypatch.setattr("sinkscope.opening.load.free_memory", lambda *_: 1)
+    monkeypatch.setattr("sinkscope.app.scan.fits", lambda *_: False)
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
     said = {part.name: part.conclusion for part in card.parts}
     assert said["why_sink"] == "not measured, because it needs the whole model in memory." != said["repeat"]
-
-
-def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
-    page = made_report(folder.parent, tmp_path / "report.html")
-    assert {f"{folder.name}/{name}" for name in ("card.json", "find-sinks.json")} <= set(files_shown(page))
-    assert f"<b>{folder.name}" not in page.read_text()
 
 
 Rows = dict[str, tuple[Row, ...]]

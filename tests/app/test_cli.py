@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
-import json
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from unittest import mock
@@ -22,13 +19,8 @@ import sinkscope.app.generate
 import sinkscope.opening.load
 from sinkscope.app.cli import main
 from sinkscope.app.commands import COMMANDS
-from sinkscope.engine.run import Event
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_text
-from sinkscope.generation.generate import Generated
-from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement
-from sinkscope.results.result import Result
 
 
 @pytest.fixture
@@ -63,24 +55,6 @@ def test_the_list_of_commands_is_there_at_once():
         assert any(line.startswith(f"  {words.split()[0]} ") for line in lines)
 
 
-@pytest.mark.parametrize("words", list(COMMANDS))
-def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeypatch, typed):
-    monkeypatch.setenv("COLUMNS", "80")
-    text = typed([*words.split(), "--help"]).out
-    assert max(map(len, text.splitlines())) <= 80
-    assert f"Documentation: docs/cli.md#sinkscope-{words.replace(' ', '-')}" in text
-    COMMANDS[words].describe()
-    for option in COMMANDS[words].params:
-        assert option.help and "." in option.help, option.name
-    assert COMMANDS[words].examples
-    for line in COMMANDS[words].examples:
-        assert f"  {line}\n" in text
-        typed = shlex.split(line.rpartition("| ")[2])
-        assert typed[: 1 + len(words.split())] == ["sinkscope", *words.split()]
-        for word in typed:
-            assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
-
-
 @pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope bench --bes", "--beside")])
 def test_the_shell_completes(typed, word):
     question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
@@ -90,59 +64,6 @@ def test_the_shell_completes(typed, word):
 
 
 # What arrives and what comes back
-
-
-def test_options_reach_the_function_as_they_are_typed(calls, typed):
-    typed("find-sinks")
-    assert set(calls.pop()) == {"progress", "seed"}  # what has no default is left to the function
-    for model in ("m", "--model m"):
-        typed(f"repeat {model} --dtype float16 --no-bos --max-repeats 3 --text t --tokens cat,dog")
-        arguments = calls.pop()
-        del arguments["progress"]
-        given = {"model": "m", "dtype": "float16", "bos": False, "max_repeats": 3, "text": "t"}
-        assert arguments == {**given, "tokens": ["cat", "dog"], "seed": 0, "quantity": "norm"}
-
-
-def test_the_result_goes_to_standard_output_and_into_files(calls, typed):
-    typed("find-sinks --json a/x.json --html x.html")
-    shown = typed("find-sinks --json a/x.json --html x.html")  # in place of an earlier output
-    assert shown == (sample_find_sinks().text(brief=True) + "\n", "JSON: a/x.json\nPage: x.html\n")
-    assert Result.load("a/x.json") == sample_find_sinks()
-    assert 'class="plot"' in Path("x.html").read_text() and 'class="plot"' in typed("find-sinks --html -").out
-    assert Result.from_dict(json.loads(typed("find-sinks --json -").out)) == sample_find_sinks()
-
-
-def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_path, typed):
-    arguments = {}
-
-    def fake(model, prompt, *, on_text, **given):
-        arguments.update(given, model=model, prompt=prompt)
-        on_text(0, "one ")
-        on_text(0, "two")
-        event = Event(row=0, step=3, position=4, layer=1, head=None, kind="patched", data={"neuron": 7})
-        return [Generated("", [1, 2], 3, [event], summary="It acted.")]
-
-    monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
-    monkeypatch.setattr(sinkscope.app.generate, "load", lambda model, **_: model)
-    monkeypatch.chdir(tmp_path)
-    Path("p.txt").write_text("the prompt\n")
-    patch = SinkPatch(layer=1, neurons=[7])
-    patch.save("patch.json")
-    shown = typed("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos")
-    assert shown == ("one two\n", "It acted.\n")
-    given = {"model": None, "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
-    assert arguments == {**given, "temperature": 0.0, "seed": 0, "chat": "auto"}
-
-
-def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
-    def fake(_, __, *, on_text, **___):
-        on_text(0, "so far")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
-    monkeypatch.setattr(sinkscope.app.generate, "load", lambda *_, **__: None)
-    (tmp_path / "p.txt").write_text("x")
-    assert typed(["generate", "--prompt-file", str(tmp_path / "p.txt")], 130) == ("so far", "\ninterrupted\n")
 
 
 # What goes wrong
@@ -207,17 +128,6 @@ def test_streams_without_listeners_and_odd_words(tmp_path, words, code, message)
     assert done.returncode == code and said.startswith(message), done.stderr
     assert said.count("\n") == 1 and "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"loop.txt"} | {"a.json"} & set(words.split())
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_standard_input_is_utf8_whatever_the_terminal_is(tmp_path, monkeypatch, closed):
-    content = "\ufeffgr\u00fc\u00dfe\r\nan alle\n".encode()
-    stream = io.TextIOWrapper(io.BytesIO(content), encoding="ascii", errors="surrogateescape")
-    monkeypatch.setattr(sys, "stdin", None if closed else stream)
-    (tmp_path / "same.txt").write_bytes(content)
-    expected = "gr\u00fc\u00dfe\nan alle\n"
-    assert read_text(str(tmp_path / "same.txt")) == expected
-    assert read_text("-") == ("" if closed else expected)
 
 
 def test_tokens_that_the_terminal_cannot_show():

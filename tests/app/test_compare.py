@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from refusals import refused
-from sample_results import control, sample_find_sinks, with_rows, writer
+from sample_results import sample_find_sinks, with_rows, writer
 
 import sinkscope as ss
-from sinkscope.app.compare import MOST_PANELS, Comparison, expanded
+from sinkscope.app.compare import Comparison, expanded
 from sinkscope.measure.merge import CAME, CHANGED, WENT
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, Row, row_of
@@ -65,23 +64,6 @@ def test_neurons_that_come_go_and_change_and_places_are_named():
     assert card["layers"] == "2-4 -> 2-5" and card["L3.N9"].startswith("came: share 20%")
 
 
-def test_the_headline_is_no_control_where_something_else_changed():
-    base, tuned = with_heads(BEFORE, "base"), with_heads(AFTER, "tuned")
-    costlier = with_rows(tuned.spikes[0], control("random", 8, 1, 9.0))
-    found = ss.compare(base, replace(tuned, spikes=(costlier, tuned.spikes[1])))
-    changed = [row.name for row in found.results[0].moved]
-    assert "random: loss" in changed and found.results[0].headline.name == HEADS
-
-
-def test_a_frame_has_the_ends_of_intervals_and_the_file_returns_it(tmp_path):
-    found = ss.compare(with_heads(BEFORE, "base"), with_heads(AFTER, "tuned"))
-    frame = found.to_frame()
-    row = frame[frame["name"] == HEADS].iloc[0]
-    assert row["lower"] < row["change"] < row["upper"] < 0
-    assert Result.load(found.save(tmp_path / "c.json")) == found
-    assert "base" in found.to_html()
-
-
 def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(tmp_path, typed):
     for step, by_text in ((9, BEFORE), (100, AFTER), (20, BEFORE)):
         with_heads(by_text, f"step{step}").save(tmp_path / f"step{step}.json")
@@ -94,35 +76,6 @@ def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(t
     assert [*line.x] == ["step9", "step20", "step100"] and line.y[1] == 0 and line.y[2] == pytest.approx(-2.5)
     row = found.results[1].moved[0]
     assert line.error_y.array[2] == pytest.approx(row.get("upper") - row.get("change"))
-
-
-def test_the_first_number_has_a_panel_however_many_others_changed():
-    found = ss.compare(with_heads(BEFORE, "base"), with_heads(BEFORE, "tuned"))
-    (same,) = [row for row in found.results[0].rows if row.name == HEADS]
-    others = [replace(same, name=f"number {n}", table=CHANGED) for n in range(MOST_PANELS)]
-    crowded = replace(found, results=(replace(found.results[0], rows=(same, *others)),))
-    line, *others = crowded.figure().data
-    assert line.y[1] == 0 and len(others) == MOST_PANELS - 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"settings": {"seed": 1, "text": None}}, "seed is 0 and 1"),
-        ({"settings": {"seed": 0, "text": "mine.txt"}}, "text is None and 'mine.txt'"),
-        ({"settings": {"seed": 0, "text": None, "all_layers": True}}, "all_layers is None and True"),
-    ],
-)
-def test_results_of_other_settings_and_texts_are_refused(changes, words):
-    with refused(f"other settings or texts .*{words}"):
-        ss.compare(with_heads(BEFORE, "base"), with_heads(AFTER, "tuned", **changes))
-
-
-def test_files_of_one_text_under_two_names_are_compared_and_other_tokens_are_refused():
-    one, same = ({"seed": 0, "text": name, "text_read": "abc"} for name in ("a.txt", "b.txt"))
-    ss.compare(with_heads(BEFORE, settings=one), with_heads(AFTER, settings=same))
-    with refused("text_read is 'abc' and 'def'"):
-        ss.compare(with_heads(BEFORE, settings=one), with_heads(AFTER, settings={**same, "text_read": "def"}))
 
 
 def test_other_kinds_one_result_and_empty_folders_are_refused_in_one_line(tmp_path, typed):

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 from dataclasses import replace
 
-import numpy as np
 import plain_spikes as plain
 import pytest
 import torch
-from raw_kit import attention, blocks, down, inputs_edited
+from raw_kit import blocks, down, inputs_edited
 from report_kit import BAD, WORSE, fill, made_report, spoil
-from repository import FIGURES
 from sample_results import sample_find_sinks, with_rows
 
-from sinkscope.app.view.explorer import ids_of
 from sinkscope.app.view.page import serve, view_page
-from sinkscope.app.view.result import ModelView, OtherMeasurement
-from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
+from sinkscope.app.view.result import ModelView
+from sinkscope.app.view.switches import RANDOM_SWITCH
 from sinkscope.files.output import write_output
 from sinkscope.results.notation import percent
-from sinkscope.results.pages import document
 from sinkscope.results.parts import Neuron
-from sinkscope.results.result import Result
 from sinkscope.results.row import row_of
-from sinkscope.sinks.spikes.records import neuron_of
 
 TEXT = "A class is a block. A block is a piece of text."
 LOADED = "document.querySelector('.token')"
@@ -81,39 +74,6 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
     assert each(chrome, ".circuit .head.chosen", "id") == [f"reads-{number}-2-1" for number in range(3)]
 
 
-def test_a_measurement_of_another_package_has_a_block(view, opened):
-    other = OtherMeasurement(
-        "entropy", "L0.H1 is <b>sharp</b>.", {"head": ("L0.H0", "L0.H1"), "mean_nats": ("2.1", "0.4")}
-    )
-    chrome = opened(shown=replace(view, others=(other,)))
-    assert chrome.texts("#others summary") == ["entropyL0.H1 is <b>sharp</b>."]
-    assert chrome.texts("#others th") == ["head", "mean nats"]
-    assert chrome.texts("#others td") == ["L0.H0", "2.1", "L0.H1", "0.4"]
-    assert opened().texts("#others") == []
-
-
-def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):
-    (found,), (measured,) = bundled.circuit.spikes, bundled.sinks.spikes
-    chrome = opened()
-    said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
-    assert chrome.text("#spike-0 summary").endswith(said)
-    (neuron,), (alone,) = found.table("writers").values(), found.table("alone").values()
-    writers = [f"the MLP of layer 1{found.named('components', 'mlp 1').get('share'):.0%}"]
-    writers.append(f"{neuron.name}{neuron.get('share'):.0%}; {alone.get('left'):.0%} remains; needed")
-    marks: list[str] = []
-    for name, row in found.table("marks").items():
-        words = name.replace("attention 0", "the attention of layer 0")
-        marks.append(f"{words}{row.get('left'):.0%} remains; others: {row.get('others'):.0%}")
-    assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
-    for label, said in view.circuit[0].card.rows:
-        assert chrome.text(f"#spike-0 .card-{label.split()[0]}").split() == f"{label} {said}".split()
-    model, ids = bundled.setup.target.hf, measured.reported.survey.ids
-    given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
-    assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
-    titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]
-    assert each(chrome, "#spike-0 .head", "title") == titles
-
-
 def fired(setup, ids, neuron: Neuron):
     """The activation of a neuron at each token, by a plain hook."""
     seen = []
@@ -130,88 +90,6 @@ def outcome(sink, neuron: Neuron, texts: int = 16) -> list[str]:
     return [percent(left.left), str(left.heads), f"{left.loss:.2f} nats"]
 
 
-def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
-    chrome, setup, survey = opened(), bundled.setup, bundled.sinks.survey
-    (page,) = view.neuron_pages
-    assert page.name == "L1.N338"
-    chrome.run("document.querySelector('.circuit .part').focus()")
-    chrome.press("Enter")
-    assert chrome.text(".neuron h2") == "Neuron L1.N338"
-    written = bundled.circuit.spike.named("writers", "L1.N338").get("share")
-    assert f"it writes {written:.0%} of the spike at the first token" in chrome.text(".neuron > p")
-
-    ids = torch.tensor([ids_of(setup, TEXT)])
-    values = fired(setup, ids, Neuron(1, None, 338))[0]
-    titles = each(chrome, ".neuron .token", "title")
-    assert list(map(float, titles)) == pytest.approx(values.tolist(), rel=1e-3, abs=1e-9)
-
-    typical = fired(setup, survey.ids, Neuron(1, None, 338))
-    order, firsts = typical.abs().flatten().argsort(descending=True, stable=True).tolist(), {}
-    for text, position in (divmod(number, survey.ids.shape[1]) for number in order):
-        firsts.setdefault(tuple(survey.ids[text, : position + 1].tolist()), (text, position))
-    expected = list(firsts.values())[:10]
-    assert [one.value for one in page.largest] == pytest.approx([float(typical[at]) for at in expected], rel=1e-2)
-    assert [one.token for one in page.largest] == [setup.tokenizer.decode([survey.ids[at]]) for at in expected]
-    assert page.largest[0].texts == len(survey.ids)  # BOS begins all of them
-    rows = chrome.texts(".largest tr")
-    assert len(rows) == 10 and rows[0].startswith("18.64<s>") and rows[0].endswith("(in 16 texts)")
-
-    cells = each(chrome, ".outcomes tbody td", "textContent")
-    cells = cells[cells.index("it alone") :]
-    (control,) = view.circuit[0].random
-    random = neuron_of(control.name)
-    assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
-    assert cells[4:8] == [f"random: {random}", *outcome(bundled, random, 4)]
-    assert cells[8] == "the busiest others" and len(cells) == 12
-    assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
-
-
-def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, opened):
-    """Beside the intact ones stand those after the edit, as a plain hook inside it reads them."""
-    chrome, setup, neuron = opened(), bundled.setup, Neuron(1, None, 338)
-    ids = torch.tensor([ids_of(setup, TEXT)])
-    intact = fired(setup, ids, neuron)[0].tolist()
-    seen: dict[str, list[float]] = {}
-    for number, switch in enumerate(switches_of(bundled), 1):
-        with switch.edit.on(setup.target):
-            seen[switch.name] = fired(setup, ids, neuron)[0].tolist()
-        chrome.run(f"document.querySelector('#variant-{number}').click()")
-        chrome.wait(f"document.querySelectorAll('.pair figcaption')[1]?.textContent === {json.dumps(switch.name)}")
-        chrome.click(".circuit .part")
-        assert chrome.text("#meaning") == switch.meaning != ""
-        titles = list(map(float, each(chrome, ".neuron .token", "title")))
-        assert titles == pytest.approx([*intact, *seen[switch.name]], rel=1e-3, abs=1e-9)
-        zero = 'Its activation in the model "sink neurons zeroed" is 0 at each token. The colours mean the same.'
-        assert (zero in chrome.texts(".neuron p")) == (switch.name == "sink neurons zeroed")
-        chrome.press("Escape")
-        chrome.wait("!document.querySelector('.neuron')")
-    assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM_SWITCH] == intact
-    assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
-
-    (text,) = view.texts  # those of experts are not measured under an edit
-    edited = tuple(replace(variant, activations=()) for variant in text.variants[1:])
-    chrome = opened(shown=replace(view, texts=(replace(text, variants=(text.variants[0], *edited)),)))
-    chrome.click("#variant-1")
-    chrome.click(".circuit .part")
-    assert len(chrome.texts(".neuron .token")) == len(text.tokens)
-
-
-def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
-    chrome = opened()
-    chrome.run("document.querySelector('.circuit .part').focus()")
-    chrome.press("Enter")
-    assert "neuron=L1.N338" in chrome.run("location.hash")
-    chrome.reopen()
-    chrome.wait("document.querySelector('.neuron[open]')")
-    chrome.press("Escape")
-    chrome.wait("!document.querySelector('.neuron')")
-    assert "neuron" not in chrome.run("location.hash")
-    chrome.click(".circuit .part")
-    chrome.run("[...document.querySelectorAll('.neuron button')].at(-1).click()")
-    chrome.wait("!document.querySelector('.neuron')")
-    assert chrome.errors == []
-
-
 def test_markup_in_tokens_is_text_on_the_page(view, opened):
     evil = "<img src=x onerror=alert(1)>"
     (page,), (spike,), (text,) = view.neuron_pages, view.circuit, view.texts
@@ -224,70 +102,6 @@ def test_markup_in_tokens_is_text_on_the_page(view, opened):
     assert chrome.run("document.images.length") == 0 and chrome.errors == []
     assert chrome.text(".largest tr").count(evil) == 3 and evil in chrome.text(".neuron > p")
     assert chrome.text(".spike h3").startswith(evil)
-
-
-def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
-    """The shade of every cell of the drawings is that of the attention."""
-    chrome = opened()
-    text = view.texts[0]
-    chrome.click("#head-1-7")
-    rows = text.variants[0].rows[text.heads.index((1, 7))].array()
-    drawn = np.zeros_like(rows)
-    paths = "[...document.querySelectorAll('#rows .cells path')].map((one) => [one.getAttribute('fill-opacity'), "
-    for shade, path in chrome.run(f"{paths}one.getAttribute('d')])"):
-        for column, row, run in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
-            drawn[int(row), int(column) : int(column) + int(run)] = float(shade)
-    assert np.abs(drawn - np.sqrt(rows)).max() <= 0.5 / 24 + 1e-6 and drawn.any()
-    chrome.run("document.querySelector('#token-5').dispatchEvent(new Event('pointerenter'))")
-    assert len(chrome.texts("#read-words span")) == 6 and chrome.text("#rows-text").startswith("Token 5, ")
-    assert f"gives {rows[5].max():.0%} to {rows[5].argmax()}" in chrome.text("#rows-text")
-    assert len(chrome.texts("#rows .pointer")) == 2
-    chrome.run("document.querySelector('.strip').dispatchEvent(new Event('pointerleave'))")
-    assert chrome.texts(".pointer") == [] and len(chrome.texts("#read-words span")) == len(text.tokens)
-
-    chrome.click("#layer-heads summary")
-    chrome.wait("document.querySelectorAll('.multiple').length === 8")
-    assert chrome.texts(".multiple") == [f"L1.H{head}" for head in range(8)]
-    assert chrome.text(".multiple.chosen") == "L1.H7"
-    drawing = "document.querySelector('#multiple-7 canvas').getContext('2d')"
-    drawn = chrome.run(f"[...{drawing}.getImageData(0, 0, {len(rows)}, {len(rows)}).data]")
-    assert np.abs(np.array(drawn[3::4]).reshape(rows.shape) - 255 * np.sqrt(rows)).max() <= 1
-    chrome.click("#multiple-3")
-    assert chrome.text("#rows-title") == "Rows of L1.H3"
-
-
-def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_path):
-    view.save(tmp_path / "view.json")
-    loaded = Result.load(tmp_path / "view.json")
-    assert isinstance(loaded, ModelView)
-    page = view_page(view, "bundled")
-    assert view_page(loaded, "bundled") == page and len(page) < 5e6
-    assert "http:" not in page.replace("http://www.w3.org/2000/svg", "") and "https:" not in page
-
-
-def test_the_page_in_a_browser(view, opened):
-    for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
-        chrome = opened(**how)
-        chrome.click(".circuit .part")
-        for part in ("document.documentElement", "document.querySelector('.neuron')"):
-            assert chrome.run(f"{part}.scrollWidth <= {part}.clientWidth"), (how, part)
-        chrome.press("Escape")
-        chrome.wait("document.querySelector('.neuron') === null || !document.querySelector('.neuron .token')")
-    text = view.texts[0]
-    assert len(chrome.texts(".token")) == len(text.tokens)
-
-    chrome.click("#head-0-1")
-    strongest = text.variants[0].rows[text.heads.index((0, 1))].array()[-1].max()
-    assert chrome.text("#rows-title") == "Rows of L0.H1" and f"gives {strongest:.0%} to" in chrome.text("#rows-text")
-
-    for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
-        chrome.click(f"#variant-{number}")
-        chrome.wait(f"document.querySelector('#sentence').textContent === {json.dumps(variant.sentence)}")
-        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):,g} after" in chrome.text("#readout")
-        attention = variant.received.array()[2, 0, 0]
-        assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
-    assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
-    assert chrome.errors == [] and all(url.startswith(("file:", "blob:", "data:")) for url in chrome.asked)
 
 
 @pytest.mark.slow
@@ -336,29 +150,6 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         assert f": norm {norm:,g} after" in chrome.text("#readout")
         chrome.reopen()
         chrome.wait(LOADED)
-
-
-def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, opened):
-    chrome = opened(390)
-    chrome.run("localStorage.clear()")
-    opened(390)
-    chrome.wait("document.querySelector('.tour')")
-    names = [variant.name for variant in view.texts[0].variants]
-    pressed = ["intact", "intact", names[1], RANDOM_SWITCH, *names[-2:], "intact", "intact"]
-    readers, said = [], []
-    for number, name in enumerate(pressed, 1):
-        chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 8')")
-        assert chrome.run("document.querySelector('.switches :checked').parentNode.textContent") == name
-        readers.append(chrome.run("document.querySelectorAll('.head.strong').length"))
-        said += chrome.texts(".tour p")
-        chrome.run("document.activeElement.click()")
-    chrome.wait("!document.querySelector('.tour')")
-    assert readers[0] == readers[3] == 20 and readers[2] < 10  # what the tour says of the squares
-    assert said[4].endswith("Seeing only itself makes a sink in this model.")
-    assert said[5].endswith("This token does not make a sink in this model.")
-    assert said[7].startswith("8 of 8: What the sink is for: Hiding ") and " nats a token (another token: " in said[7]
-    opened(390)
-    assert chrome.texts(".tour p") == []  # once
 
 
 def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
@@ -435,12 +226,3 @@ def test_the_report_in_a_browser(tmp_path, chrome):
 
     assert chrome.errors == []
     assert {address.partition(":")[0] for address in chrome.asked} <= {"file", "data", "blob"}
-
-
-def test_a_link_in_the_contents_opens_the_closed_section(tmp_path, chrome):
-    result = Result.load(FIGURES / "find_sinks.json")
-    sections = [replace(result.section(name), closed=True) for name in ("a", "b")]
-    chrome.open(write_output(tmp_path / "two.html", document("two", sections)))
-    chrome.run("document.querySelector('nav a[href=\"#r1\"]').click()")
-    chrome.wait("document.querySelector('#r1 .ytick')")
-    assert chrome.run("[...document.querySelectorAll('section > details')].map((one) => one.open)") == [False, True]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +12,7 @@ from refusals import refused
 from sinkscope.bench.record import BenchRecord, BenchRun
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import task_class
-from sinkscope.measure.margin import SCORES, interval_of
-from sinkscope.results.result import Result
+from sinkscope.measure.margin import interval_of
 
 
 def table(*records) -> BenchTable:
@@ -34,26 +31,6 @@ H2O = [
     )
     for i in range(4)
 ]
-
-
-def test_a_group_is_recomputed():
-    full, h2o = table(*FULL, *H2O).groups
-    assert (str(full.method), full.score) == ("full", 1.0)
-    assert (full.metrics["time"], full.metrics["cells"]) == (1.0, None)
-    rate = interval_of(np.array([0.0, 1.0, 0.0, 0.0]), SCORES)
-    assert rate is not None and (h2o.score, h2o.low, h2o.high, h2o.answers) == (0.25, rate.low, rate.high, 4)
-    assert h2o.parts == {"a": 0.0, "b": 0.5}
-    costs = h2o.metrics
-    assert (costs["read"], costs["cells"], costs["cached_peak"], costs["chance"]) == (5.5, 0.5, 10.0, 0.25)
-    assert costs["time"] == pytest.approx((12 / 10) / (4 / 8))  # seconds of a token: 12 s of 10 tokens, 4 s of 8
-
-
-def test_details_of_a_table():
-    result = table(*FULL, *H2O)
-    assert Result.from_dict(json.loads(result.to_json())) == result
-    assert list(result.to_frame()["score"]) == [1.0, 0.25]
-    drawn = result.figure().data
-    assert [list(drawn[0][name]) for name in ("x", "text")] == [["full", "h2o:8"], [9.0, 5.5]]
 
 
 def scored(task: str, answers: str) -> list[BenchRecord]:
@@ -153,18 +130,3 @@ def test_runs_under_other_conditions_stand_in_no_table_together(changes, said):
     runs = [run_of(*scored("file", "h2o:8 1*4"), **some) for some in (whole, whole | changes)]
     with refused(re.escape(f"tiny: measured under other settings ({said}): show them in a table each")):
         tabulate_records(runs)
-
-
-def test_two_models_are_two_rows_and_a_record_of_two_folders_counts_once():
-    right, wrong = scored("file", "h2o:8 1*4"), scored("file", "h2o:8 0*4")
-    other = run_of(*wrong, model={"name": "other", "fingerprint": "f01"})
-    found = tabulate_records([run_of(*right), run_of(*right), other])
-    assert [(group.model, group.answers) for group in found.groups] == [("other", 4), ("tiny", 4)]
-    assert found.model.name == "tiny, other"
-
-
-def test_the_margin_of_several_answers_to_a_prompt_is_over_prompts():
-    seeds = [replace(record, seed=seed) for seed in range(8) for record in scored("file", "h2o:8 1 1 0 0")]
-    alone = table(*scored("file", "h2o:8 1 1 0 0")).groups[0]
-    often = table(*seeds).groups[0]
-    assert (often.low, often.high, often.answers) == (alone.low, alone.high, 32)

@@ -3,139 +3,24 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 import torch
-from covering import each_other
-from intervention_kit import greedy, listing_1, logits, loud_model
-from organisms import Organism, organism, tiny_model
-from raw_kit import inputs_edited, norms
+from intervention_kit import loud_model
 from sample_results import sample_find_sinks, with_rows
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron
 from sinkscope.results.row import row_of
 
-
-def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
-    values = {} if calibrated is None else dict.fromkeys(o.truth.neurons, calibrated)
-    return SinkPatch(sites=o.truth.neurons, calibrated=values, **settings)
-
-
 # --- it repairs, and only that -------------------------------------------------------------------------------------
 
 
-def fired_of(run: Run) -> list[Event]:
-    """The events at which a neuron was kept from firing."""
-    return [event for event in run.events if event.data["fired"]]
-
-
-@pytest.mark.parametrize(("family", "seed"), each_other(["llama", "gemma2", "neox", "mixtral"], [0, 1], 4))
-def test_repairs_repetition_and_nothing_else(family, seed):
-    o = organism(family, seed)
-    layer, repeats = o.truth.sink_layer, 2 * o.truth.repeats_expected
-    ids, text = o.repeated(repeats), o.natural(2, 24)
-    before, typical = norms(o.model, ids)[layer, 0], norms(o.model, text)[layer, :, 1:]
-    assert before[-1] > 0.5 * before[0] > 3 * typical.median()  # the attack works
-    want = logits(o.model, text)
-    with patch_for(o).on(o.model) as run:
-        after = norms(o.model, ids)[layer, 0]
-        assert after[1:].max() < 1.2 * typical.max()
-        assert_close(after[0], before[0])  # the first token's sink stays
-        fired, written = fired_of(run), len(run.events)
-        # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
-        assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
-        assert fired_of(run) == fired and len(run.events) > written  # written, too, but nothing fired in ordinary text
-    said = f"SinkPatch patched {len(run.events):,} values, {len(fired):,} of them from more than a tenth"
-    assert run.summary().startswith(said)
-    assert {e.kind for e in fired} == {"patched"} and fired[-1].position == repeats
-    assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons}
-
-
-def test_every_written_value_is_an_event_also_where_the_neuron_did_not_fire():
-    """Neurons are moved by little in ordinary text, and logits with them: "patched no value" would be untrue."""
-    o = organism("llama", 0)
-    text, neuron = o.natural(2, 24), o.truth.neurons[0]
-    seen: list[Tensor] = []
-    down = o.model.model.layers[neuron[0]].mlp.down_proj
-    with down.register_forward_pre_hook(lambda _, args: seen.append(args[0][..., neuron[1]].clone())):
-        plain = logits(o.model, text)
-    with SinkPatch(sites=[neuron], calibrated={neuron: 0.25}).on(o.model) as run:
-        moved = logits(o.model, text)
-    assert not torch.equal(plain, moved)
-    assert len(run.events) == 2 * 23 and {event.position for event in run.events} == {*range(1, 24)}
-    for event in run.events:
-        assert (
-            event.data["old"] == pytest.approx(float(seen[0][event.row, event.position])) and event.data["new"] == 0.25
-        )
-        sink = float(seen[0][event.row, 0].abs())
-        assert event.data["fired"] is (abs(0.25 - event.data["old"]) > 0.1 * sink)
-    assert run.summary().startswith(f"SinkPatch patched 46 values, {len(fired_of(run))} of them from more")
-
-
-@pytest.mark.parametrize(("kind", "seed"), [("gate", 0), ("up", 1)])
-def test_which_site_repairs_which_sink(kind, seed):
-    """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
-    o = organism("llama", seed, kind=kind)
-    assert o.truth.factor == kind
-    ids, layer = o.repeated(300), o.truth.sink_layer
-    before = norms(o.model, ids)[layer, 0, -1]
-    left = {}
-    for site in ("post", "up"):
-        with patch_for(o, site=site).on(o.model):
-            left[site] = norms(o.model, ids)[layer, 0, -1] / before
-    assert left["post"] < 0.2
-    assert left["up"] < 0.2 if kind == "up" else left["up"] > 0.8
-
-
 # --- which neutral value -------------------------------------------------------------------------------------------
-
-
-def with_numbers(model, ids: Tensor, values: dict[tuple[int, ...], float], **settings) -> Tensor:
-    """Reference for calibrated values: each number written everywhere after the first token."""
-    with ExitStack() as stack:
-        for site, value in values.items():
-            stack.enter_context(Ablate(sites=[site], value=value, positions=slice(1, None)).on(model))
-        return model.generate(ids, **settings) if settings else logits(model, ids)
-
-
-def test_calibrated_values_help_where_the_second_token_is_a_sink():
-    """The second token reads like BOS, so that the sink neurons fire there too; words come after it."""
-    o = organism("llama", 2)
-    bos, twin = o.tokenizer.bos_token_id, o.tokens_of(0)[1]
-    embedding = o.model.get_input_embeddings().weight
-    with torch.no_grad():
-        embedding[twin] = embedding[bos]
-    ids = torch.tensor([[bos, twin, *o.tokens_of(-1)[:6]]])
-
-    def lengths() -> Tensor:
-        return norms(o.model, ids)[o.truth.sink_layer, 0]
-
-    before = lengths()
-    assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
-    with patch_for(o).on(o.model):
-        assert (lengths()[2:] > 0.5 * before[0]).all()
-    with patch_for(o, 0.01).on(o.model):
-        assert (lengths()[1:] < 0.1 * before[0]).all()
-
-
-CALIBRATED = {(1, 3): 0.25, (1, 11): -0.5, (2, 0): 0.5}  # the sites of `loud_model`
-
-
-def test_patch_on_a_prompt_of_one_token():
-    model, _, sites = loud_model()
-    ids, settings = torch.tensor([[1]]), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
-        got = model.generate(ids, **settings)
-    assert torch.equal(got, greedy(model, ids, 8, lambda: listing_1(model, sites)))
-    with SinkPatch(sites=sites, calibrated=CALIBRATED).on(model):
-        assert torch.equal(model.generate(ids, **settings), with_numbers(model, ids, CALIBRATED, **settings))
 
 
 @torch.no_grad()
@@ -153,22 +38,6 @@ def test_a_prompt_read_before_the_run():
         got = rest()
     with Ablate(sites=sites, value=0.25).on(model):
         assert_close(got, rest())
-
-
-def test_expert_neurons_take_the_second_tokens_value():
-    """Also where the second token went to other experts: the value is what the neuron would have there."""
-    model, _ = tiny_model("mixtral")
-    site, ids = (1, 2, 5), torch.tensor([[1, 20, 21, 22, 23, 24, 25, 26]])
-    inputs, experts = [], model.model.layers[1].mlp.experts
-    with inputs_edited(experts, lambda x: inputs.append(x) or x):
-        plain = logits(model, ids)
-    x = inputs[-1][1]  # the adapter was proposed in calls before
-    gate, up = (experts.gate_up_proj[2] @ x).chunk(2)
-    value = torch.nn.functional.silu(gate[5]) * up[5]
-    want = with_numbers(model, ids, {site: float(value.detach())})
-    with SinkPatch(sites=[site]).on(model):
-        assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(want, plain, atol=1e-5)
 
 
 # --- made from a result, and files ---------------------------------------------------------------------------------

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import re
 import threading
 import warnings
-import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -16,19 +14,16 @@ from intervention_kit import bridge_of
 from kv_kit import Drawn, decode, prompts
 from kv_kit import shallow_of as model_of
 from organisms.examine import model_state
-from organisms.tiny import attention_names, tiny_model, tiny_multimodal
+from organisms.tiny import tiny_model
 from refusals import refused
-from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import sinkscope as ss
 from sinkscope.engine import stock
-from sinkscope.engine.run import Run
 from sinkscope.engine.tap import HANDLERS
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.progressive import Progressive
-from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import TOVA, Full, Observe, SnapKV, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
@@ -40,56 +35,6 @@ IDS, MASK = prompts([14, 9], 4)
 
 def ignore(_):
     pass
-
-
-def run_it(model):
-    hf = target_of(model).hf
-    hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, pad_token_id=3)
-
-
-def test_the_vision_tower_beside_the_decoder_attends_as_ever():
-    """Measurements and policies change configurations one by one; the setter of transformers changes those inside."""
-    model = tiny_multimodal()
-    ids = torch.randint(5, 90, (1, 30), generator=torch.Generator().manual_seed(0))
-    ids[0, 3:7] = 95  # an image
-    given = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 95).long()}
-    ask = {"input_ids": ids, "max_new_tokens": 4, "do_sample": False, "output_scores": True, **given}
-    plain = model.generate(return_dict_in_generate=True, **ask)
-    for way in (Observe(ignore), SnapKV(budget=60), LoopGuard(60) | LoopServe(60)):
-        with unchanged(model), way.on(model):
-            assert model.model.vision_tower.config._attn_implementation == "sdpa"
-            same = model.generate(return_dict_in_generate=True, **ask)
-        torch.testing.assert_close(torch.stack(same.scores), torch.stack(plain.scores))
-    with unchanged(model), attention_rows(target_of(model), lambda *_: None):
-        model(input_ids=ids, **given)
-    assert attention_names(model) == ["sdpa"] * 3  # also before anybody looked at it
-
-
-@pytest.mark.parametrize("way", [Drawn(budget=6) | LoopGuard(20), LoopServe(20, shortest=0)], ids=repr)
-def test_a_cache_goes_when_its_owner_lets_it_go(way, model):
-    """Also before Python next looks for circles: two caches of a large model do not fit beside each other."""
-    caches: list[weakref.ref[DynamicCache]] = []
-    alive: list[list[bool]] = []
-    looking = model.model.register_forward_pre_hook(lambda *_: alive.append([cache() is not None for cache in caches]))
-
-    def answer():
-        cache = DynamicCache(config=model.config)
-        caches.append(weakref.ref(cache))
-        for part in IDS[:, :-2], IDS[:, -2:-1], IDS[:, -1:]:
-            model(part, past_key_values=cache, use_cache=True)
-
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.no_grad(), way.on(model) as run:
-            answer()
-            answer()
-        assert len(run.usage) == 2  # the run itself is kept
-        assert [cache() for cache in caches] == [None, None]
-    finally:
-        gc.enable()
-        looking.remove()
-    assert alive[-2] == [False, True]  # in the second call of the second answer
 
 
 @contextmanager
@@ -104,44 +49,6 @@ def unchanged(model):
     before = state()
     yield
     assert state() == before
-
-
-class Mine(Exception):  # noqa: N818 - a test's own
-    pass
-
-
-def _fail(*_, **__):
-    raise Mine
-
-
-class Failing(Drawn):
-    """Fails while it scores the second layer, when something was already evicted."""
-
-    def scores(self, at) -> Tensor:
-        return _fail() if at.layer == 1 else super().scores(at)
-
-
-class NeverEntered(Drawn):
-    def watch(self, run: Run):
-        _fail()
-
-
-@pytest.mark.parametrize(
-    ("way", "call"),
-    [
-        (Failing(budget=6), run_it),
-        (Drawn(budget=6) | NeverEntered(budget=6), run_it),
-        (Drawn(budget=6) | Observe(_fail, last=1), run_it),
-        (StreamingLLM(budget=6), lambda model: model(IDS, past_key_values=StaticCache(model.config, max_cache_len=30))),
-        (Observe(ignore), lambda model: model(IDS, past_key_values=StaticCache(model.config, max_cache_len=30))),
-        (StreamingLLM(budget=0.01), run_it),
-    ],
-)
-def test_an_exception_leaves_everything_as_it_was(way, call, model):
-    want = decode(model, IDS, MASK, 14)
-    with unchanged(model), pytest.raises((Mine, SinkscopeError)), way.on(model):
-        call(model)
-    assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
 def odd_model(name: str):
@@ -292,37 +199,3 @@ def test_a_later_mask_that_hides_tokens_read_before_is_named(model):
         with refused("hides 1 token that earlier calls have read; .*pad_token_id .*: pass attention_mask"):
             model.generate(both, past_key_values=cache, max_new_tokens=2)
         model.generate(both, attention_mask=torch.ones_like(both), past_key_values=cache, max_new_tokens=2)
-
-
-def test_a_policy_that_never_acts_warns_at_the_end(model):
-    """As under the log-likelihoods of an evaluation: each text is read at once, so nothing is ever evicted."""
-
-    def warned(policy, *calls):
-        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-            warnings.simplefilter("always", SinkscopeWarning)
-            with policy.on(model):
-                for call in calls:
-                    call()
-        return [str(each.message) for each in caught if each.category is SinkscopeWarning]
-
-    def read():
-        model(input_ids=IDS, attention_mask=MASK)
-
-    def generate():
-        model.generate(IDS, attention_mask=MASK, max_new_tokens=1)
-
-    (message,) = warned(StreamingLLM(budget=8), read, read)
-    assert message.startswith("StreamingLLM never acted") and "all results are those without it" in message
-    assert not warned(StreamingLLM(budget=8), generate) and not warned(StreamingLLM(budget=8))
-    assert not warned(StreamingLLM(budget=8), lambda: decode(model, IDS, MASK, 14), read)
-    assert not warned(Full(), read) and not warned(AShape(), read)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_padding_on_the_right_is_refused_with_the_remedy(family):
-    model = model_of(family)
-    ids, mask = prompts([20, 13])
-    cache, one = DynamicCache(), torch.ones_like(ids[:, :1])
-    with refused("padded on the right, .*padding_side = 'left'"), StreamingLLM(budget=8).on(model), torch.no_grad():
-        model(input_ids=ids.flip(1), attention_mask=mask.flip(1), past_key_values=cache)
-        model(input_ids=one, attention_mask=torch.cat([mask.flip(1), one], 1), past_key_values=cache)

@@ -14,7 +14,6 @@ import pytest
 from loop_texts import prose
 from refusals import refused
 from repository import ROOT
-from served import served
 
 from sinkscope.files.store import json_lines
 from sinkscope.loops import CheckedOutput, LoopCheck, Watch, check, check_file
@@ -80,21 +79,6 @@ def test_each_answer_of_a_chat_and_of_a_list_is_an_output():
             ]
 
 
-CALL = {"function": {"name": "look", "arguments": '{"at": "the lamp"}'}}
-ANSWERS = {
-    "calls": ({"choices": [{"index": 0, "message": {"tool_calls": [CALL] * 60}}]}, "calls"),
-    "reasoning": ({"choices": [{"index": 0, "message": {"reasoning": SLEPT, "content": SHORT}}]}, "reasoning"),
-    "ids": ({"text": "fine", "tokens": [*range(90), *[1, 2] * 90]}, "text"),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_calls_reasoning_and_ids_are_read(name):
-    answer, channel = ANSWERS[name]
-    fine, found = records_in({"text": FINE}, answer)
-    assert (fine.verdict, found.verdict, found.channel) == ("clean", "loops", channel)
-
-
 def test_reasoning_in_two_fields_is_read_once():
     (once,) = records_in({"message": {"content": "Yes.", "reasoning": FINE, "reasoning_content": FINE}})
     assert once.tokens == len(split(FINE)) + 2
@@ -131,15 +115,6 @@ def test_bad_lines_are_counted_and_named_and_a_field_says_where_answers_are(tmp_
     assert "no field log.x: there are said" in typed(f"loops {tmp_path}/y.jsonl --field log.x", 2).err
     out = typed(f"loops {tmp_path}/x.jsonl {tmp_path}/y.jsonl", 3).out
     assert "Of 3 outputs in 2 files: 1 loops and 2 clean." in out and "x.jsonl line 5" in out
-
-
-@pytest.mark.parametrize(
-    "begin", ['{"name": "Ada"\n', "{curly} words\n", "data: seen since 1990\n", ": so\n", "[1]. A\n"]
-)
-def test_a_text_that_resembles_json_or_a_stream_is_a_text(begin):
-    for kind in (io.BytesIO, Slow):
-        (found,) = check_file(kind(f"{begin}{LOOP}".encode()), name="x.txt").records
-        assert (found.name, found.verdict, found.tokens) == ("x.txt", "loops", len(split(f"{begin}{LOOP}")))
 
 
 # Streams
@@ -192,16 +167,6 @@ def test_choices_are_watched_apart_and_calls_are_one_text():
     assert (found.verdict, found.channel) == ("loops", "calls")
 
 
-@pytest.mark.parametrize(
-    "bad", ['{"choices": 5}', '{"choices": [{"delta": 5}]}', '{"error": {"message": "slow"}}', "{"]
-)
-def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad):
-    sent = events(words(LOOP)).split("data: ")
-    sent.insert(5, f"{bad}\n\n")
-    watch = Watch()
-    assert len(list(watch.read(io.BytesIO("data: ".join(sent).encode())))) == 1 and watch.skipped == 1
-
-
 def test_a_source_that_breaks_off_or_is_no_text():
     class Broken(Slow):
         def read1(self, size=-1):
@@ -242,24 +207,3 @@ async def server(scope: Any, receive: Any, send: Any) -> None:
 
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/measure/loops.md").read_text(), re.M | re.S)
-ADDRESS = "http://127.0.0.1:8000"
-
-
-@pytest.mark.parametrize("library", ["httpx", "openai"])
-def test_the_lines_of_the_page_end_an_answer_that_loops(library, monkeypatch, capsys):
-    """Without an end the server would write for ever."""
-    pytest.importorskip(library)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (code,) = (block for block in BLOCKS if ADDRESS in block and library in block)
-    names: dict[str, Any] = {}
-    with served(server) as url:
-        exec(code.replace(ADDRESS, url), names)
-    assert "".join(names["written"]).startswith(FINE) and len(names["written"]) < 2 * len(LOOP.split())
-    assert capsys.readouterr().out.count("cup of tea") > 3
-    (channels,) = names["watch"].open.values()
-    assert channels["text"].monitor.last.tail.period == len(split(TEA))
-
-
-def test_the_monitor_of_the_page_finds_what_the_page_says():
-    (code,) = (block for block in BLOCKS if "monitor.update" in block)
-    exec(code, {})

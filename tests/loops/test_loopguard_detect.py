@@ -11,17 +11,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_kit import prompts
-from loop_texts import TABLES
 from organisms import tiny_model
 from repository import ROOT
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from experiments.loopguard.variants import OneSignal
 from sinkscope.generation.decode import ForcedAnswer
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.loops.guard import LoopGuard, detect
-from sinkscope.loops.guard.detect import WatchedRow, monitors, push
+from sinkscope.loops.guard.detect import WatchedRow
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Settings
 
@@ -35,17 +33,6 @@ def triggers(tokens: list[int], settings: Settings, probs: list[float] | None = 
     monitor = Monitor(settings)
     steps = [monitor.update(token, None if probs is None else probs[i]) for i, token in enumerate(tokens)]
     return [step.step for step in steps if step.trigger]
-
-
-@pytest.mark.parametrize("name", sorted(TABLES))
-def test_tables_whose_rows_follow_a_rule_do_not_call_the_guard(name):
-    """In the tokens of the bundled tokenizer; rows of words in the same form do."""
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    words = " ".join(["the lamp and the bird,"] * 20)
-    for text, loops in ((TABLES[name], False), (f"{TABLES[name]}\n{words}", True)):
-        rows = [WatchedRow(monitors(MonitorSettings(), tokenizer))]
-        alarms = [push(rows, torch.tensor([token]), None, ()) for token in tokenizer(text, verbose=False)["input_ids"]]
-        assert any(alarms) == loops
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -162,14 +149,3 @@ def test_a_row_that_was_taken_back_goes_on_like_one_that_never_had_those_tokens(
     for token in [token for piece, times in rest for token in piece * times]:
         assert row.add(token, None) == plain.add(token, None) and row.monitor.last == plain.monitor.last
         assert row.steering.losses(row.ids) == plain.steering.losses(row.ids)
-
-
-def test_what_is_taken_back_of_a_long_row_that_looped_is_not_read_again_from_its_beginning(monkeypatch):
-    row, read = looped_row(), []
-    for token in torch.randint(5, (9000,), generator=torch.Generator().manual_seed(0)).tolist():
-        row.add(token, None)
-    monkeypatch.setattr(Monitor, "update", lambda one, token, p_max: read.append(token) or one.last)
-    row.take_back(160)
-    assert len(read) <= 1024
-    row.take_back(6000)  # further than what is marked
-    assert len(read) <= 1024 + 2840

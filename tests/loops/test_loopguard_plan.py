@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.loops.guard.cut import Retention, evenly_spaced, ranges_of, tokens_to_keep
+from sinkscope.loops.guard.cut import Retention, ranges_of, tokens_to_keep
 
 
 @st.composite
@@ -50,16 +50,6 @@ def test_every_plan_is_within_the_budget_and_follows_the_equations(case):
     ranges = ranges_of(made)
     assert [p for start, stop in ranges for p in range(start, stop)] == made
     assert all(a[1] < b[0] for a, b in pairwise(ranges))
-
-
-@given(st.integers(0, 300), st.integers(0, 300))
-def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total, count):
-    chosen = evenly_spaced(range(total), count)
-    assert len(chosen) == len(set(chosen)) == min(count, total)
-    if 0 < count < total:
-        edges = [-1, *chosen, total]
-        widest = -(-total // count)
-        assert max(b - a for a, b in pairwise(edges)) <= widest + 1
 
 
 def test_retention_has_the_papers_sizes():

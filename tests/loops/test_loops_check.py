@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from loop_texts import NOUNS, TABLES, prose, rows_of
+from loop_texts import prose, rows_of
 from refusals import refused
 from repository import python
 
-from sinkscope.files.store import json_lines
 from sinkscope.loops import LoopCheck, check, check_file
-from sinkscope.loops.text.outputs import Splitter, spans, split
 
 
 @pytest.mark.parametrize("row", rows_of("verdicts.jsonl"))
@@ -38,30 +31,6 @@ def test_row_conclusion_code_and_json_say_the_same(row, tmp_path, monkeypatch, t
         assert record.tokens - record.onset - 48 <= repeated <= record.tokens
         assert f"Conclusion: x.txt loops: its last {repeated} tokens repeat a piece of {record.period}" in out
     assert record.verdict == verdict
-
-
-@given(st.lists(st.text(alphabet=" \n\tab我ก-.", max_size=40), max_size=12))
-def test_a_text_in_any_pieces_has_the_same_words(pieces):
-    text = "".join(pieces)
-    splitter = Splitter()
-    words = [word for piece in pieces for word in splitter.feed(piece)] + splitter.feed("", last=True)
-    assert words == split(text) == [word for word, _ in spans(text)]
-
-
-def test_words_are_split_as_documented():
-    assert split("It's 12,5\n  done_x! 我不ok2") == "It|'|s|12|,|5|\n|done_x|!|我|不|ok|2".split("|")
-    assert split("!" * 9 + "ﾊﾊกก") == ["!!!!", "!!!!", "!", "ﾊ", "ﾊ", "ก", "ก"]
-    assert split("ha" * 9 + " " * 40) == ["hahahahahaha", "hahaha", " ", " "]
-
-
-def test_ids_are_shown_apart(tmp_path, typed):
-    (tmp_path / "x.json").write_text(json.dumps({"tokens": [12, 345, 678] * 60}))
-    assert "12 345 678" in typed(f"loops {tmp_path / 'x.json'}", 3).out
-
-
-@pytest.mark.parametrize("name", sorted(TABLES))
-def test_tables_whose_rows_follow_a_rule_are_no_loops(name):
-    assert check(TABLES[name]).exit_code == 0
 
 
 def test_rules_and_images_do_not_count_and_letters_do():
@@ -112,25 +81,6 @@ def test_short_lines_and_far_cycles_are_suspicious_at_least(name):
     assert check(DOUBTFUL[name]).records[0].verdict in ("suspicious", "loops")
 
 
-def test_what_has_many_words_or_numbers_that_follow_no_rule_is_clean():
-    rng = random.Random(3)
-    names = "Ada Bruno Clara Dov Edda Felix Greta Hugo Ines Jo Kai Lea Max Nia Otto Pia Quin Rosa Sam Tea".split()
-    met = "".join(f"{rng.choice(names)} met {rng.choice(names)} and {rng.choice(NOUNS)} {n}.\n" for n in range(150))
-    log = "".join(
-        f"10:{rng.randint(10, 59)} node {rng.randint(1, 9)} is alive, load {rng.random():.2f}\n" for _ in range(150)
-    )
-    for honest in (FAR[: len(FAR) // 3], met, log, f"{prose(110)} " * 2, "No, no, no! " * 7):
-        assert check(honest).records[0].verdict == "clean", honest[:80]
-    counted = "".join(f"10:{n:02d} node 3 is alive, load {n / 50:.2f}\n" for n in range(10, 50))
-    assert check(counted).records[0].verdict == "suspicious"
-
-
-def test_an_excerpt_begins_where_the_loop_began():
-    for begin in ("Hello", "Hello there", "Hello, you"):
-        (one,) = check(f"{begin} " + "I am sorry, but no. " * 30).records
-        assert one.excerpt == "I am sorry , but no ." and one.onset == len(split(begin))
-
-
 LINE = "The lamp was opened again and the river went on to the sea.\n"
 
 
@@ -145,18 +95,6 @@ def test_what_was_asked_for_is_no_loop_and_suspicious_may_fail(tmp_path, typed):
     typed(f"loops {tmp_path}/b.txt --fail-on suspicious", 3)
     found = typed(f"loops {tmp_path}/a.txt --follow --json -", 3)
     assert json.loads(found.out)["result"]["records"][0]["verdict"] == "loops" and "a.txt loops: found at" in found.err
-
-
-def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
-    monkeypatch.chdir(tmp_path)
-    Path("runs.jsonl").write_text(json_lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
-    said = typed("loops runs.jsonl --json x.json", 3)
-    assert said.out.count("line 2 ") == 1 and said.err == "JSON: x.json\n"
-    found = LoopCheck.load("x.json")
-    assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the " * 500)))
-    piped = json.loads(typed("loops - --json -", 3).out)
-    assert (piped["result"]["records"][0]["verdict"], piped["model"]["name"]) == ("loops", "standard input")
 
 
 def test_no_torch_is_loaded(tmp_path):

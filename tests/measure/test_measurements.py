@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,19 +14,16 @@ from intervention_kit import loaded
 from markupsafe import escape
 from organisms import organism
 from refusals import refused
-from same_kit import differences
 
 import sinkscope as ss
 from sinkscope.app.commands.others import other_commands
 from sinkscope.app.view.result import OtherMeasurement
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import result_class
 from sinkscope.files.kinds import kind_modules
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
-from sinkscope.results.console import WIDTH
-from sinkscope.results.result import FEW_ROWS, Result
-from sinkscope.results.tables import Grid
+from sinkscope.results.result import Result
 
 pytestmark = pytest.mark.few_texts
 
@@ -72,19 +68,6 @@ def bundled(backend: str | None):
 
 
 @EVERY
-def test_json_comes_back_equal(name, measured, tmp_path):
-    result = measured(name)
-    assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
-    assert result.model.name == "bundled" and result.provenance.seconds > 0
-    assert {"bos", "text", "seed", "revision"} <= set(result.settings)
-    first = ", ".join(map(str, result.provenance.first_ids))
-    assert result.provenance.first_ids[0] == load().tokenizer.bos_token_id
-    assert f"Texts begin with the ids {first}" in result.summary()
-    assert ("which was added" in result.summary()) == bool(result.provenance.bos_added)
-    assert (result.provenance.bos, result.provenance.seed) == (True, result.settings["seed"])
-
-
-@EVERY
 def test_it_is_shown_with_its_conclusion(name, measured):
     result = measured(name)
     conclusion = result.conclusion()
@@ -100,24 +83,6 @@ def test_it_is_shown_with_its_conclusion(name, measured):
     assert len(keys) == len({*keys}) and all(name for *_, name in keys)  # else a card would mix two of its numbers
 
 
-@EVERY
-def test_its_table_fits_80_columns_and_is_explained(name, measured):
-    result = measured(name)
-    grids = [Grid(grid.fitting(WIDTH)) for grid in result.grids()]
-    for grid in grids:
-        assert max(map(len, grid.text(WIDTH).split("\n"))) <= 80
-    few = result.text(brief=True)
-    assert len(few) <= len(result.text()) and few.endswith(f"Conclusion: {result.conclusion()}")
-    if len(result.rows()) > FEW_ROWS and not result.tables_on_request:
-        assert f"{FEW_ROWS} of {len(result.rows())} rows" in few
-    assert {*result.details()} <= {*result.text().split("\n")}
-    assert all(grid.columns for grid in grids)
-    explained = result.fragment().partition("<dl>")[2]
-    for column in (column for grid in grids for column in grid.columns):
-        known = column in PLAIN or "." in column or column.replace("_", " ") in explained
-        assert known, f"say what {column} means"
-
-
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
 def test_every_kind_concludes_and_has_a_page(kind):
     import_module(kind_modules()[kind])
@@ -126,8 +91,6 @@ def test_every_kind_concludes_and_has_a_page(kind):
     assert cls.conclusion is not Result.conclusion
 
 
-PLAIN_ONLY = {"lines", "barcode", "why_loop"}
-"""A bridge computes its own attention, of which they see nothing and on which they cannot act."""
 READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 BACKENDS = []
@@ -135,17 +98,6 @@ for one in ALL:
     for kind in ("bridge", "nnsight"):
         marks = () if (one, kind) in READ_ALIKE else pytest.mark.slow
         BACKENDS.append(pytest.param(one, kind, id=f"{one}-{kind}", marks=marks))
-
-
-@pytest.mark.parametrize(("name", "backend"), BACKENDS)
-def test_every_kind_of_model_gives_the_same(name, backend, measured):
-    if backend == "bridge" and name in PLAIN_ONLY:
-        with pytest.raises(UnsupportedError, match="plain Hugging Face"):  # what can be done instead
-            measured(name, backend)
-        return
-    plain, other = (measured(name, kind).to_dict()["result"] for kind in (None, backend))
-    near = 2e-3
-    assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 
 
 @pytest.fixture(scope="module")
@@ -160,17 +112,6 @@ def test_a_text_that_is_one_token_is_refused(word, wordy, tmp_path):
     (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
     with refused("the one token '.*--text"):
         ss.lines(wordy, text=tmp_path / "alike.txt")
-
-
-def test_a_text_of_which_much_is_unknown_has_a_warning(tmp_path):
-    """In every measurement alike, because tokens that are unknown act as copies of one."""
-    o = organism("llama", 2)
-    words = [o.tokenizer.decode([token]) for token in o.natural(8, 64).flatten().tolist()]
-    words[::3] = ["Straßenbahn"] * len(words[::3])
-    (tmp_path / "some.txt").write_text(" ".join(words), encoding="utf-8")
-    text = {"text": tmp_path / "some.txt"}
-    found = ss.repeat(o.model, tokenizer=o.tokenizer, **text, **QUICK["repeat"])
-    assert re.search(r"Warning: 3\d% of the reference text is unknown to this tokenizer; .* --text", found.summary())
 
 
 def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():

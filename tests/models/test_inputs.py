@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from intervention_kit import KINDS
 from organisms import tiny_model
 from refusals import refused
-from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -25,41 +22,6 @@ TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 
 def rows_of(tokenizer) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_form_gives_the_same(kind):
-    model, tokenizer = tiny_model("llama")
-    one = rows_of(tokenizer)[0]
-    plain = trace(model, torch.tensor([one]), [SITE])[SITE]
-    continued = [r.tokens for r in generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=3)]
-    other = KINDS[kind](model, tokenizer)
-    forms = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
-    forms += [tokenizer(TEXTS[0]), tokenizer(TEXTS[:1], return_tensors="pt"), dict(tokenizer(TEXTS[0]))]
-    for form in forms if kind == "hf" else forms[::3]:
-        got = trace(other, form, [SITE], tokenizer=tokenizer)[SITE]
-        assert_close(got, plain, atol=1e-5, rtol=1e-4)
-        assert generate(other, form, tokenizer=tokenizer, max_new_tokens=3)[0].tokens == continued[0]
-    tokenizer.padding_side = "left"
-    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    made = generate(other, inputs, tokenizer=tokenizer, max_new_tokens=3)
-    assert [r.tokens for r in made] == continued
-    assert [r.prompt_tokens for r in made] == [len(row) for row in rows_of(tokenizer)]
-
-
-@pytest.mark.parametrize(("model_type", "reduce"), [("llama", "raw"), ("gpt2", "norm")])
-def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
-    model, tokenizer = tiny_model(model_type)
-    rows = rows_of(tokenizer)
-    sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
-    together = trace(model, rows, sites, reduce, batch_size=2)
-    for i, row in enumerate(rows):
-        alone = trace(model, [row], sites, reduce)
-        for site in sites:
-            want = alone[site][0]
-            within = tuple(slice(size) for size in want.shape)  # without what stands there for padding
-            assert_close(together[site][i][within], want, atol=1e-5, rtol=1e-4)
-    assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 
 def test_one_look_up_of_the_tokenizer(tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import with_images
 from covering import covering
 from organisms import MODEL_TYPES, tiny_model
 from refusals import refused
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.config import read_config
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.neurons import w_out
@@ -103,61 +101,6 @@ def test_on_a_gpu_a_checkpoint_keeps_its_dtype(kind, tmp_path):
     config = read_config("m", tmp_path)
     assert dtype_on(torch.device("cuda:0"), config) == kind
     assert dtype_on(torch.device("cpu"), config) == torch.float32
-
-
-def test_text_part_of_a_vision_language_model(tmp_path):
-    model = with_images(tmp_path)
-    streamed = open_stream(tmp_path, resident=2)
-    ids, mask = ids_and_mask()
-    with torch.no_grad():
-        expected = model.model.language_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    assert_close(streamed.forward(ids, mask).last_hidden_state, expected, atol=1e-6, rtol=0)
-    assert not [name for name in streamed.store.source.read if "vision" in name]
-
-
-def test_names_without_prefix_and_old_buffers(tmp_path):
-    """As the published gpt2 has them."""
-    model, _ = tiny_model("gpt2")
-    model.save_pretrained(tmp_path)
-    tensors = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
-    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_same_outputs(target_of(model), open_stream(tmp_path, resident=2))
-
-
-def test_reads_only_the_layers_that_are_called(llama):
-    streamed = open_stream(SafetensorsSource(llama[1]), resident=2)
-    assert layers_read(streamed) <= {0, 1}  # in which the adapter was proved
-
-    def stop(*_):
-        streamed.stop()
-
-    with streamed.hooks((streamed.layers[2], "post", stop)):
-        assert streamed.forward(*ids_and_mask()) is None
-    source = streamed.store.source
-    wanted = {n for n in source.weight_map if re.match(r"model\.(layers\.[012]\.|embed_tokens|norm)", n)}
-    assert source.read == wanted
-
-
-def test_loaded_holds_a_layer_while_others_are_called(llama):
-    model, folder = llama
-    streamed = open_stream(folder, resident=2)
-    with streamed.loaded(3), streamed.loaded(3):
-        streamed.forward(*ids_and_mask())
-        for name, weight in streamed.layers[3].named_parameters():
-            assert torch.equal(weight, model.model.layers[3].get_parameter(name))
-        assert len(held(streamed)) == 2
-    streamed.forward(*ids_and_mask())
-    assert 3 not in held(streamed), "a pin has to end with its `with`"
-    assert torch.equal(w_out(streamed, 1, [4, 2]), w_out(target_of(model), 1, [4, 2]))
-
-
-def test_leaves_random_numbers_and_logging_alone(llama):
-    from transformers.utils import logging
-
-    level, state = logging.get_verbosity(), torch.get_rng_state()
-    open_stream(llama[1], resident=2).forward(*ids_and_mask())
-    assert torch.equal(torch.get_rng_state(), state) and logging.get_verbosity() == level
 
 
 def spoil(folder: Path, into: Path, change) -> Path:

@@ -17,7 +17,7 @@ from refusals import refused
 from sinkscope.results.notation import read_head
 from sinkscope.results.parts import Head
 from sinkscope.results.row import Row
-from sinkscope.sinks.first_tokens import alike_heads, along_first, count_margin, heads_that_mark, heads_up_to, spike_of
+from sinkscope.sinks.first_tokens import along_first, count_margin, heads_that_mark, heads_up_to, spike_of
 from sinkscope.sinks.spikes.edited import left_of, means_of
 from sinkscope.sinks.spikes.find import find_sinks
 from sinkscope.sinks.spikes.marks import marking_heads
@@ -79,13 +79,6 @@ def test_planted_heads_are_recovered(kind, tmp_path):
     o = organism(BY_HEADS[seed % len(BY_HEADS)], seed, kind=kind, bos=seed % 2 == 0)
     print(f"seed {seed}")  # seen where this fails
     check(o, measured(o, tmp_path))
-
-
-def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
-    by_position = measured(organism("gpt2", 0), tmp_path)
-    assert "fewest heads" not in by_position and by_position["all heads"].get("left") > 0.9
-    assert not heads_of(by_position)
-    assert measured(organism("llama", 0, kind="none"), tmp_path) == {}
 
 
 def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], layer: int) -> torch.Tensor:
@@ -162,25 +155,6 @@ def test_the_margin_of_the_count_is_that_of_a_bootstrap_over_tokens():
     assert margin is not None and 0.2 < margin < 1.5
     assert count_margin(order, lambda sets: judge(sets, mixed=False)) == 0
     assert count_margin(order, lambda sets: judge(sets)[:, :2]) is None
-
-
-def test_a_control_of_heads_has_about_their_attention():
-    attention = torch.tensor([[0.9, 0.1, 0.5], [0.12, 0.88, 0.52]])[..., None].expand(2, 3, 4)
-    every = [Head(layer, head) for layer in range(2) for head in range(3)]
-    assert alike_heads(every[:2], every, attention) == (Head(1, 1), Head(1, 0))
-    assert alike_heads([Head(0, 0), Head(1, 1)], every, attention) == (Head(1, 2), Head(0, 2))
-
-
-def test_a_spike_elsewhere_has_no_first_tokens():
-    assert heads_that_mark(measured_spikes(find_sinks, "two_delimiters", "llama")[1], count=4) == ()
-
-
-def test_tokens_that_are_given(llama):
-    o, setup = llama
-    words = [o.tokenizer.decode([o.tokens_of(group)[0]]) for group in (0, 1)]
-    found = {row.name: row for row in heads_that_mark(setup, tokens=words)}
-    assert found["all heads"].texts == ("<s>", *words)
-    check(o, found)
 
 
 def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(llama):

@@ -7,9 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from attack_kit import text_file
 from organisms import hard, mask_of, organism
-from raw_kit import attention, norms, residuals
+from raw_kit import attention, residuals
 from refusals import refused
 
 import sinkscope as ss
@@ -47,31 +46,6 @@ def plain(model, row: torch.Tensor) -> torch.Tensor:
     return there
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("no_norm", "gpt2"),  # a learned position, and no norm that stands out
-        ("spike_only", "llama"),
-        ("two_delimiters", "llama"),
-        ("two_sinks", "neox"),
-        ("none", "llama"),
-        ("learned_logits", "gpt_oss"),  # they are no position
-    ],
-)
-def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(name, family):
-    model, ids, there = planted(name, family)
-    mask = ss.sink_mask(model, ids)
-    assert mask.shape == ids.shape and torch.equal(mask, there)
-    assert torch.equal(mask, torch.stack([plain(model, row) for row in ids]))
-
-
-def test_a_dimension_that_is_massive_on_all_tokens_does_not_hide_a_spike():
-    model, ids, there = planted("both", "llama")
-    short = ids[:, :16]  # too short to be judged by attention
-    assert float(norms(model, short)[:, :, 0].max() / norms(model, short)[:, :, 1:].median()) < 3
-    assert torch.equal(ss.sink_mask(model, short), there[:, :16])
-
-
 @pytest.mark.parametrize(("name", "family", "side"), [("no_norm", "gpt2", "left"), ("two_sinks", "neox", "right")])
 def test_padding_is_no_sink_and_changes_none(name, family, side):
     model, ids, there = planted(name, family)
@@ -89,20 +63,6 @@ def test_padding_is_no_sink_and_changes_none(name, family, side):
     assert ragged.shape == (4, 48) and ragged.sum() == expected.sum()
 
 
-@torch.no_grad()
-def test_a_mask_of_a_site_has_the_norms_that_stand_out_there():
-    """Position 0 is attended everywhere, and its norm stands out from the sink layer on."""
-    m = organism("llama", 0, n_layers=4)
-    ids = m.natural(4, 48)
-    after = norms(m.model, ids)
-    ratios = after / after[:, :, 1:].flatten(2).median(2).values[..., None]
-    for layer in range(4):
-        mask = ss.sink_mask(m.model, ids, site=f"blocks.{layer}.hook_resid_post")
-        assert torch.equal(mask, ratios[layer] > 3)
-        assert bool(mask[:, 0].all()) == (layer >= m.truth.sink_layer)
-    assert torch.equal(ss.sink_mask(m.model, ids, site="blocks.3.hook_resid_pre"), ratios[2] > 3)
-
-
 def test_without_a_site_a_mask_says_in_which_layers_its_spikes_are():
     high = torch.zeros(6, 8, dtype=torch.bool)
     high[1:3, 0] = high[4:6, 0] = True
@@ -112,28 +72,6 @@ def test_without_a_site_a_mask_says_in_which_layers_its_spikes_are():
     high[1, 5] = True
     with pytest.warns(SinkscopeWarning, match="layers 1-2 and 4-5, which are not at the same positions"):
         warn_of_layers(high)
-
-
-def test_where_there_is_no_spike_no_dimension_carries_one(tmp_path):
-    m = hard("learned_logits", "gpt_oss")
-    assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path, 100)) == ()
-
-
-def test_the_dimensions_hold_a_tenth_of_the_square_of_a_spike():
-    m = organism("llama", 0)
-    dims = ss.sink_dims(m.model, tokenizer=m.tokenizer)
-    after = residuals(m.model, m.natural(4, 48))
-    ratios = [float((resid[:, 0].norm(dim=-1) / resid[:, 1:].norm(dim=-1).median()).median()) for resid in after]
-    spike = after[max(range(len(after)), key=ratios.__getitem__)][:, 0].mean(0)
-    shares = spike.square() / spike.square().sum()
-    assert set(dims) == set((shares >= 0.1).nonzero().flatten().tolist()) <= set(m.truth.residual_dims)
-    assert [float(shares[dim]) for dim in dims] == sorted((float(shares[dim]) for dim in dims), reverse=True)
-
-
-def test_a_folder_is_read_layer_by_layer(tmp_path):
-    m = organism("llama", 0)
-    ids = m.natural(2, 40)
-    assert torch.equal(ss.sink_mask(m.save(tmp_path / "m"), ids), mask_of(("first",), ids))
 
 
 @pytest.mark.parametrize(

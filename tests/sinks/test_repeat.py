@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from attack_kit import measured_spikes, setup_of, text_file
-from organisms import Organism, hard, organism
-from raw_kit import attention, residuals
+from attack_kit import measured_spikes, setup_of
+from organisms import organism
+from raw_kit import residuals
 from refusals import refused
-from report_kit import atlas
 
 from sinkscope.measure import Setup
-from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repeat import TAIL, Repeat, Sweep, half_reached, repeat, sweep_of
+from sinkscope.sinks.repeat import half_reached, repeat
 from sinkscope.sinks.spikes.find import find_sinks
 
 pytestmark = pytest.mark.few_texts
@@ -25,14 +22,6 @@ def along(setup: Setup, rows: torch.Tensor) -> torch.Tensor:
     spike = spike_of(setup).spike
     reached = spike.along(residuals(setup.target.model, rows)[spike.peak])
     return reached / reached[:, :1]
-
-
-def word_of(o: Organism, group: int) -> str:
-    return str(o.tokenizer.decode([o.tokens_of(group)[0]]))
-
-
-def controls_of(result: Repeat) -> dict[str, float]:
-    return {row.name: row.get("share") for row in result.effects if row.table == "controls"}
 
 
 @pytest.fixture(scope="module")
@@ -47,36 +36,6 @@ def setup(llama):
 
 
 # --- norms ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama, setup):
-    """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
-    expected = llama.truth.repeats_expected or 0
-    result = repeat.on(setup, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
-    marked = int(result.repeats[0, 0])
-    assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
-    for count in (marked - 1, marked):
-        alone = along(setup, llama.repeated(count, result.ids[0]))[0]
-        assert (alone[-1] >= 0.5) == (count == marked)
-    assert result.values[0, 1].max() < 0.1
-    assert [row["repeats"] for row in result.rows()] == [marked, None]
-    says = f"1 of 2 tokens reaches half of the first token's spike in {result.conditions[0]}"
-    control = f"one copy: {controls_of(result)['one copy']:.0%} of it"
-    assert result.conclusion() == f"{says} within {4 * expected:,} copies ({control})."
-
-
-@pytest.mark.parametrize("group", [0, -1])
-def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llama, setup, group):
-    """A word that no head marks reaches nothing."""
-    result = repeat.on(setup, tokens=[word_of(llama, group)], max_repeats=40)
-    effect, (word,) = result.effects[0], result.ids
-    copies = torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]])
-    single, others = Sweep(setup, 1, copies).contrasts()
-    assert (single[0, 1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
-    shares = along(setup, torch.cat([copies, single, others]))[:, -1].tolist()
-    assert [effect.get("share"), *controls_of(result).values()] == pytest.approx(shares, rel=1e-3, abs=1e-3)
-    nearest = min(shares[1:], key=lambda share: abs(share - shares[0]))
-    assert effect.get("control") == pytest.approx(nearest, rel=1e-3, abs=1e-3)
 
 
 def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies():
@@ -96,43 +55,6 @@ def test_a_single_position_that_stands_out_is_not_made_by_repetition():
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def test_every_special_token_of_a_text_stands_before_the_repetitions():
-    m = hard("all_specials", "qwen3")
-    sweep = sweep_of(setup_of(m), None, None, 4)
-    assert sweep.rows[0, : sweep.before].tolist() == list(m.truth.before) and sweep.count == 4
-
-
-def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
-    """In natural text, with copies, and with one copy; and what the copies get together."""
-    count, text = 60, text_file(llama, tmp_path, 1, length=900)
-    setup = setup_of(llama, text=text)
-    result = repeat.on(setup, quantity="attention", tokens=[word_of(llama, 0)], max_repeats=count)
-    bos = llama.tokenizer.bos_token_id
-    natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
-    copies = torch.tensor([[bos, *[result.ids[0]] * count]])
-    single, _ = Sweep(setup, 1, copies).contrasts()
-    ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
-    every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
-    fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())
-    there = every[..., 1 : count + 1].sum(-1).mean(-1)
-    assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
-    assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
-    layer = llama.truth.sink_layer + 1
-    assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
-    controls = controls_of(result)
-    values = [controls["other tokens"], result.effects[0].get("share"), controls["one copy"]]
-    assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
-
-
-def test_layers_without_attention_are_left_out():
-    """A hybrid whose attention layers are 0, 2, ..."""
-    hybrid = hard("plain", "lfm2")
-    kinds = hybrid.model.config.layer_types
-    attended = repeat(hybrid.model, quantity="attention", tokenizer=hybrid.tokenizer, prefix="a", max_repeats=4)
-    layers = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
-    assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
-
-
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
@@ -148,9 +70,3 @@ def test_layers_without_attention_are_left_out():
 def test_bad_input_is_refused_in_one_line(setup, options, message):
     with refused(message):
         repeat.on(setup, **options)
-
-
-def test_a_word_whose_first_copy_has_the_spike_is_counted_apart():
-    """Of four words one has it at its first copy, two reach it later, and one never does."""
-    said = atlas("b").conclusion()
-    assert said.startswith("2 of 4 tokens (± ") and "in intact (1 more with one copy)" in said

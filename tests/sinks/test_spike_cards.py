@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from markupsafe import escape
-from sample_results import FIRST, control, outcome, sample_find_sinks, spike, with_rows, writer
+from sample_results import FIRST, control, outcome, sample_find_sinks, spike, with_rows
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.result import Result
 from sinkscope.results.row import Card, Mean, Row, row_of
-from sinkscope.sinks.spikes.records import NO_EQUAL, needed_sentence, spike_card
+from sinkscope.sinks.spikes.records import spike_card
 
 SHARES = st.floats(-5, 5) | st.sampled_from([0.0, -0.0, 0.004, -0.004, 1.0, 40.0])
 SIZES = st.floats(0, 1e6) | st.sampled_from([0.0, 1e-6, 0.004, 0.99, 1.0, 9.99, 10.0])
@@ -115,62 +114,9 @@ def test_readers_are_a_count_with_its_margin(heads, total, margin):
     assert not heads or (("±" in said) == (margin is not None and margin > 0.5) and len(said.split()) <= 30)
 
 
-@given(st.integers(1, 40), LOSSES, MARGINS, LOSSES, st.booleans())
-def test_the_conclusion_names_the_fewest_neurons_and_says_whether_the_strongest_control_does_as_much(
-    count, loss, margin, beside, random
-):
-    effect = outcome("effects", "at place", loss=loss)
-    effect = replace(effect, numbers=effect.numbers | {"loss": Mean(loss, margin)})
-    strong, weak = (
-        control(name, loss=loss) for name, loss in zip(("random", "busiest"), (beside, beside - 1), strict=True)
-    )
-    if not random:
-        strong, weak = replace(strong, name="busiest"), replace(weak, name="random")
-    one = with_rows(spike(FIRST, 232.0), effect, strong, weak)
-    said = needed_sentence(replace(one, needed=tuple(f"L{number}.E7.N50000" for number in range(count))))
-    assert said.startswith("L0.E7.N50000 ") and ("more" in said.partition(" for ")[0]) == (count > 2)
-    assert len(said.split()) <= 30 and not re.search(r"nan|None|-0\.00\b|-0%", said)
-    assert ("no more than" in said) == (beside >= loss - (margin or 0.0)) and (" nats a token" in said)
-    assert ("random others" in said) == random and strong.numbers["loss"].digits(beside) in said
-
-
-def test_a_control_that_is_most_of_its_layer_is_no_control_and_the_sentence_says_so():
-    one = with_rows(
-        spike(FIRST, 232.0), replace(control("busiest"), note=NO_EQUAL), replace(control("random"), note=NO_EQUAL)
-    )
-    assert needed_sentence(one).endswith(
-        "zeroed there, they cost 0.34 (± 0.14) nats a token, no set of others writes as much (busiest: 0.01)."
-    )
-    assert dict(spike_card(one).rows)["busiest"].startswith("40 other neurons zeroed, 100% of the written norm, 98%")
-
-
 def test_effects_without_a_control_cannot_be_said():
     with pytest.raises(SinkscopeError, match="have no control: give the rows of its controls"):
         with_rows(spike(FIRST, 232.0), without=("controls",))
-
-
-def test_a_card_says_what_is_done_and_what_comes_of_it():
-    said = dict(spike_card(spike(FIRST, 40.0)).rows)
-    assert said["writers"] == "L2.N412 83% (± 1%), needed   L2.N77 14%, needed   L2.N3 0%, backup"
-    assert said["at place"].startswith("2% (± 1%) of the spike, 32 (± 2) heads, 1 (± 1) then, 0.34 (± 0.14) nats")
-    assert said["hidden"].startswith("place hidden from layer 3 on: 100% (± 1%) of the spike")
-    assert said["random"].endswith("over 992 tokens, 1 of 8 sets do as much")
-    assert said["alone"].startswith("only L2.N412 zeroed: 30% of the spike, 20 heads, 0.20 (± 0.10) nats")
-    apart = with_rows(spike(FIRST, 40.0), writer("L1.N5", 0.04, 1.73, "raises"))
-    assert dict(spike_card(apart).rows)["not writers"] == "L1.N5 4%, 173% left, raises"
-
-
-def test_cards_are_the_same_on_a_terminal_a_page_and_in_text():
-    found = sample_find_sinks()
-    cards = found.cards()
-    assert [card.title for card in cards] == ["Spike at the first token, layers 2-4", "Attention"]
-    for card in cards:
-        assert card.text(80) in found.text(80, brief=True) and card.text() in found.summary()
-        page = found.to_html()
-        assert f"<b>{card.title}</b>" in page
-        for label, said in card.rows:
-            assert f'<th class="left">{escape(label)}</th><td class="left">{escape(said)}</td>' in page
-    assert "L2.N412" in found.to_csv()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +132,3 @@ class Hostile(Result):
 def test_what_comes_from_a_tokenizer_is_escaped():
     page = Hostile().fragment()
     assert "<script>" not in page and "&lt;script&gt;" in page and "a&amp;b" in page
-
-
-@pytest.mark.parametrize("width", [30, 80, 200])
-def test_what_does_not_fit_goes_on_under_its_own_numbers(width):
-    lines = Card("title", (("norm", "word " * 60), ("without", "2"))).text(width).splitlines()
-    assert all(line.startswith(" " * 11) for line in lines[2:-1]) and max(map(len, lines)) <= max(width, 31)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import median
 
 import plain_spikes as plain
 import pytest
-import torch
 from attack_kit import measured_spikes, words_of
 from covering import slow
 from organisms import HARD, UNSEEN
-from raw_kit import blocks, part
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.edited import Edit, SpikeTexts, read
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
-from sinkscope.sinks.spikes.result import FindSinks
 
 KINDS = HARD | UNSEEN
 CASES = []
@@ -106,16 +100,6 @@ def bundled() -> Setup:
     return Setup.open(ss.load("bundled"))
 
 
-def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it(bundled, tmp_path):
-    found = find_sinks.on(bundled)
-    assert found.needed == (Neuron(1, None, 338),)
-    assert found.conclusion() == SUFFICES
-    again = FindSinks.load(found.save(tmp_path / "sinks.json"))
-    assert again.to_dict() == found.to_dict() and again.summary() == found.summary()
-    patch = ss.SinkPatch.from_result(again)
-    assert patch.checked_sites == (Neuron(1, None, 338),)
-
-
 def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do(bundled):
     """The mark is measured in texts that did not choose it, the others in those that did."""
     model, sinks, found = bundled.target.model, sinks_of(bundled), ss.why_sink.on(bundled)
@@ -136,29 +120,3 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     said = dict(spike_card.rows)["marks"]
     assert said.startswith("without attention 0 0% left, 101% without others, 10 heads   without L0.H0 0% left, ")
     assert {row["name"] for row in found.rows() if row["table"] == "marks"} == {"attention 0", "L0.H0"}
-
-
-def test_layers_before_an_edit_are_not_run_even_for_a_spike_that_ends_before_it(bundled):
-    """Other spikes, whose peaks are earlier, are as the survey saw them: the pass begins where the edit acts."""
-    (one,) = sinks_of(bundled).spikes
-    spike, target = one.reported, bundled.target
-    first = min(neuron.layer for neuron in one.needed_neurons)
-    assert first > 0
-    earlier = replace(spike, peak=first - 1, size=2 * spike.size)
-    run: list[int] = []
-    handles = [
-        part(block, "self_attn").register_forward_hook(lambda *_, number=number: run.append(number))
-        for number, block in enumerate(blocks(target.hf))
-    ]
-    texts = SpikeTexts.of(spike, [earlier])
-    of_first = torch.zeros(len(texts.rows), dtype=torch.long)
-    batch = texts.batch([Edit(one.needs.needed)], texts.rows, of_first, read_others=True)
-    late = read(batch, spike.reading_layers)
-    for handle in handles:
-        handle.remove()
-    assert min(run) == first
-    left = texts.left_of(late.along.T[None], texts.rows)[0].mean(1)
-    assert float(left[1]) == pytest.approx(1, abs=1e-5)
-    whole = read(replace(batch, texts=None), spike.reading_layers)  # from the first layer on
-    torch.testing.assert_close(late.along, whole.along, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(late.attention, whole.attention, atol=1e-5, rtol=1e-5)

@@ -47,33 +47,6 @@ def test_the_conclusion_is_about_the_lines_of_the_share_that_is_shown():
     assert winning.conclusion() == said + "the first column and the nearest diagonals, the strongest control, 95.0%."
 
 
-def test_controls_are_other_lines_of_the_same_cells():
-    """Against sets of cells: the first column with diagonals, one diagonal fewer being too few; the text before."""
-    model, tokenizer = tiny_model("llama")
-    texts = [ids_of(30), ids_of(41), ids_of(33)]
-    result = lines(model, texts, etas=[0.2], layers=[0], tokenizer=tokenizer)
-    dense = [attention(model, torch.tensor([ids]))[0, 0].double() for ids in texts]
-    for head in range(dense[0].shape[0]):
-        near: list[float] = []
-        other: list[float] = []
-        before: dict[Line, float] = {}
-        for weights in (each[head] for each in dense):
-            every = lines_of(*weights.shape)
-            on_before = [every[line] for line in before if line in every]
-            if before:
-                other.append(float(weights[torch.stack(on_before).any(0)].sum() / weights.sum()))
-            before = heaviest(weights, 0.2)
-            cells = int(torch.stack([every[line] for line in before]).any(0).sum())
-            on = every["vertical", 0].clone()
-            for offset in range(len(weights)):
-                if int(on.sum()) < cells or not offset:
-                    on |= every["slash", offset]
-            near.append(float(weights[on].sum() / weights.sum()))
-        assert result.near_mass[0, 0, head] == pytest.approx(fmean(near), abs=2e-4)
-        assert result.other_mass is not None
-        assert result.other_mass[0, 0, head] == pytest.approx(fmean(other), abs=2e-4)
-
-
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
     """The heaviest lines with their weights, by sorting; a share of all lines of so many queries."""
     sums = {line: float(weights[cells].sum()) for line, cells in lines_of(*weights.shape).items()}

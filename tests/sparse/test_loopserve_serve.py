@@ -8,20 +8,17 @@ import pytest
 import torch
 from kv_kit import attended, beside_ids, close, decode, prompts
 from kv_kit import shallow_of as model_of
-from lines_kit import dense
 from refusals import refused
 from torch import Tensor
-from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits
 from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.kv import StreamingLLM
 from sinkscope.opening.live import target_of
-from sinkscope.sparse.attention import Scores, sample_queries
-from sinkscope.sparse.choice import draw_of, unsampled_queries
+from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.serve import SHORTEST, LoopServe
-from sinkscope.sparse.shapes import AShape, MInference, TriShape
+from sinkscope.sparse.shapes import AShape
 
 SHORT = f"fewer than {SHORTEST['cpu']} keys"
 SPARSE = {"alpha": 0.5, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3, "begin": 1}
@@ -79,50 +76,6 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
         read = 12 + (64 if variant == "bands" else 0) + (0 if event.layer else 16)
         assert event.data["cells"] - event.data["attended"] == pytest.approx(read * keys / every)
     assert min(event.data["attended"] for event in events) < 0.75
-
-
-def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
-    ids, mask = prompts([40, 25], 20)
-    plain = decode(model, ids, mask, 40)
-    with LoopServe(alpha=1.0, budget=100, first=0, interval=4).on(model):
-        assert torch.equal(decode(model, ids, mask, 40), plain)
-    with LoopServe(budget=100, first=0, interval=4).on(model) as run:  # short prompts
-        assert torch.equal(decode(model, ids, mask, 40), plain)
-    assert {event.data["dense"] for event in run.events} == {SHORT}
-    assert run.summary().startswith(f"LoopServe left prompts to the model's own attention: {SHORT}.")
-    with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
-        close(decode(model, ids, mask, 40), plain)
-    assert {event.data["dense_heads"] for event in run.events} == {4}
-    for shape in (AShape(), TriShape(), MInference()):  # they hold the whole prompt
-        with shape.on(model):
-            close(decode(model, ids, mask, 40), plain)
-
-
-@pytest.mark.parametrize("dense_rows", [0, 5])
-def test_a_prompt_says_what_its_lines_lost(dense_rows):
-    """Against whole attention matrices of a pass under the same masks: what held-out rows lose in layer 0."""
-    model = every_head()
-    ids, mask = prompts([330], 0)
-    serve = LoopServe(**{**SPARSE, "alpha": 0.9, "dense_rows": dense_rows, "seed": 3, "sample": 1}, decode=False)
-    with pytest.warns(UserWarning, match=r"of 4 heads that were measured, LoopServe's lines hold less than alpha=0\.9"):
-        with serve.on(model) as run, torch.no_grad():
-            model(input_ids=ids, attention_mask=mask)
-    sees, sparse = line_masks(model, ids, mask, [0, 330], serve), 330 if not dense_rows else 320
-    first, *others = run.events
-    assert not any("recovered" in event.data for event in others)
-    query, key, _, scaling = attended(model, ids, mask, sees)[0]
-    draw = draw_of(3, 0, 330, 330)
-    sampled = sample_queries(sparse, 1, draw)
-    rows = unsampled_queries(sparse, sampled, draw)
-    assert len(rows) == 16 and not set(rows.tolist()) & set(sampled.tolist())
-    kept = (dense(Scores(query[0], key[0], scaling)) * sees[0][0]).sum(-1)[:, rows].mean(1).float()
-    assert_close(torch.tensor(first.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
-
-
-def test_eight_new_tokens_for_each_sampled_query_pay_for_a_choice():
-    serve, cpu = LoopServe(shortest=1, sample=2), torch.device("cpu")
-    assert serve.too_short(15, 66, cpu) == "15 new tokens are too few to pay for a choice of lines"
-    assert serve.too_short(16, 66, cpu) is None
 
 
 @pytest.mark.parametrize(
