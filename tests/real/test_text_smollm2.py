@@ -57,7 +57,8 @@ def test_a_policy_keeps_the_positions_that_attention_says(smollm2, prompt, maps,
     everything = torch.ones(1, n_kv, PROMPT, dtype=torch.bool)
     for number, (layer, probs) in enumerate(zip(cache.layers, maps, strict=True)):
         grouped = probs.unflatten(0, (n_kv, -1))[None]
-        seen = kv_reference.Seen(grouped, everything, everything[:, 0], [BUDGET], [PROMPT], number, len(maps))
+        real, no_keys = everything[:, 0], everything[..., None][..., :0]  # which none of these policies scores
+        seen = kv_reference.Seen(grouped, no_keys, everything, real, [BUDGET], [PROMPT], number, len(maps))
         keep = choose(policy, seen)[0]
         for held, chosen in zip(layer.pos[0].tolist(), keep, strict=True):
             kept = [position for position in held if 0 <= position < PROMPT]
