@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,57 +17,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
-from sinkscope.bench.answer import answer_rows
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.generation.decode import decode, noted_decoding
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.models.neurons import w_out
 from sinkscope.opening.live import target_of
 
 # --- Decoding --------------------------------------------------------------------------------------------------------
-
-LOUD = {
-    "repetition_penalty": 1.5,
-    "num_beams": 2,
-    "prompt_lookup_num_tokens": 3,
-    "num_return_sequences": 2,
-    "return_dict_in_generate": True,
-    "do_sample": True,
-    "temperature": 0.3,
-    "output_scores": True,
-}
-
-
-def _ways(model, tokenizer) -> list[Any]:
-    ids = torch.arange(5, 15)[None]
-    target = target_of(model, tokenizer)
-    return [
-        decode(target, ids, 12)[0],
-        [made.tokens for made in answer_rows(target, ids.tolist(), 12)],
-        ss.Conversation(model).ask(ids[0].tolist(), max_new_tokens=12).ids,
-        [made.tokens for made in ss.generate(model, "poem book tree", tokenizer=tokenizer, max_new_tokens=12)],
-        [made.tokens for made in ss.generate(model, ["poem", "book"], tokenizer=tokenizer, temperature=1, seed=3)],
-    ]
-
-
-def test_what_the_checkpoint_says_of_decoding_changes_nothing():
-    model, _ = tiny_model("llama")
-    tokenizer = organism("llama", 0).tokenizer
-    model.generation_config.do_sample = False  # as it would be anyway: where the caller samples, nothing is ignored
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SinkscopeWarning)
-        plain = _ways(model, tokenizer)
-    for name, value in LOUD.items():
-        setattr(model.generation_config, name, value)
-    with pytest.warns(SinkscopeWarning, match=r"own settings \(do_sample False.*ignores those of .*num_beams 2"):
-        assert _ways(model, tokenizer) == plain
-    with noted_decoding() as used, pytest.warns(SinkscopeWarning):
-        decode(target_of(model), torch.arange(5, 15)[None], 2)
-    assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
-    with ss.Ablate(layer=1, neurons=[3]).on(model):  # the user's own call is the user's
-        own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4, prompt_lookup_num_tokens=None)
-    assert own.sequences.shape[0] == 2 and own.scores
-
 
 # --- Patches of other models -----------------------------------------------------------------------------------------
 
@@ -167,12 +120,3 @@ def test_a_model_without_weights_is_refused():
     for use in (lambda: ss.find_sinks(model, tokenizer=made.tokenizer), lambda: ss.Conversation(model).ask([5])):
         with refused("holds no weights yet"):
             use()
-
-
-def test_a_model_is_not_copied_while_interventions_act():
-    model = tiny_model("llama")[0]
-    with ss.Ablate(layer=1, neurons=[3]).on(model):
-        for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):
-            with refused("cannot be copied or pickled while interventions act"):
-                copied(model)
-    assert copy.deepcopy(model) is not model

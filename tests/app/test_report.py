@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from dataclasses import replace
-from html import escape
 from pathlib import Path
 
 import pytest
-from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, made_report, read_report, spoil
+from report_kit import BAD, WORSE, Reader, files_shown, fill, made_report, read_report, spoil
 
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
 from sinkscope.opening.load import load
-from sinkscope.results.result import Result
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +35,6 @@ def whole(filled, tmp_path_factory):
 def seen(whole):
     """What a reader sees of it."""
     return read_report(whole)
-
-
-def test_all_results_are_there_in_the_order_of_their_files(whole, seen):
-    assert files_shown(whole) == ["atlas.json", "below/plain.json", "loops.json", "sinks.json"]
-    for result in (Result.load(whole.parent / "sinks.json"), atlas(WORSE)):
-        for word in result.summary().split():  # in a table where the terminal has columns
-            assert visible(word) in seen.text
-    assert seen.text.count("find-sinks") == 2  # contents and headings
-    for number in ("83.0%", "0.125", "transformers"):  # of a table, of a user's result, of the provenance
-        assert number in seen.text
-    assert "files left out" not in seen.text
 
 
 def test_markup_from_files_is_text(seen, tmp_path):
@@ -103,17 +88,3 @@ def test_folders_of_runs_are_their_tables(tmp_path):
     assert files_shown(page) == ["talks"]
     assert "is no folder of `sinkscope bench`: give what --out was given" in text
     assert bench_table([str(talks)]).summary().splitlines()[0] in text
-
-
-def test_the_contents_say_what_each_result_concludes_by_model(folder):
-    found = Result.load(folder / "below/plain.json")
-    other = replace(found, model=replace(found.model, name="another <model>"), word="third")
-    other.save(folder / "aaa.json")
-    page = made_report(folder)
-    contents = re.search(r'<nav aria-label="Contents">.*?</nav>', page.read_text(), re.DOTALL)
-    assert contents is not None
-    titles = re.findall(r"<h2>(.*?)</h2>", contents.group())
-    assert titles == ["another &lt;model&gt;", *dict.fromkeys(titles[1:])] and len(titles) == 4
-    for line in ("The word is third.", found.conclusion()):
-        assert contents.group().count(escape(visible(line))) == 1
-    assert files_shown(page) == ["aaa.json", "atlas.json", "below/plain.json", "loops.json", "sinks.json"]

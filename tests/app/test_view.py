@@ -12,8 +12,9 @@ import pytest
 import stranger
 import torch
 from attack_kit import text_file
+from covering import slow
 from organisms import Organism, organism
-from raw_kit import attention, norms
+from raw_kit import attention, norms, zeroed
 from refusals import refused
 from repository import ROOT
 from starlette.testclient import TestClient
@@ -25,6 +26,7 @@ from sinkscope.app.view.explorer import Explorer, ids_of
 from sinkscope.app.view.page import application
 from sinkscope.app.view.result import ViewedText
 from sinkscope.measure import Setup
+from sinkscope.results.notation import neuron_name
 
 
 def explorer(o: Organism, folder: Path) -> Explorer:
@@ -33,6 +35,30 @@ def explorer(o: Organism, folder: Path) -> Explorer:
 
 def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
     return one.view(o.tokenizer.decode(ids)).texts[0]
+
+
+@pytest.mark.few_texts
+@pytest.mark.parametrize("family", ["llama", *(slow(other) for other in ("mixtral", "gpt2"))])
+def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_path):
+    o = organism(family, 1)
+    ids = o.natural(1, 20)[0].tolist()
+    one = explorer(o, tmp_path)
+    found = one.view(o.tokenizer.decode(ids[1:]))
+    text = found.texts[0]
+    edited = [one for one in text.variants if not one.name.startswith("token ")]
+    intact, zeroed, *heads, patched, control = edited
+    assert [one.name for one in heads] in (["marking heads replaced"], [])  # of GPT-2, no head marks
+    marks = [name for spike in one.circuit.spikes for row in spike.table("marks") for name in row.split(" and ")]
+    panel = [name for name in marks if ".H" in name]
+    assert found.marks == tuple(dict.fromkeys(panel)) and bool(heads) == bool(panel)  # framed as in the panel
+    assert found.layer >= o.truth.sink_layer and text.spikes == (0,)
+    assert set(found.neurons) == {neuron_name(*site) for site in o.truth.neurons}
+    assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
+    at_sink = [variant.norm[found.layer, 0] for variant in (intact, zeroed, patched, control)]
+    assert at_sink[1] < 0.5 * at_sink[0] and at_sink[2:] == pytest.approx([at_sink[0]] * 2, rel=0.1)
+    before, after, random = (f"{float(f'{at_sink[number]:.4g}'):,g}" for number in (0, 1, 3))
+    assert f"from {before} to {after} (random control: {random})" in zeroed.sentence
+    assert control.name == found.control
 
 
 def test_a_measurement_of_a_stranger_is_in_the_view(bundled, tmp_path):
@@ -72,6 +98,19 @@ def test_a_token_that_is_isolated_sees_only_itself_and_one_with_the_first_id_is_
         == "token 3 isolated"
     )
     assert "expected a token from 1" in bundled.answer({"switch": "token 700 isolated"})["error"]
+
+
+def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
+    text = bundled.view("A class is a block. A block is").texts[0]
+    setup = bundled.setup
+    ids = [setup.bos, *setup.tokenizer("A class is a block. A block is", add_special_tokens=False).input_ids]
+    variants = {variant.name: variant for variant in text.variants}
+    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.neurons))):
+        with torch.no_grad(), zeroed(setup.target.hf, sites):
+            best = setup.target.hf(torch.tensor([ids], device=setup.target.device)).logits[0, -1].softmax(-1).topk(5)
+        words, shares = zip(*variants[name].following, strict=True)
+        assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
+        assert shares == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):

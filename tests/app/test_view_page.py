@@ -7,20 +7,23 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import plain_spikes as plain
 import pytest
 import torch
-from raw_kit import blocks, down, inputs_edited
+from raw_kit import attention, blocks, down, inputs_edited
 from report_kit import BAD, WORSE, fill, made_report, spoil
 from sample_results import sample_find_sinks, with_rows
 
+from sinkscope.app.view.explorer import ids_of
 from sinkscope.app.view.page import serve, view_page
-from sinkscope.app.view.result import ModelView
+from sinkscope.app.view.result import ModelView, OtherMeasurement
 from sinkscope.app.view.switches import RANDOM_SWITCH
 from sinkscope.files.output import write_output
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Neuron
 from sinkscope.results.row import row_of
+from sinkscope.sinks.spikes.records import neuron_of
 
 TEXT = "A class is a block. A block is a piece of text."
 LOADED = "document.querySelector('.token')"
@@ -74,6 +77,39 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
     assert each(chrome, ".circuit .head.chosen", "id") == [f"reads-{number}-2-1" for number in range(3)]
 
 
+def test_a_measurement_of_another_package_has_a_block(view, opened):
+    other = OtherMeasurement(
+        "entropy", "L0.H1 is <b>sharp</b>.", {"head": ("L0.H0", "L0.H1"), "mean_nats": ("2.1", "0.4")}
+    )
+    chrome = opened(shown=replace(view, others=(other,)))
+    assert chrome.texts("#others summary") == ["entropyL0.H1 is <b>sharp</b>."]
+    assert chrome.texts("#others th") == ["head", "mean nats"]
+    assert chrome.texts("#others td") == ["L0.H0", "2.1", "L0.H1", "0.4"]
+    assert opened().texts("#others") == []
+
+
+def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):
+    (found,), (measured,) = bundled.circuit.spikes, bundled.sinks.spikes
+    chrome = opened()
+    said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
+    assert chrome.text("#spike-0 summary").endswith(said)
+    (neuron,), (alone,) = found.table("writers").values(), found.table("alone").values()
+    writers = [f"the MLP of layer 1{found.named('components', 'mlp 1').get('share'):.0%}"]
+    writers.append(f"{neuron.name}{neuron.get('share'):.0%}; {alone.get('left'):.0%} remains; needed")
+    marks: list[str] = []
+    for name, row in found.table("marks").items():
+        words = name.replace("attention 0", "the attention of layer 0")
+        marks.append(f"{words}{row.get('left'):.0%} remains; others: {row.get('others'):.0%}")
+    assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
+    for label, said in view.circuit[0].card.rows:
+        assert chrome.text(f"#spike-0 .card-{label.split()[0]}").split() == f"{label} {said}".split()
+    model, ids = bundled.setup.target.hf, measured.reported.survey.ids
+    given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
+    assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
+    titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]
+    assert each(chrome, "#spike-0 .head", "title") == titles
+
+
 def fired(setup, ids, neuron: Neuron):
     """The activation of a neuron at each token, by a plain hook."""
     seen = []
@@ -88,6 +124,42 @@ def outcome(sink, neuron: Neuron, texts: int = 16) -> list[str]:
     (spike,) = plain.spikes(plain.run(model, ids))
     left = plain.without(model, ids[:texts], spike, [neuron.site], 0)
     return [percent(left.left), str(left.heads), f"{left.loss:.2f} nats"]
+
+
+def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
+    chrome, setup, survey = opened(), bundled.setup, bundled.sinks.survey
+    (page,) = view.neuron_pages
+    assert page.name == "L1.N338"
+    chrome.run("document.querySelector('.circuit .part').focus()")
+    chrome.press("Enter")
+    assert chrome.text(".neuron h2") == "Neuron L1.N338"
+    written = bundled.circuit.spike.named("writers", "L1.N338").get("share")
+    assert f"it writes {written:.0%} of the spike at the first token" in chrome.text(".neuron > p")
+
+    ids = torch.tensor([ids_of(setup, TEXT)])
+    values = fired(setup, ids, Neuron(1, None, 338))[0]
+    titles = each(chrome, ".neuron .token", "title")
+    assert list(map(float, titles)) == pytest.approx(values.tolist(), rel=1e-3, abs=1e-9)
+
+    typical = fired(setup, survey.ids, Neuron(1, None, 338))
+    order, firsts = typical.abs().flatten().argsort(descending=True, stable=True).tolist(), {}
+    for text, position in (divmod(number, survey.ids.shape[1]) for number in order):
+        firsts.setdefault(tuple(survey.ids[text, : position + 1].tolist()), (text, position))
+    expected = list(firsts.values())[:10]
+    assert [one.value for one in page.largest] == pytest.approx([float(typical[at]) for at in expected], rel=1e-2)
+    assert [one.token for one in page.largest] == [setup.tokenizer.decode([survey.ids[at]]) for at in expected]
+    assert page.largest[0].texts == len(survey.ids)  # BOS begins all of them
+    rows = chrome.texts(".largest tr")
+    assert len(rows) == 10 and rows[0].startswith("18.64<s>") and rows[0].endswith("(in 16 texts)")
+
+    cells = each(chrome, ".outcomes tbody td", "textContent")
+    cells = cells[cells.index("it alone") :]
+    (control,) = view.circuit[0].random
+    random = neuron_of(control.name)
+    assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
+    assert cells[4:8] == [f"random: {random}", *outcome(bundled, random, 4)]
+    assert cells[8] == "the busiest others" and len(cells) == 12
+    assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
 
 
 def test_markup_in_tokens_is_text_on_the_page(view, opened):
@@ -150,6 +222,29 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         assert f": norm {norm:,g} after" in chrome.text("#readout")
         chrome.reopen()
         chrome.wait(LOADED)
+
+
+def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, opened):
+    chrome = opened(390)
+    chrome.run("localStorage.clear()")
+    opened(390)
+    chrome.wait("document.querySelector('.tour')")
+    names = [variant.name for variant in view.texts[0].variants]
+    pressed = ["intact", "intact", names[1], RANDOM_SWITCH, *names[-2:], "intact", "intact"]
+    readers, said = [], []
+    for number, name in enumerate(pressed, 1):
+        chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 8')")
+        assert chrome.run("document.querySelector('.switches :checked').parentNode.textContent") == name
+        readers.append(chrome.run("document.querySelectorAll('.head.strong').length"))
+        said += chrome.texts(".tour p")
+        chrome.run("document.activeElement.click()")
+    chrome.wait("!document.querySelector('.tour')")
+    assert readers[0] == readers[3] == 20 and readers[2] < 10  # what the tour says of the squares
+    assert said[4].endswith("Seeing only itself makes a sink in this model.")
+    assert said[5].endswith("This token does not make a sink in this model.")
+    assert said[7].startswith("8 of 8: What the sink is for: Hiding ") and " nats a token (another token: " in said[7]
+    opened(390)
+    assert chrome.texts(".tour p") == []  # once
 
 
 def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):

@@ -8,29 +8,14 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from sinkscope.bench.record import Prompt, Turn, read_prompts, with_controls
+from sinkscope.bench.record import read_prompts
 from sinkscope.bench.scores import score
-from sinkscope.bench.task import PromptFile, read_task
-from sinkscope.bench.tasks.loops import Loops
-from sinkscope.bench.tasks.recall import Recall
+from sinkscope.bench.task import read_task
 
 
 def written(path: Path, *rows) -> Path:
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return path
-
-
-def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
-    turns = [{"prompt": "a", "answers": ["1"]}, {"prompt": "b", "answers": [], "metric": "share"}]
-    file = written(
-        tmp_path / "x.jsonl",
-        {"prompt": "hello", "answers": ["world"], "depth": 0.5},
-        {"id": "talk", "set": "mine", "part": "end", "metric": "f1", "turns": turns},
-    )
-    first, second = read_prompts(file)
-    assert first == Prompt("0", (Turn("hello", ("world",)),), "file", "", {"depth": 0.5})
-    assert second == Prompt("talk", (Turn("a", ("1",), "f1"), Turn("b", (), "share")), "mine", "end")
-    assert read_task(f"{file}:chat=true:new=5") == PromptFile(file=str(file), chat=True, new=5)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +32,6 @@ def test_a_damaged_line_is_named(tmp_path, row, message):
     file = written(tmp_path / "x.jsonl", {"prompt": "fine"}, row)
     with refused(words=[message]):
         read_prompts(file)
-
-
-def test_the_control_of_a_prompt_is_the_answer_of_another():
-    prompts = [Prompt(str(n), (Turn("q", (answer,)),), "s") for n, answer in enumerate("aab")]
-    assert [prompt.turns[0].control for prompt in with_controls(prompts)] == [("b",), (), ("a",)]
-    assert with_controls(prompts[:1])[0].turns[0].control == ()
 
 
 @pytest.mark.parametrize(
@@ -76,14 +55,6 @@ def test_unknown_metrics_are_refused():
     for metric in ("bleu", "no.such:thing", "math:thing"):
         with refused("expected f1, contains, share or"):
             score(metric, "a", ["a"])
-
-
-def test_task_descriptions_are_read():
-    assert read_task("loops") == Loops()
-    assert read_task("recall:lengths=640,1024:depths=0.5:kinds=needle") == Recall(
-        lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
-    )
-    assert read_task("recall:turns=9:chat=true:positions=end") == Recall(turns=9, chat=True, positions=("end",))
 
 
 @pytest.mark.parametrize(

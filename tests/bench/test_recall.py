@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+import sinkscope as ss
+from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.record import Turn
-from sinkscope.bench.tasks.recall import recall_dialogue, uneven
+from sinkscope.bench.table import tabulate_records
+from sinkscope.bench.tasks.recall import Recall, recall_dialogue, uneven
 
 FACT = re.compile(r"fact (\S+) (\S+) (\S+) (\S+)")
 SHAPES = st.tuples(st.integers(0, 10**6), st.lists(st.integers(60, 200), min_size=1, max_size=5), st.integers(1, 3))
@@ -24,6 +29,30 @@ def at(position: str, shape: tuple[int, list[int], int]) -> tuple[Turn, ...]:
         hops=hops,
         position=position,  # type: ignore[arg-type]
     ).turns
+
+
+@given(SHAPES)
+def test_answers_follow_from_the_text(shape):
+    """By an own reading of the text: the chain from the key asked about, through facts of this turn or before."""
+    _, lengths, hops = shape
+    turns = at("middle", shape)
+    assert turns == at("middle", shape)
+    facts = {}
+    for index, turn in enumerate(turns):
+        said = turn.text.split()
+        assert len(said) == lengths[index]
+        assert (said[0], said[-1], said.count("ask")) == (f"turn{index + 1}", "answer", 1)
+        for key, *rest in FACT.findall(turn.text):
+            assert key not in facts, "stated once"
+            facts[key] = rest
+        starts = [i for i, word in enumerate(said) if word == "fact"]
+        assert all(b - a >= 8 for a, b in pairwise(starts)), "three words between facts, which the model needs"
+        key = said[said.index("ask") + 1]
+        answer = []
+        while key in facts and len(answer) < 3 * hops:
+            answer += facts[key]
+            key = answer[-1]
+        assert (" ".join(answer),) == turn.answers and len(answer) == 3 * hops and answer[-1] == "."
 
 
 @pytest.mark.parametrize(
@@ -42,3 +71,16 @@ def test_settings_that_do_not_fit_are_refused(arguments, message):
         recall_dialogue(0, **arguments)  # type: ignore[arg-type]
     with refused("total=90 tokens for 2 turns of at least 48: give 96 or more"):
         uneven(90, 2)
+
+
+def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
+    task = Recall(samples=1, turns=2, lengths=(200,), hops=2, positions=("begin", "end"))
+    model = ss.load("recall")
+    records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"], batch_size=2)
+    groups = {str(group.method): group for group in tabulate_records([records]).groups}
+    full, window, late = (groups[name] for name in ("full", "streaming:40", "loopserve-d:40"))
+    assert (full.score, full.metrics["prefix"], full.metrics["chance"], full.answers) == (1.0, 1.0, None, 4)
+    assert full.parts == {"begin": 1.0, "end": 1.0} and window.metrics["read"] == 41
+    assert window.score < 1 and window.metrics["prefix"] is not None and window.metrics["prefix"] < 1
+    assert late.score == 1.0  # answers are shorter than the steps that read everything
+    assert {len(record.tokens) for record in records if record.method.name == "full"} == {6}

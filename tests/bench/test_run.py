@@ -29,6 +29,21 @@ def plain(text: str, new: int = 6, edit=None) -> list[int]:
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+def test_answers_are_those_of_generate_after_right_answers():
+    records = {(str(r.method), r.prompt, r.turn): r for r in run(["full", "h2o:16"])}
+    assert len(records) == 2 * 2 * 2
+    for prompt in dialogues():
+        first, second = prompt.turns
+        text = "\n\n".join([first.text, first.answers[0], second.text])
+        full, h2o = records["full", prompt.id, 1], records["h2o:16", prompt.id, 1]
+        assert list(full.tokens) == plain(text) and list(h2o.tokens) == plain(text, edit=H2O(budget=16))
+        length = full.metrics["prompt_tokens"] or 0
+        assert length == len(tiny()[1](text)["input_ids"])
+        assert full.metrics["read"] == length + 3 and full.metrics["cached_peak"] == length + 5
+        assert h2o.metrics["read"] == h2o.metrics["cached_peak"] == 17  # after decoding steps; the prompt took more
+        assert full.settings["part"] == prompt.part and full.ended == "cap"
+
+
 def test_no_arm_pays_for_what_is_made_once(monkeypatch):
     """Libraries compile and allocate at first use: each method answers once before its answers are measured."""
     entered = []
@@ -37,6 +52,16 @@ def test_no_arm_pays_for_what_is_made_once(monkeypatch):
     given = task(dialogues(1))
     run(["full", "h2o:16"], given)
     assert len(entered) == 1 + len(given.given[0].turns)
+
+
+@pytest.mark.parametrize("method", ["h2o:16", "sampling"])
+def test_neighbours_in_a_batch_change_nothing(method):
+    one, both = untimed(run([method])), untimed(run([method], batch_size=2))
+    assert {r.key: r.tokens for r in one} == {r.key: r.tokens for r in both}
+    by_key = {r.key: r for r in both}
+    for record in one:
+        for name in ("read", "cached_peak", "length", "score", "chance"):
+            assert record.metrics[name] == pytest.approx(by_key[record.key].metrics[name]), name
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):

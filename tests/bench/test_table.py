@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -12,7 +13,8 @@ from refusals import refused
 from sinkscope.bench.record import BenchRecord, BenchRun
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import task_class
-from sinkscope.measure.margin import interval_of
+from sinkscope.measure.margin import SCORES, interval_of
+from sinkscope.results.result import Result
 
 
 def table(*records) -> BenchTable:
@@ -31,6 +33,26 @@ H2O = [
     )
     for i in range(4)
 ]
+
+
+def test_a_group_is_recomputed():
+    full, h2o = table(*FULL, *H2O).groups
+    assert (str(full.method), full.score) == ("full", 1.0)
+    assert (full.metrics["time"], full.metrics["cells"]) == (1.0, None)
+    rate = interval_of(np.array([0.0, 1.0, 0.0, 0.0]), SCORES)
+    assert rate is not None and (h2o.score, h2o.low, h2o.high, h2o.answers) == (0.25, rate.low, rate.high, 4)
+    assert h2o.parts == {"a": 0.0, "b": 0.5}
+    costs = h2o.metrics
+    assert (costs["read"], costs["cells"], costs["cached_peak"], costs["chance"]) == (5.5, 0.5, 10.0, 0.25)
+    assert costs["time"] == pytest.approx((12 / 10) / (4 / 8))  # seconds of a token: 12 s of 10 tokens, 4 s of 8
+
+
+def test_details_of_a_table():
+    result = table(*FULL, *H2O)
+    assert Result.from_dict(json.loads(result.to_json())) == result
+    assert list(result.to_frame()["score"]) == [1.0, 0.25]
+    drawn = result.figure().data
+    assert [list(drawn[0][name]) for name in ("x", "text")] == [["full", "h2o:8"], [9.0, 5.5]]
 
 
 def scored(task: str, answers: str) -> list[BenchRecord]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from faulty_caches import crop_does_nothing
 from refusals import refused
 from transformers import DynamicCache
 
 import sinkscope as ss
+from sinkscope.conformance.recorder import held_bytes
 from sinkscope.kv import StreamingLLM
 
 FAULTY = "faulty_caches:crop_does_nothing"
@@ -28,6 +30,19 @@ class Offloaded(DynamicCache):
 
 def offloaded(config):
     return Offloaded(config=config)
+
+
+def test_the_reproduction_shows_the_failure(capsys):
+    result = ss.check_cache(FAULTY, only=(CHANGES,))
+    assert result.exit_code == 1 and "1 of 1 check" in result.conclusion()
+    (row,) = result.checks
+    assert row.verdict == "fails" and row.reproduction in result.text(width=None).replace("\n    ", "\n")
+    assert len(row.reproduction.splitlines()) <= 5
+    (named,) = ss.check_cache(crop_does_nothing, only=(CHANGES,)).checks
+    for one in (row, named):
+        exec(one.reproduction, {})  # as its reader would
+        assert float(capsys.readouterr().out) > 0.01
+    assert ss.check_cache(dynamic, only=(CHANGES,)).exit_code == 0
 
 
 def maker(budget_of):
@@ -79,3 +94,14 @@ def test_a_cache_that_needs_a_gpu_where_there_is_none_is_not_checked(monkeypatch
     result = ss.check_cache(offloaded, only=("it_raises_no_error_and_leaves_nothing_behind", CHANGES))
     assert {one.verdict for one in result.checks} == {"does not apply"} and result.exit_code == 1
     assert result.conclusion().startswith("No check applies to offloaded: it needs a GPU, and there is none here")
+
+
+def test_bytes_count_what_a_view_keeps_alive():
+    cache = DynamicCache()
+    for _ in range(2):
+        cache.update(torch.zeros(1, 2, 10, 4), torch.zeros(1, 2, 10, 4), 0)
+    assert held_bytes(cache) == 2 * 2 * 20 * 4 * 4
+    cache.crop(-15)
+    assert held_bytes(cache) == 2 * 2 * 20 * 4 * 4
+    cache.layers[0].keys = cache.layers[0].keys.clone()
+    assert held_bytes(cache) == 2 * 4 * 4 * (5 + 20)

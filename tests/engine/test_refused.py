@@ -42,6 +42,32 @@ def test_what_acts_takes_a_row_for_one_text(edit, told):
         model(IDS, **told)
 
 
+def test_what_only_reads_sees_what_the_model_sees():
+    model = tiny_model("llama")[0]
+    tree = CAUSAL.clone()
+    tree[..., 5:, :5] = False
+    seen: list[torch.Tensor] = []
+    with torch.no_grad(), kv.Observe(lambda rows: seen.append(rows.probs)).on(model):
+        model(IDS, attention_mask=tree)
+    assert seen and all(bool((rows[..., 5:, :5] == 0).all()) for rows in seen)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_generation_into_a_cache_of_fixed_size_says_which_tokens_are_real(padding):
+    """It hands the model masks of queries and keys, which it made of those of tokens."""
+    model = tiny_model("llama")[0]
+    ids, mask = IDS.repeat(2, 1), torch.ones(2, N, dtype=torch.long)
+    mask[1, :padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    edit = ss.Ablate(layer=1, neurons=[3], value=9.0, positions=[0, N - 3])
+    found = []
+    for kind in ("static", None):
+        with edit.on(model) as run:
+            written = model.generate(ids, cache_implementation=kind, **options)
+        found.append((written.tolist(), [(event.row, event.position) for event in run.events]))
+    assert found[0] == found[1] and (1, N - 3) in found[0][1]
+
+
 def own(*args, **kwargs):
     """Attention of a user's own."""
     return sdpa_attention_forward(*args, **kwargs)
@@ -84,3 +110,9 @@ def test_guidance_under_a_guard():
     options = {"max_new_tokens": 4, "guidance_scale": 1.5, "negative_prompt_ids": IDS[:, :3], "pad_token_id": 0}
     with ACTING["guard"].on(model), refused("guidance_scale=1.5: the model reads a second text.*or without the guard"):
         model.generate(IDS, **options)
+
+
+def test_continuous_batching():
+    model = tiny_model("llama")[0]
+    with ACTING["zero"].on(model), refused("continuous batching puts several texts into one row"):
+        model.init_continuous_batching()

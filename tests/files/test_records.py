@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from refusals import refused
 
-from sinkscope.files.records import read_records, read_rows
+from sinkscope.files.records import read_records
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,6 @@ def put(path: Path, *rows) -> Path:
     return path
 
 
-def test_the_same_records_however_they_are_packed(tmp_path):
-    rows = [GOOD, {**GOOD, "id": "b"}]
-    files = [put(tmp_path / "a.jsonl", rows[0], "", rows[1], ""), put(tmp_path / "a.json", json.dumps(rows, indent=1))]
-    for file in files:
-        found = read_records(file, Sample, "samples")
-        assert found == [Sample(i, 3, "large", (Inner(("x", "y")),)) for i in "ab"]
-    assert [where for where, _ in read_rows(files[0], "samples")] == ["a.jsonl line 1", "a.jsonl line 3"]
-
-
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -62,19 +53,3 @@ def test_the_same_records_however_they_are_packed(tmp_path):
 def test_damage_is_named_in_one_line(tmp_path, row, says):
     with refused(words=[says]):
         read_records(put(tmp_path / "a.jsonl", GOOD, row), Sample, "samples")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("none.jsonl", None, "cannot read none.jsonl: no such file or directory; give samples"),
-        ("a.jsonl", b"\n \n", "a.jsonl is empty: give samples"),
-        ("a.jsonl", b"\xff\xfe", "a.jsonl is not UTF-8 text: give samples"),
-        ("a.json", b'[\n {"id": "a"},\n {"id" "b"}\n]', "a.json line 3 is not JSON: give samples"),
-    ],
-)
-def test_files_that_cannot_be_read(tmp_path, name, content, says):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with refused(words=[says]):
-        read_records(tmp_path / name, Sample, "samples")

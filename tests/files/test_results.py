@@ -76,6 +76,16 @@ def test_a_saved_result_is_loaded_as_its_own_class(tmp_path):
         Bare.load(tmp_path / "x.json")
 
 
+def test_envelope_is_the_contract():
+    data = json.loads(example().to_json())
+    assert list(data) == ["schema", "kind", "model", "result", "settings", "provenance"]
+    assert (data["schema"], data["kind"]) == (6, "test-sample")
+    assert list(data["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
+    own = "argv versions device dtype attention bos seed seconds commit first_ids bos_added"
+    assert list(data["provenance"]) == own.split()
+    assert data["result"]["parts"][1] == {"layer": 2, "expert": None, "share": 0.25, "causal": None, "label": "two"}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -99,7 +109,34 @@ def test_what_has_no_plain_form_is_refused():
         plain(lambda: 0)
 
 
+def test_nan_comes_back_as_nan():
+    again = Result.from_dict(example(values=[math.nan, 2.0]).to_dict())
+    assert isinstance(again, Sample)
+    assert math.isnan(again.values[0])
+    assert again.values[1] == 2.0
+
+
 WHOLE = json.loads(example().to_json())
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "f.json is not a JSON file"),
+        ("[" * 100_000, "f.json is not a JSON file"),
+        (b"\xff\xfe", "f.json is not UTF-8 text"),
+        ("{}", "f.json is not a result of sinkscope"),
+        (json.dumps(WHOLE | {"schema": 1}), "f.json has schema 1, and this version reads 6: run the command again"),
+        (json.dumps(WHOLE | {"kind": "magic"}), "f.json holds the unknown kind 'magic'"),
+        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"where": "1"}}), "where is '1': expected a valid integer"),
+        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"pair": [1]}}), r"pair\[1\] is missing"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, content, says):
+    path = tmp_path / "f.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with refused(says):
+        Result.load(path)
 
 
 def test_a_kind_has_one_class():

@@ -10,7 +10,6 @@ import torch
 import transformers.generation.stopping_criteria as criteria
 from organisms import loop_organism
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation import logits_process as processors
 
 import sinkscope as ss
 from sinkscope.generation.write import write
@@ -68,14 +67,6 @@ def test_processors_are_asked_of_each_text_as_it_is(rows):
     assert lengths.seen.count(width) == rows, "the first token is chosen once"
     assert set(lengths.seen) == set(range(width, width + NEW))
     assert len(lengths.seen) > rows * NEW, "what was taken back is chosen again"
-
-
-def test_settings_are_the_processors_of_the_prompt():
-    width, plain = prompts(1)[0].shape[1], written()[0]
-    suppressed = next(token for token in plain[40:] if token != plain[0])
-    processor = processors.SuppressTokensAtBeginLogitsProcessor([suppressed], width)
-    once = written(logits_processor=LogitsProcessorList([processor]))
-    assert written(begin_suppress_tokens=[suppressed]) == once
 
 
 def test_rows_are_what_they_are_alone():

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope import kv
-from sinkscope.engine.attention import attention_probs
 from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.opening.live import target_of
 from sinkscope.sparse import AShape
@@ -28,17 +27,6 @@ def test_a_soft_cap_that_sdpa_drops_is_said():
         refused = nullcontext()
     with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"), refused:
         target_of(model)
-
-
-def test_rows_are_float32_where_a_model_runs_in_mixed_precision():
-    generator = torch.Generator().manual_seed(1)
-    query, key = torch.randn(2, 1, 2, 9, 16, generator=generator).bfloat16()
-    seen = torch.ones(1, 1, 9, 9).tril().bool()
-    expected = (query.double() @ key.double().mT).masked_fill(~seen, -torch.inf).softmax(-1)
-    with torch.autocast("cpu", torch.bfloat16):
-        rows = attention_probs(query, key, seen, scaling=1.0)
-    assert rows.dtype == torch.float32
-    assert_close(rows, expected.float(), atol=1e-6, rtol=1e-5)
 
 
 POLICIES = {
@@ -64,17 +52,3 @@ def test_rows_that_are_asked_for_are_given_for_each_layer(edit):
     for step in output.attentions:
         for rows in step:
             assert_close(rows.sum(-1), torch.ones(rows.shape[:-1]))
-
-
-def test_the_rows_under_a_knockout_are_those_of_its_mask():
-    model = tiny_model("llama", num_hidden_layers=2)[0]
-    model.set_attn_implementation("eager")
-    ids = torch.arange(5, 17)[None]
-    sees = torch.ones(12, 12).tril().bool()
-    sees[1:, 0] = False
-    with torch.no_grad():
-        mask = torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
-        want = model(ids, attention_mask=mask, output_attentions=True).attentions
-        with ss.Knockout("first").on(model):
-            got = model(ids, output_attentions=True).attentions
-    assert_close(got, want)

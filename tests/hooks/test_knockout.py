@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from intervention_kit import bridge_of
@@ -53,33 +51,6 @@ def test_a_knockout_of_a_bridge_is_a_mask(edit, hidden):
     torch.testing.assert_close(got, under(tiny_model("llama")[0], hidden), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        ss.Knockout("first", layers=[1]),
-        ss.Knockout("first", heads=[(0, 1), (1, 2)]),
-        ss.Knockout([3], queries=slice(9, 15)),
-        HideCells(cells([1, 4])[:1]),
-    ],
-    ids=["layer", "heads", "queries", "pairs"],
-)
-def test_a_cache_of_fixed_size_hides_what_a_growing_one_does(edit):
-    """Its masks are wider than the text, so that a call's queries are not their last columns."""
-    model = tiny_model("llama")[0]
-    said = []
-    for kind in (None, "dynamic", "static"):
-        with nullcontext() if kind is None else edit.on(model):
-            said.append(
-                model.generate(
-                    IDS[:1], max_new_tokens=6, min_new_tokens=6, do_sample=False, output_logits=True, pad_token_id=0,
-                    return_dict_in_generate=True, cache_implementation=kind,
-                )
-            )  # fmt: skip
-    plain, growing, fixed = (torch.stack(one.logits) for one in said)
-    torch.testing.assert_close(fixed, growing, atol=1e-5, rtol=1e-4)
-    assert (growing[0] - plain[0]).abs().max() > 1e-3
-
-
 def test_heads_may_be_given_in_two_forms():
     model = tiny_model("llama")[0]
     logits = []
@@ -89,20 +60,6 @@ def test_heads_may_be_given_in_two_forms():
     assert torch.equal(*logits)
     with torch.no_grad():
         assert not torch.allclose(model(input_ids=IDS).logits, logits[0], atol=1e-4)
-
-
-def test_other_heads_see_the_key():
-    model = tiny_model("llama")[0]
-    hidden = cells([0])[:, None].repeat(1, model.config.num_attention_heads, 1, 1)
-    hidden[:, [0, 3]] = False
-    want = under(model, hidden)
-    with (
-        torch.no_grad(),
-        ss.Knockout(
-            "first", heads=[(layer, head) for layer in range(model.config.num_hidden_layers) for head in (1, 2)]
-        ).on(model),
-    ):
-        torch.testing.assert_close(model(input_ids=IDS).logits, want, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +74,3 @@ def test_other_heads_see_the_key():
 def test_bad_input_is_refused_in_a_line(make, said):
     with refused(said):
         make()
-
-
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
-        (ss.Knockout("first", layers=[9]), "layer 9 is not in"),
-        (ss.Knockout("first", heads=[(0, 99)]), "head 99 is not in"),
-    ],
-)
-def test_a_model_without_these_heads_is_refused(edit, said):
-    with refused(said), edit.on(tiny_model("llama")[0]):
-        pass

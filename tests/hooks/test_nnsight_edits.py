@@ -7,7 +7,6 @@ from functools import cache
 import nnsight
 import pytest
 import torch
-from hub_server import hub
 from organisms import Organism, organism
 from refusals import refused
 from torch.testing import assert_close
@@ -81,18 +80,3 @@ def test_a_remote_trace_cannot_take_an_edit_along(traced, remote):
                 traced.output.logits.save()
         block.__exit__(None, None, None)
     assert vars(traced) == before
-
-
-@torch.no_grad()
-def test_a_model_made_by_name_is_loaded_when_it_is_first_used(tmp_path, folder):
-    with hub(tmp_path) as server:
-        server.add("org/name", folder)
-        model = nnsight.LanguageModel("org/name", tokenizer=planted().tokenizer)
-        edit = edits()["ablate"]
-        with edit.on(model):
-            with model.trace(IDS):
-                logits = model.output.logits.save()
-    with edit.on(planted().model):
-        assert_close(logits, planted().model(IDS).logits, atol=1e-4, rtol=1e-4)
-    logits = ss.trace(model, IDS, "logits")["logits"]
-    assert_close(logits, planted().model(IDS).logits, atol=1e-4, rtol=1e-4)

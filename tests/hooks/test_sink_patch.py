@@ -7,20 +7,92 @@ from dataclasses import replace
 
 import pytest
 import torch
-from intervention_kit import loud_model
+from covering import each_other
+from intervention_kit import logits, loud_model
+from organisms import Organism, organism
+from raw_kit import norms
 from sample_results import sample_find_sinks, with_rows
 from torch import Tensor
 from torch.testing import assert_close
 
+from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron
 from sinkscope.results.row import row_of
 
+
+def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
+    values = {} if calibrated is None else dict.fromkeys(o.truth.neurons, calibrated)
+    return SinkPatch(sites=o.truth.neurons, calibrated=values, **settings)
+
+
 # --- it repairs, and only that -------------------------------------------------------------------------------------
 
 
+def fired_of(run: Run) -> list[Event]:
+    """The events at which a neuron was kept from firing."""
+    return [event for event in run.events if event.data["fired"]]
+
+
+@pytest.mark.parametrize(("family", "seed"), each_other(["llama", "gemma2", "neox", "mixtral"], [0, 1], 4))
+def test_repairs_repetition_and_nothing_else(family, seed):
+    o = organism(family, seed)
+    layer, repeats = o.truth.sink_layer, 2 * o.truth.repeats_expected
+    ids, text = o.repeated(repeats), o.natural(2, 24)
+    before, typical = norms(o.model, ids)[layer, 0], norms(o.model, text)[layer, :, 1:]
+    assert before[-1] > 0.5 * before[0] > 3 * typical.median()  # the attack works
+    want = logits(o.model, text)
+    with patch_for(o).on(o.model) as run:
+        after = norms(o.model, ids)[layer, 0]
+        assert after[1:].max() < 1.2 * typical.max()
+        assert_close(after[0], before[0])  # the first token's sink stays
+        fired, written = fired_of(run), len(run.events)
+        # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
+        assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
+        assert fired_of(run) == fired and len(run.events) > written  # written, too, but nothing fired in ordinary text
+    said = f"SinkPatch patched {len(run.events):,} values, {len(fired):,} of them from more than a tenth"
+    assert run.summary().startswith(said)
+    assert {e.kind for e in fired} == {"patched"} and fired[-1].position == repeats
+    assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons}
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("gate", 0), ("up", 1)])
+def test_which_site_repairs_which_sink(kind, seed):
+    """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
+    o = organism("llama", seed, kind=kind)
+    assert o.truth.factor == kind
+    ids, layer = o.repeated(300), o.truth.sink_layer
+    before = norms(o.model, ids)[layer, 0, -1]
+    left = {}
+    for site in ("post", "up"):
+        with patch_for(o, site=site).on(o.model):
+            left[site] = norms(o.model, ids)[layer, 0, -1] / before
+    assert left["post"] < 0.2
+    assert left["up"] < 0.2 if kind == "up" else left["up"] > 0.8
+
+
 # --- which neutral value -------------------------------------------------------------------------------------------
+
+
+def test_calibrated_values_help_where_the_second_token_is_a_sink():
+    """The second token reads like BOS, so that the sink neurons fire there too; words come after it."""
+    o = organism("llama", 2)
+    bos, twin = o.tokenizer.bos_token_id, o.tokens_of(0)[1]
+    embedding = o.model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[twin] = embedding[bos]
+    ids = torch.tensor([[bos, twin, *o.tokens_of(-1)[:6]]])
+
+    def lengths() -> Tensor:
+        return norms(o.model, ids)[o.truth.sink_layer, 0]
+
+    before = lengths()
+    assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
+    with patch_for(o).on(o.model):
+        assert (lengths()[2:] > 0.5 * before[0]).all()
+    with patch_for(o, 0.01).on(o.model):
+        assert (lengths()[1:] < 0.1 * before[0]).all()
 
 
 @torch.no_grad()

@@ -14,17 +14,6 @@ from sinkscope.opening.live import target_of
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
 
 
-def test_nothing_runs_behind_the_deepest_site_and_nothing_stays():
-    model, _ = tiny_model("llama")
-    target_of(model)  # its adapter is looked for once
-    ran = []
-    handle = model.model.layers[2].register_forward_pre_hook(lambda *_: ran.append(2))
-    trace(model, IDS, ["blocks.1.hook_resid_post"])
-    assert ran == []
-    handle.remove()
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
-
-
 def test_bad_names_say_what_there_is():
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError, match=r"'blocks\.9\.hook_resid_post' matches nothing in a model of 3 layers"):

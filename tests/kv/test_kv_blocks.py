@@ -16,13 +16,15 @@ from kv_kit import shallow_of as model_of
 from organisms.examine import model_state
 from organisms.tiny import tiny_model
 from refusals import refused
+from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import sinkscope as ss
 from sinkscope.engine import stock
+from sinkscope.engine.run import Run
 from sinkscope.engine.tap import HANDLERS
-from sinkscope.errors import SinkscopeWarning
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.generation.progressive import Progressive
 from sinkscope.kv import TOVA, Full, Observe, SnapKV, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
@@ -37,6 +39,11 @@ def ignore(_):
     pass
 
 
+def run_it(model):
+    hf = target_of(model).hf
+    hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, pad_token_id=3)
+
+
 @contextmanager
 def unchanged(model):
     """What is done inside leaves a model as it was."""
@@ -49,6 +56,44 @@ def unchanged(model):
     before = state()
     yield
     assert state() == before
+
+
+class Mine(Exception):  # noqa: N818 - a test's own
+    pass
+
+
+def _fail(*_, **__):
+    raise Mine
+
+
+class Failing(Drawn):
+    """Fails while it scores the second layer, when something was already evicted."""
+
+    def scores(self, at) -> Tensor:
+        return _fail() if at.layer == 1 else super().scores(at)
+
+
+class NeverEntered(Drawn):
+    def watch(self, run: Run):
+        _fail()
+
+
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [
+        (Failing(budget=6), run_it),
+        (Drawn(budget=6) | NeverEntered(budget=6), run_it),
+        (Drawn(budget=6) | Observe(_fail, last=1), run_it),
+        (StreamingLLM(budget=6), lambda model: model(IDS, past_key_values=StaticCache(model.config, max_cache_len=30))),
+        (Observe(ignore), lambda model: model(IDS, past_key_values=StaticCache(model.config, max_cache_len=30))),
+        (StreamingLLM(budget=0.01), run_it),
+    ],
+)
+def test_an_exception_leaves_everything_as_it_was(way, call, model):
+    want = decode(model, IDS, MASK, 14)
+    with unchanged(model), pytest.raises((Mine, SinkscopeError)), way.on(model):
+        call(model)
+    assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
 def odd_model(name: str):
@@ -199,3 +244,27 @@ def test_a_later_mask_that_hides_tokens_read_before_is_named(model):
         with refused("hides 1 token that earlier calls have read; .*pad_token_id .*: pass attention_mask"):
             model.generate(both, past_key_values=cache, max_new_tokens=2)
         model.generate(both, attention_mask=torch.ones_like(both), past_key_values=cache, max_new_tokens=2)
+
+
+def test_a_policy_that_never_acts_warns_at_the_end(model):
+    """As under the log-likelihoods of an evaluation: each text is read at once, so nothing is ever evicted."""
+
+    def warned(policy, *calls):
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always", SinkscopeWarning)
+            with policy.on(model):
+                for call in calls:
+                    call()
+        return [str(each.message) for each in caught if each.category is SinkscopeWarning]
+
+    def read():
+        model(input_ids=IDS, attention_mask=MASK)
+
+    def generate():
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=1)
+
+    (message,) = warned(StreamingLLM(budget=8), read, read)
+    assert message.startswith("StreamingLLM never acted") and "all results are those without it" in message
+    assert not warned(StreamingLLM(budget=8), generate) and not warned(StreamingLLM(budget=8))
+    assert not warned(StreamingLLM(budget=8), lambda: decode(model, IDS, MASK, 14), read)
+    assert not warned(Full(), read) and not warned(AShape(), read)

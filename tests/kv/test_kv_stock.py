@@ -9,10 +9,9 @@ import torch
 from covering import every_nth
 from kv_kit import FAMILIES, Drawn, attends_by, close, decode, prompts
 from kv_kit import shallow_of as model_of
-from raw_kit import attention
 from transformers import DynamicCache
 
-from sinkscope.kv import AttentionRows, Full, Observe
+from sinkscope.kv import Full
 from sinkscope.sparse.shapes import AShape
 
 WAYS = {"drawn": ("gemma3_text", Drawn(budget=12)), "a-shape": ("mistral", AShape(first=2, local=5))}
@@ -44,21 +43,3 @@ def test_with_nothing_to_evict_the_logits_are_equal_bit_for_bit(family):
     stock = run(DynamicCache(config=model.config))
     with Full().on(model):
         assert torch.equal(run(), stock)
-
-
-def test_attention_of_a_long_prompt_comes_in_chunks():
-    """Each query once, in the order of the text, as many at a time as the number of keys allows."""
-    model = model_of("llama", max_position_embeddings=2000, num_hidden_layers=1)
-    ids, mask = prompts([2000])
-    heads = model.config.num_attention_heads
-    parts: list[tuple[int, int, torch.Tensor]] = []
-
-    def keep(rows: AttentionRows):
-        parts.append((rows.first, rows.probs.shape[2], rows.probs.sum(2)))
-
-    with torch.no_grad(), Observe(keep, layers=[0]).on(model):
-        model(input_ids=ids, attention_mask=mask)
-    sizes = [size for _, size, _ in parts]
-    assert [first for first, _, _ in parts] == [sum(sizes[:n]) for n in range(len(parts))] and sum(sizes) == 2000
-    assert max(sizes) * heads * 2000 <= 2**21
-    close(sum(received for _, _, received in parts), attention(model, ids)[0].sum(2))

@@ -65,6 +65,10 @@ def test_a_policy_keeps_what_the_reference_keeps(name, seed):
     check(name, policy, model, lengths, draw.randint(3, 8), chunks=chunks)
 
 
+def test_every_registered_policy_has_a_reference():
+    assert {*policies()} <= {*REFERENCES}
+
+
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming"])
 def test_under_edits(name):
     edit = Ablate(heads="L0.H1") | SinkPatch(sites=[(1, 3)]) | Ablate(sites=[(1, 3)], value=2.0, positions=4)

@@ -14,6 +14,7 @@ import pytest
 from loop_texts import prose
 from refusals import refused
 from repository import ROOT
+from served import served
 
 from sinkscope.files.store import json_lines
 from sinkscope.loops import CheckedOutput, LoopCheck, Watch, check, check_file
@@ -207,3 +208,24 @@ async def server(scope: Any, receive: Any, send: Any) -> None:
 
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/measure/loops.md").read_text(), re.M | re.S)
+ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("library", ["httpx", "openai"])
+def test_the_lines_of_the_page_end_an_answer_that_loops(library, monkeypatch, capsys):
+    """Without an end the server would write for ever."""
+    pytest.importorskip(library)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (code,) = (block for block in BLOCKS if ADDRESS in block and library in block)
+    names: dict[str, Any] = {}
+    with served(server) as url:
+        exec(code.replace(ADDRESS, url), names)
+    assert "".join(names["written"]).startswith(FINE) and len(names["written"]) < 2 * len(LOOP.split())
+    assert capsys.readouterr().out.count("cup of tea") > 3
+    (channels,) = names["watch"].open.values()
+    assert channels["text"].monitor.last.tail.period == len(split(TEA))
+
+
+def test_the_monitor_of_the_page_finds_what_the_page_says():
+    (code,) = (block for block in BLOCKS if "monitor.update" in block)
+    exec(code, {})

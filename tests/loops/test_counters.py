@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sinkscope.loops import Monitor, MonitorSettings
+from sinkscope.loops.text.repetition import CounterRepetition, asked_copies
 
 
 def masked(ids: list[int]) -> tuple[list[int], list[int]]:
@@ -23,7 +26,40 @@ def masked(ids: list[int]) -> tuple[list[int], list[int]]:
     return tokens, places
 
 
+def brute(ids: list[int], copies: int, least: int, longest: int) -> tuple[int, int] | None:
+    """Start and period of the masked repetition that reaches the end and covers most; of equals the shortest."""
+    tokens, places = masked(ids)
+    best = None
+    for period in range(1, longest + 1):
+        start = len(tokens)
+        while start - 1 >= 0 and (start - 1 + period >= len(tokens) or tokens[start - 1] == tokens[start - 1 + period]):
+            start -= 1
+        covered = len(tokens) - start
+        if covered < max(copies * period, 2 * copies):
+            continue
+        if best is None or start < best[0]:
+            best = start, period
+    if best is None or len(ids) - places[best[0]] < least:
+        return None
+    return places[best[0]], best[1]
+
+
 PIECES = st.lists(st.integers(0, 13), min_size=1, max_size=5)
+
+
+@given(st.lists(st.integers(0, 13), max_size=10), PIECES, st.integers(1, 9))
+def test_counter_repetitions_equal_a_search_of_every_period(head, piece, copies):
+    ids = head + piece * copies
+    repetition = CounterRepetition(longest=16, copies=3, tokens=8)
+    for end, token in enumerate(ids, 1):
+        tail = repetition.add(token, token < 10)
+        if token < 10 and end > 1 and ids[end - 2] < 10:
+            assert tail is None, "within a number nothing is said"
+            continue
+        expected = brute(ids[:end], 3, 8, 16)
+        assert (tail is None) == (expected is None)
+        if tail is not None and expected is not None:
+            assert not tail.exact and tail.start == expected[0]
 
 
 def numbered(count: int, more: int = 0) -> list[int]:
@@ -49,3 +85,30 @@ def test_fewer_than_12_copies_are_no_counter():
     steps = [monitor.update(token) for token in numbered(20)]
     first = next(step.step for step in steps if step.trigger)
     assert first == 5 * 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("Repeat the word 'apple' 40 times.", 40),
+        ("Write ten lines of it", 10),
+        ("a dozen times, please", 12),
+        ("In 1945, the city had 30 houses", 0),
+        ("Give me 12 identical lines that say: no", 12),
+        ("Print 30 rows each containing 0,0,0", 30),
+        ("Give me 12 lines after each other: ok", 12),
+        ("Repeat 25 times the sentence: all is well", 25),
+        ("Write out 40 times that he is late", 40),
+        ("List 100 animals.", 0),
+        ("Say it 20 times. This is 1000 times faster", 20),
+        ("It is ten times as large, and 5 times the price", 0),
+        ("It is 10 times that of France, and costs 40 times that.", 0),
+        ("Is it 100 times the mass, and 30 times what it was? He is 30 times better", 0),
+        ("Why do cats sleep 3 times per night, 4 times each day, 5 times daily?", 0),
+        ("Take it 3 times a day, 100 times per second", 0),
+        ("Find the error in the 500 lines below; the file has 900 rows", 0),
+        ("", 0),
+    ],
+)
+def test_copies_that_a_prompt_asks_for(prompt, asked):
+    assert asked_copies(prompt) == asked

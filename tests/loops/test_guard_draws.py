@@ -8,7 +8,6 @@ import torch
 from guard_kit import eager_guard
 from kv_kit import prompts
 from torch import Tensor
-from torch.testing import assert_close
 
 from sinkscope.loops.guard import LoopGuard, Steer
 
@@ -32,22 +31,6 @@ def logits_under(model, edit: LoopGuard, rows: list[int], do_sample: bool = Fals
         options = {"attention_mask": mask, "max_new_tokens": 30, "pad_token_id": 0, "do_sample": do_sample, "top_k": 0}
         model.generate(prompt, logits_processor=[write], **options)
     return torch.stack(seen), [event.data["generated"] for event in run.events]
-
-
-def test_tokens_are_drawn_from_the_first_alarm_on_by_the_rows_own_tokens(model):
-    plain, alarms = logits_under(model, guard(steer=Steer(temperature=0.0)), [9, 6])
-    drawn, _ = logits_under(model, guard(), [9, 6])
-    alone, _ = logits_under(model, guard(), [9])
-    first = alarms[0]
-    noise = (drawn - plain) / 0.7
-    assert torch.equal(drawn[:first], plain[:first]), "nothing before the alarm"
-    for step in range(first, 30):
-        assert abs(float(noise[step].mean()) - 0.577) < 0.3 and float(noise[step].std()) > 0.8, "Gumbel's, each step"
-    assert not torch.equal(noise[first], noise[first + 1]) and not torch.equal(noise[first, 0], noise[first, 1])
-    assert_close(alone[:, 0] - plain[:, 0], drawn[:, 0] - plain[:, 0], atol=1e-4, rtol=0)
-    again, _ = logits_under(model, guard(), [9, 6])
-    other, _ = logits_under(model, guard(steer=Steer(seed=1)), [9, 6])
-    assert torch.equal(again, drawn) and not torch.equal(other[first], drawn[first])
 
 
 def test_nothing_is_drawn_where_the_caller_draws_and_under_the_papers_guard(model):

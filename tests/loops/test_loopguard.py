@@ -26,7 +26,7 @@ from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.generation.generate import generate
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops import MonitorSettings
-from sinkscope.loops.guard import LoopGuard, Steer
+from sinkscope.loops.guard import LoopGuard, Steer, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.repetition import EarlierCopies
 
@@ -37,6 +37,29 @@ LOOP = [11, 12, 13]
 
 def looping(after: int, steps: int) -> list[int]:
     return [*torch.randperm(40)[:after].add(20).tolist(), *(LOOP * steps)][:steps]
+
+
+def test_guard_keeps_the_plan(model):
+    prompt, mask = prompts([14, 9])
+    new = torch.tensor([looping(5, 40), looping(21, 40)])
+    with ALWAYS.on(model) as run:
+        feed(model, prompt, mask, new)
+    for row, length in enumerate((14, 9)):
+        events = [e for e in run.events if e.row == row]
+        assert [e.data["generated"] for e in events] == [9, 18, 27, 36] and {e.kind for e in events} == {"guard"}
+        held = []
+        seen = 0
+        for event in events:
+            held += range(seen, seen := event.position + 1)
+            assert seen == length + event.data["generated"] and event.step == event.data["generated"]
+            made = tokens_to_keep(
+                held, seen, range(*(event.data["bad"] or [(0, 0)])[0]), ALWAYS.retention(length), event.data["level"]
+            )
+            assert event.data["kept"] == ranges_of(made) and event.data["cached_before"] == len(held)
+            held = made
+            assert event.data["kept_count"] == len(held) <= SMALL["budget"]
+        assert [e.data["level"] for e in events] == [0, 1, 2, 3]
+        assert events[-1].data["period"] == 3 and events[-1].data["bad"][-1][1] == events[-1].position + 1
 
 
 def test_a_summary_says_what_the_guard_did_and_in_which_rows(model):

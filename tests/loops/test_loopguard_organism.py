@@ -39,6 +39,28 @@ def guarded(
     return out[:, ids.shape[1] :].tolist(), run.events
 
 
+def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
+    o = made(64)
+    looping = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
+    healthy = o.healthy_prompt(60, start=750)
+    tokens, events = guarded(o, [*[p.ids for p in looping], healthy], LoopGuard.paper())
+    for row, prompt in enumerate(looping):
+        mine = [e for e in events if e.row == row]
+        assert len(mine) == 1 and mine[0].data["period"] == prompt.period
+        found = mine[0].data["generated"]
+        # Two votes. The type-token ratio has its own once one token in five is new; the slower of the others, the
+        # compression ratio, once what there is of different tokens makes 12 % of all, and it is computed every 16.
+        assert 64 <= found <= max(64, (prompt.onset + prompt.period) / 0.12) + 16
+        # The token after the alarm was chosen by the call that raised it; from the next on the cache is clean.
+        assert tokens[row][: found + 1] == o.expected(prompt, found + 1)
+        assert tokens[row][found + 1 :] == o.walk(tokens[row][found], STEPS - found - 1), "the base rule goes on"
+        begin, end = mine[0].data["bad"][-1]
+        whole, period = [*prompt.ids[0].tolist(), *tokens[row]], prompt.period
+        assert end == mine[0].position + 1 and whole[begin : end - period] == whole[begin + period : end]
+        assert begin == end - 256 or whole[begin - 1] != whole[begin - 1 + period], "with the copies in the prompt"
+    assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
+
+
 def test_a_loop_is_taken_back_from_the_output():
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)

@@ -80,16 +80,6 @@ def test_monitor_steps_equal_a_recomputation_from_scratch(ids, rng, settings):
         assert _same(monitor.update(token, p_max), expected)
 
 
-@pytest.mark.parametrize(("word", "first"), [("=", 384), ("7", 384), ("the", 70)])
-def test_loops_of_data_need_more_tokens_and_are_reported_before(word, first):
-    """Words of prose are found 64 tokens after the second copy."""
-    monitor = Monitor(MonitorSettings(data_tokens=384), words_of=lambda ids: [word] * len(ids))
-    steps = [*map(monitor.update, [*range(100, 400), *[1, 2, 3] * 200])]
-    found = next((step.step - 300 for step in steps if step.trigger), None)
-    suspected = next((step.step - 300 for step in steps if step.suspect), None)
-    assert found == first and suspected == (None if first == 70 else 70)
-
-
 @pytest.mark.parametrize(("asked", "first"), [(0, 100), (30, 30 * 4 + 1)])
 def test_a_limit_of_copies_holds_for_data_as_well_unless_more_are_asked_for(asked, first):
     """As for a guard: 20 copies and 100 tokens, which are 25 copies of four."""

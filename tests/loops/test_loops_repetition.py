@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.loops import Monitor, tail_period
+from sinkscope.loops import tail_period
 from sinkscope.loops.text.repetition import TailRepetition
 
 # Cycles of few different tokens, which hold repetitions of their own: any stretch of a few tokens comes several times.
@@ -27,18 +24,3 @@ def test_three_exact_copies_are_found_at_their_last_token(ids, sizes):
     for i, token in enumerate(ids):
         tail = repeats.add(token)
         assert tail == tail_period(ids[: i + 1], repeats=3, shortest=shortest, longest=longest)
-
-
-@pytest.mark.parametrize("period", [1, 3, 17, 64, 255, 2048])
-def test_a_planted_cycle_of_any_period(period):
-    """The alarm comes at the 64th token after the second copy."""
-    rng = random.Random(period)
-    before = [rng.randrange(50_000) for _ in range(rng.randrange(100, 3000))]
-    piece = [50_000 + rng.randrange(50_000) for _ in range(period)]
-    monitor = Monitor()
-    ids = before + piece * (3 + -(-64 // period))
-    steps = [monitor.update(token) for token in ids]
-    first = next(step for step in steps if step.trigger)
-    assert first.step == len(before) + 2 * period + 64
-    assert first.tail[:2] == (period, len(before))
-    assert first.tail.repeats == (first.step - len(before)) / period

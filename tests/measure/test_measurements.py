@@ -14,11 +14,12 @@ from intervention_kit import loaded
 from markupsafe import escape
 from organisms import organism
 from refusals import refused
+from same_kit import differences
 
 import sinkscope as ss
 from sinkscope.app.commands.others import other_commands
 from sinkscope.app.view.result import OtherMeasurement
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.envelope import result_class
 from sinkscope.files.kinds import kind_modules
 from sinkscope.measure import Measurement
@@ -68,6 +69,19 @@ def bundled(backend: str | None):
 
 
 @EVERY
+def test_json_comes_back_equal(name, measured, tmp_path):
+    result = measured(name)
+    assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
+    assert result.model.name == "bundled" and result.provenance.seconds > 0
+    assert {"bos", "text", "seed", "revision"} <= set(result.settings)
+    first = ", ".join(map(str, result.provenance.first_ids))
+    assert result.provenance.first_ids[0] == load().tokenizer.bos_token_id
+    assert f"Texts begin with the ids {first}" in result.summary()
+    assert ("which was added" in result.summary()) == bool(result.provenance.bos_added)
+    assert (result.provenance.bos, result.provenance.seed) == (True, result.settings["seed"])
+
+
+@EVERY
 def test_it_is_shown_with_its_conclusion(name, measured):
     result = measured(name)
     conclusion = result.conclusion()
@@ -91,6 +105,8 @@ def test_every_kind_concludes_and_has_a_page(kind):
     assert cls.conclusion is not Result.conclusion
 
 
+PLAIN_ONLY = {"lines", "barcode", "why_loop"}
+"""A bridge computes its own attention, of which they see nothing and on which they cannot act."""
 READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 BACKENDS = []
@@ -98,6 +114,17 @@ for one in ALL:
     for kind in ("bridge", "nnsight"):
         marks = () if (one, kind) in READ_ALIKE else pytest.mark.slow
         BACKENDS.append(pytest.param(one, kind, id=f"{one}-{kind}", marks=marks))
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_every_kind_of_model_gives_the_same(name, backend, measured):
+    if backend == "bridge" and name in PLAIN_ONLY:
+        with pytest.raises(UnsupportedError, match="plain Hugging Face"):  # what can be done instead
+            measured(name, backend)
+        return
+    plain, other = (measured(name, kind).to_dict()["result"] for kind in (None, backend))
+    near = 2e-3
+    assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from sinkscope.measure.merge import CAME, WENT, merge
+import numpy as np
+import pytest
+from scipy import stats
+
+from sinkscope.measure.merge import CAME, SAME, WENT, merge
 from sinkscope.results.row import Mean, Row
 
 TEXTS = ("a", "b", "c", "d")
@@ -10,6 +14,20 @@ TEXTS = ("a", "b", "c", "d")
 
 def one(value: float = 1.0, name: str = "x", about: str = "", **more) -> Row:
     return Row("t", name, {"n": Mean(value, **more)}, about=about)
+
+
+def test_a_change_is_the_mean_of_paired_differences_with_students_interval():
+    """Texts are paired by their names and not by their order; a text that one result lacks counts in neither."""
+    first, second = (30.0, 34.0, 20.0, 9.0), (29.0, 33.0, 17.0, 90.0)
+    before = Row("t", "x", {"n": Mean(5.0, 14.0, first)}, texts=TEXTS)
+    after = Row("t", "x", {"n": Mean(7.0, 14.0, second[::-1])}, texts=("e", "c", "b", "a"))
+    (row,) = merge([before], [after])
+    differences = np.array([-1.0, -1.0, -3.0])
+    half = stats.t.ppf(0.975, 2) * differences.std(ddof=1) / np.sqrt(3)
+    ends = [row.get(end) for end in ("change", "lower", "upper")]
+    assert ends == pytest.approx([differences.mean(), differences.mean() - half, differences.mean() + half])
+    assert (row.get("before"), row.get("after"), row.get("texts")) == pytest.approx((28.0, 79 / 3, 3))
+    assert (row.name, row.note, row.table) == ("x: n", "t", SAME)  # three texts are few
 
 
 def test_subjects_are_the_same_by_their_names_but_for_numbers_and_by_common_layers():

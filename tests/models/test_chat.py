@@ -153,17 +153,6 @@ def test_what_a_template_writes_anew_is_refused_and_changes_nothing():
     assert list(plain.ask("poem dog", max_new_tokens=3).prompt) == tokenizer("poem dog")["input_ids"]
 
 
-def test_a_second_bos_has_a_note_and_one_has_none():
-    model, tokenizer = tiny_model("llama")
-
-    def notes(given, bos=None):
-        return notes_of(lambda: ss.trace(model, given, "hook_embed", tokenizer=tokenizer, bos=bos))
-
-    (note,) = notes("<s> poem dog", bos=True)
-    assert "begins with BOS (id 1) twice" in note and "--no-bos" in note
-    assert notes("poem dog") == notes([[1, 1, 5]]) == []
-
-
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_result_says_whether_its_bos_is_one_that_the_tokenizer_puts_there(adds, tmp_path):
     o = organism("llama", 2)

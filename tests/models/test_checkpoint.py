@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import checkpoint
 from refusals import refused
+from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
+from sinkscope.models.checkpoints.checkpoint import Files
+from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.opening.load import load
 
 INDEX = "model.safetensors.index.json"
@@ -84,3 +89,25 @@ def test_what_is_wrong_is_named(folder, change, message):
     change(folder)
     with refused(message):
         load(folder)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "live"])
+def test_a_fingerprint_changes_with_the_weights_of_every_kind_of_source(kind, tmp_path):
+    weight = torch.zeros(1 << 11, 1 << 10)
+    changed = weight + 1e-3
+
+    def of(values: torch.Tensor) -> str:
+        if kind == "live":
+            model = torch.nn.Linear(1 << 10, 1 << 11, bias=False)
+            model.weight.data = values
+            model.config = PretrainedConfig()
+            return fingerprint(model)
+        if kind == "gguf":
+            (tmp_path / "x.gguf").write_bytes(values.numpy().tobytes())
+            return fingerprint(Files(tmp_path / "x.gguf"))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        save_file({"w": values}, tmp_path / "model.safetensors")
+        return fingerprint(Files(tmp_path))
+
+    first = of(weight)
+    assert of(changed) != first == of(weight)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import checkpoint
-from hub_server import hub
+from hub_server import TOKEN, hub
 from organisms import tiny_model
 from refusals import refused
 
 from sinkscope import load
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 
@@ -33,6 +34,31 @@ def no_waiting(monkeypatch):
 
 def cached(cache: Path) -> list[Path]:
     return [f for f in (cache / "hub").rglob("*") if f.is_file() and "models--" in str(f) and ".lock" not in f.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "server_options", "says"),
+    [
+        ("org/none", {}, {}, "config.json of org/none was not downloaded .org/none is not a .*check name"),
+        ("org/name", {"revision": "v9"}, {}, "org/name was not downloaded .v9 is not a valid git identifier"),
+        ("org/gated", {}, {}, "You are trying to access a gated repo.*hf auth login"),
+        ("org/gated", {}, {"token": "hf_of_somebody_else"}, "You are trying to access a gated repo"),
+        ("org/gated", {}, {"token": TOKEN}, None),
+        ("org/name", {}, {"reachable": False}, "We couldn't connect to"),
+        ("org/name", {}, {"offline": True}, "We couldn't connect to"),
+    ],
+)
+def test_failing_downloads_are_refused(saved, tmp_path, no_waiting, name, options, server_options, says):
+    with hub(tmp_path, **server_options) as server:
+        server.add("org/name", saved["main"])
+        server.add("org/gated", saved["main"], gated=True)
+        for opened in (SafetensorsSource, load):
+            if says is None:
+                opened(name, **options)
+                continue
+            with refused(says.format(url=server.url)):
+                opened(name, **options)
+            assert not cached(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "shard"])

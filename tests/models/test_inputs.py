@@ -6,6 +6,7 @@ import pytest
 import torch
 from organisms import tiny_model
 from refusals import refused
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -22,6 +23,21 @@ TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 
 def rows_of(tokenizer) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize(("model_type", "reduce"), [("llama", "raw"), ("gpt2", "norm")])
+def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
+    model, tokenizer = tiny_model(model_type)
+    rows = rows_of(tokenizer)
+    sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
+    together = trace(model, rows, sites, reduce, batch_size=2)
+    for i, row in enumerate(rows):
+        alone = trace(model, [row], sites, reduce)
+        for site in sites:
+            want = alone[site][0]
+            within = tuple(slice(size) for size in want.shape)  # without what stands there for padding
+            assert_close(together[site][i][within], want, atol=1e-5, rtol=1e-4)
+    assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 
 def test_one_look_up_of_the_tokenizer(tmp_path):

@@ -146,6 +146,13 @@ def test_the_files_of_a_tokenizer_stay_inside(name, field, tmp_path):
         ss.load(str(folder))
 
 
+def test_a_name_left_by_another_machine_is_not_followed(tmp_path):
+    folder = spoiled(tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "vocab_file": "/elsewhere/vocab.json"}))
+    ss.load(str(folder))
+
+
 def test_a_configuration_names_no_weights_outside(tmp_path):
     folder = spoiled(tmp_path / "model", transformers_weights="../other/model.safetensors")
     (tmp_path / "other").mkdir()

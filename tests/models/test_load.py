@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import checkpoint, spoiled
 from gguf_file import write_gguf
-from intervention_kit import logits
+from intervention_kit import loaded, logits
 from organisms.tiny import tiny_model
 from refusals import refused
 from safetensors.torch import load_file
@@ -79,10 +79,32 @@ def gguf(tmp_path_factory):
     return file
 
 
+def test_gguf_computes_what_was_written(gguf):
+    expected = logits(tiny_model("llama")[0], IDS)
+    for backend in ("bridge", "hf"):
+        model = loaded(backend, gguf)
+        assert_close(logits(model, IDS), expected, atol=1e-5, rtol=0)
+        target = target_of(model)
+        assert target.name == "tiny.gguf"
+        assert target.tokenizer.bos_token_id == 1
+
+
 # -- names and hubs ------------------------------------------------------------------------------------------------
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_overflow_to_infinity_is_found(tmp_path):
+    """In what is loaded: a layer that is left out may hold anything."""
+    model, _ = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0] = torch.nan
+        model.model.norm.weight[0] = 1e6
+    model.save_pretrained(tmp_path)
+    with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
+        load(tmp_path, layers=1, dtype="float16")
+    load(tmp_path, layers=1)
 
 
 class _Code:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 
@@ -13,8 +12,6 @@ from organisms import Organism, organism
 from transformers import (
     BertConfig,
     BertLMHeadModel,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -27,25 +24,11 @@ import sinkscope as ss
 from sinkscope.engine.stock import attention_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.opening.live import target_of
-from sinkscope.opening.places import sample_of
 
 
 @cache
 def planted() -> Organism:
     return organism("llama", 3)
-
-
-@pytest.mark.parametrize("ends", [[1.5], True, 10**30, [], [1, 2]])
-def test_odd_end_token_ids_are_read(tmp_path, ends):
-    folder = spoiled(tmp_path / "m")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    if (type(ends) is int and ends < 10**20) or ends in ([], [1, 2]):
-        assert ss.generate(ss.load(folder), "poem book", max_new_tokens=2)
-        return
-    with pytest.raises(
-        SinkscopeError, match=r"eos_token_id (of the generation_config of m|in generation_config.json is ).* expected"
-    ):
-        ss.generate(ss.load(folder), "poem book", max_new_tokens=2)
 
 
 def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path):
@@ -113,16 +96,6 @@ def test_a_context_that_is_shorter_than_the_text_of_the_proof_is_read_as_far_as_
         vocab_size=64, n_layer=2, n_head=2, n_embd=32, n_positions=positions, bos_token_id=0, eos_token_id=0
     )
     assert target_of(GPT2LMHeadModel(config)).adapter.unproved == ()
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_models_cut_to_few_layers_keep_the_kinds_of_these(layers, tmp_path):
-    """A gemma whose layers are listed by kind; what is made of its configuration has at least two layers."""
-    config = Gemma3TextConfig(**{**LLAMA, "num_hidden_layers": 6}, head_dim=16)
-    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
-    model = ss.load(tmp_path, layers=layers)
-    assert model.config.layer_types == ["sliding_attention"] * layers
-    assert len(sample_of(model, [0, 1, 1, 1]).config.layer_types) == 2
 
 
 def test_weights_that_are_nan_are_refused(tmp_path):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.config import read_config
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.neurons import w_out
@@ -101,6 +102,20 @@ def test_on_a_gpu_a_checkpoint_keeps_its_dtype(kind, tmp_path):
     config = read_config("m", tmp_path)
     assert dtype_on(torch.device("cuda:0"), config) == kind
     assert dtype_on(torch.device("cpu"), config) == torch.float32
+
+
+def test_reads_only_the_layers_that_are_called(llama):
+    streamed = open_stream(SafetensorsSource(llama[1]), resident=2)
+    assert layers_read(streamed) <= {0, 1}  # in which the adapter was proved
+
+    def stop(*_):
+        streamed.stop()
+
+    with streamed.hooks((streamed.layers[2], "post", stop)):
+        assert streamed.forward(*ids_and_mask()) is None
+    source = streamed.store.source
+    wanted = {n for n in source.weight_map if re.match(r"model\.(layers\.[012]\.|embed_tokens|norm)", n)}
+    assert source.read == wanted
 
 
 def spoil(folder: Path, into: Path, change) -> Path:

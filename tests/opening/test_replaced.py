@@ -11,6 +11,7 @@ from organisms.tiny import tiny_model
 from torch import nn
 
 import sinkscope as ss
+from sinkscope import kv
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.neurons import view_layer, w_out
 from sinkscope.opening.live import target_of
@@ -103,6 +104,15 @@ def test_a_module_that_is_not_linear_has_no_columns():
         w_out(target_of(model), LAYER, [3])
 
 
+def test_what_was_put_in_place_and_taken_out_again_is_noticed():
+    model = llama()
+    before = w_out(target_of(model), LAYER, [3])
+    by_forward(model.model.layers[LAYER].mlp)
+    assert not torch.allclose(w_out(target_of(model), LAYER, [3]), before)
+    del model.model.layers[LAYER].mlp.down_proj.forward
+    assert torch.equal(w_out(target_of(model), LAYER, [3]), before)
+
+
 @pytest.mark.parametrize(("family", "part", "site"), [("llama", "mlp", "N3"), ("mixtral", "mlp.experts", "E1.N3")])
 def test_a_hook_on_the_mlp_is_refused_where_neurons_are_read_or_edited(family, part, site):
     """It may change what the MLP gives, which is then not what its neurons write."""
@@ -162,3 +172,64 @@ def test_a_model_with_fewer_heads_in_a_layer_is_refused_also_after_its_base_was_
 
 
 # -- places of layers ----------------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_numbered_in_two_ways_are_refused_where_rows_or_caches_are_needed():
+    model = llama()
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    site = "blocks.1.hook_resid_post"
+    assert ss.trace(model, IDS, site)[site].shape[:2] == IDS.shape
+    for use in (
+        lambda: ss.trace(model, IDS, "blocks.1.attn.hook_pattern"),
+        lambda: kv.H2O(8).on(model).__enter__(),
+        lambda: ss.Knockout("first", layers=[1]).on(model).__enter__(),
+    ):
+        with pytest.raises(UnsupportedError, match=r"at place 0 of .* calls itself layer 1"):
+            use()
+
+
+def shared_layer(layers):
+    layers[1] = layers[0]
+
+
+def shared_attention(layers):
+    layers[1].self_attn = layers[0].self_attn
+
+
+def shared_projection(layers):
+    layers[2].mlp.down_proj = layers[0].mlp.down_proj
+
+
+@pytest.mark.parametrize("share", [shared_layer, shared_attention, shared_projection])
+def test_a_module_at_two_places_is_refused(share):
+    model = llama()
+    share(model.model.layers)
+    with pytest.raises(UnsupportedError, match=r"has one module in layers 0 and [12]"):
+        ss.trace(model, IDS, "blocks.0.hook_resid_post")
+
+
+def test_a_renamed_projection_is_refused_with_the_row_to_write():
+    model = llama()
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.narrow = mlp.down_proj
+        del mlp.down_proj
+        mlp.forward = lambda hidden, mlp=mlp: mlp.narrow(mlp.act_fn(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
+    with pytest.raises(
+        UnsupportedError, match=r"has no down, but 'mlp.narrow'.*register\(Adapter\('llama', down='...'"
+    ):
+        target_of(model)
+
+
+def test_a_layer_that_fills_no_cache_is_refused_under_a_policy():
+    class Skip(nn.Module):
+        def forward(self, hidden_states, *_args, **_kwargs):
+            return hidden_states
+
+    model = llama()
+    model.model.layers[1] = Skip()
+    with pytest.raises(UnsupportedError, match=r"layer 1 of .* has no attention"), kv.H2O(8).on(model):
+        model.generate(IDS, max_new_tokens=2)
+    with ss.Ablate(layer=0, neurons=[1]).on(model):
+        model(IDS)

@@ -8,12 +8,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import torch
 from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism, hard
 from organisms import organism as new_organism
+from raw_kit import blocks, down, inputs_edited, norms
+from refusals import refused
 
-from sinkscope.sinks.attack import ClusterAttack, attack
+from sinkscope.sinks.attack import ClusterAttack, attack, draw_sequences, pools_of
+from sinkscope.sinks.first_tokens import spike_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -101,6 +105,44 @@ def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it(family, seed
     assert served.get("share") == np.isfinite(found.head).mean()
 
 
+def test_the_patch_is_that_of_plain_hooks(tmp_path):
+    """The same sequences with the needed neurons held at their neutral values after the first position."""
+    o = organism("llama", 1)
+    found, layer = attack_on(o, tmp_path, sequences=6), o.truth.sink_layer
+    setup = setup_of(o, text=text_file(o, tmp_path))
+    spike = spike_of(setup)
+    everyone, *pools = pools_of(setup, found)
+    drawn = {"share": draw_sequences(pools, 8, 6, 0), "control": draw_sequences([everyone], 8, 6, 0)}
+
+    def held(post):
+        for neuron, value in spike.patch.calibrated.items():
+            post[:, 1:, neuron.neuron] = value
+        return post
+
+    first = norms(o.model, torch.tensor([[setup.bos]]))[layer, 0, 0]
+    for source, ids in drawn.items():
+        intact = norms(o.model, ids)[layer, :, 1:]
+        with inputs_edited(down(blocks(o.model)[layer]), held):
+            patched = norms(o.model, ids)[layer, :, 1:]
+        for patch, norm in enumerate((intact, patched)):
+            hits = float((norm / first >= 0.5).double().mean())
+            assert found.attempts[patch].get(source) == pytest.approx(hits)
+    assert 0 < found.attempts[0].get("control") < 1  # else this test shows little
+
+
 def test_clusters_that_are_too_small_are_an_answer(tmp_path):
     found = attack_on(organism("llama", 1, bos=False), tmp_path, length=60)
     assert found.conclusion().startswith("No cluster has 60 tokens (the largest: 5") and found.attempts == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 1}, "--length"),
+        ({"bos": True}, "no BOS token"),
+        ({"length": 1 << 16}, "--length 65536"),
+    ],
+)
+def test_bad_input(options, message, tmp_path):
+    with refused(message):
+        attack_on(organism("llama", 1, bos=False), tmp_path, **options)

@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 from organisms.tiny import tiny_model
+from raw_kit import blocks
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.opening.load import open_target
 from sinkscope.results.row import of_table
-from sinkscope.sinks.spikes.asked import BEGIN, Case, conditions_of, measure, purpose_of
+from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, Case, conditions_of, measure, ordinary_positions, purpose_of
 from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs, SpikeCircuit
@@ -50,6 +51,45 @@ def first_token(model_type: str, settings: dict[str, int], *, bos: bool = True) 
     words = PlaceWords("the first token", "<s>", 1.0)
     place = Place(place, words, partial(at_position, position=0))
     return Spike(survey, place, ordinary, mean, away / away.norm(), float(away.norm()), (0, PEAK), PEAK, PEAK)
+
+
+@torch.no_grad()
+def plain_share(spike: Spike, ids: torch.Tensor, **given) -> torch.Tensor:
+    """The share of the last token of texts, from the model alone."""
+    model, seen = spike.survey.target.hf, []
+    handle = blocks(model)[PEAK].register_forward_hook(
+        lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+    model(input_ids=ids, use_cache=False, **given)
+    handle.remove()
+    return spike.along(seen[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conditions_are_those_of_the_model_alone(kind):
+    model_type, settings = KINDS[kind]
+    spike = first_token(model_type, settings, bos=kind != "no BOS")
+    ids, learned = spike.survey.ids, model_type == "gpt2"
+    at, rows = ordinary_positions([spike], 0).places[0].int().argmax(1), torch.arange(8)
+    found = of_table(conditions_of([spike], 0)[0], "conditions")
+    left = {name: row.get("left") for name, row in found.items()}
+    assert left["its token, alone, id 0"] == pytest.approx(1, abs=1e-4)  # it is the first token again
+    as_it_is = spike.along(spike.survey.states[PEAK][rows, at])
+    assert left["as it is"] == pytest.approx(float(as_it_is.mean()), abs=1e-4)  # with its window
+    positions = {"position_ids": at[:, None]} if learned else {}
+    alone = plain_share(spike, ids[rows, at][:, None], **positions)
+    assert left["alone"] == pytest.approx(float(alone.mean()), abs=1e-4)  # a text of one token
+    assert (abs(left["alone"] - left["alone, id 0"]) < 1e-4) != learned
+    assert ("place, 32 later" in left) == (kind != "few learned positions")
+    if not learned:
+        assert left["place, 32 later"] == pytest.approx(1, abs=1e-4)  # no other position is nearer
+    for count in (1, BEFORE):  # within all windows
+        before = torch.cat([ids[:, LENGTH - count :], ids[:, :1]], 1)
+        causal = torch.zeros(8, 1, count + 1, count + 1).masked_fill(
+            torch.ones(count + 1, count + 1, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min
+        )
+        own = plain_share(spike, before, position_ids=torch.zeros_like(before), attention_mask=causal)
+        assert left[f"place, sees {count} more"] == pytest.approx(float(own.mean()), abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["learned positions", "windows", "no BOS"])

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
 from organisms import Organism, organism
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.hooks.edit.base import under
+from sinkscope.measure.margin import margin_of
+from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.patch import PatchResult, copies_rows
+from sinkscope.sinks.patch import PatchResult, copies_rows, random_patch
 from sinkscope.sinks.patch import patch as measured
+from sinkscope.sinks.tokens import held_out
 
 pytestmark = pytest.mark.few_texts
 
@@ -25,6 +30,38 @@ def loud(o: Organism) -> SinkPatch:
 def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchResult:
     options = {"text": text_file(o, folder), "pieces": 5, "length": 24, "max_repeats": 8}
     return measured(o.model, file=patch, tokenizer=o.tokenizer, **(options | changes))
+
+
+def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
+    """Of the intact model, of the patched one, and under the random control; four texts at a time."""
+    monkeypatch.setattr("sinkscope.sinks.patch.PIECES", 4)
+    o = organism("llama", 2)
+    patch = loud(o)
+    patch.save(tmp_path / "patch.json")
+    found = evaluated(o, tmp_path, tmp_path / "patch.json", seed=4)
+    made = setup_of(o, text=text_file(o, tmp_path), seed=4)
+    ids = held_out(made, 5, 24)
+
+    @torch.no_grad()
+    def loss(row):
+        logits = o.model(row[None]).logits[0].log_softmax(-1)
+        return -float(logits[range(1, 23), row[2:]].mean())
+
+    each = []
+    for edit in (None, patch, random_patch(made, patch)):
+        with under(edit, target_of(o.model, o.tokenizer)):
+            each.append([loss(row) for row in ids])
+    each = torch.tensor(each)
+    plain, patched, drawn = perplexities = each.mean(1).exp().tolist()
+    change = found.proof[-1]
+    factors = 1, *(1 + change.get(case) for case in ("patched", "control"))
+    assert [change.get("perplexity") * factor for factor in factors] == pytest.approx(perplexities, rel=1e-5)
+    assert change.get("patched") == pytest.approx(patched / plain - 1, rel=1e-3)
+    assert abs(change.get("patched")) > 10 * abs(change.get("control"))
+    assert [one.site for one in found.sites] == list(o.truth.neurons)
+    assert change.get("control") == pytest.approx(drawn / plain - 1, rel=1e-4, abs=1e-6)
+    margin = margin_of((each[1] - each[0]).numpy()) * patched / plain
+    assert change.margin("patched") == pytest.approx(margin, rel=1e-3)
 
 
 def two_spikes(**changes) -> PatchResult:
@@ -75,3 +112,20 @@ def test_a_model_without_a_spike_has_its_cost_only(tmp_path):
     assert "has nothing to repair: the first token has no spike" in found.conclusion()
     assert [row.name for row in found.proof] == ["change of the perplexity"]
     found.figure()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"out": "p.json"}, "--out has no effect with --file, which holds a patch"),
+        ({"spike": 1}, "--spike has no effect with --file"),
+        ({"patch": "none.json"}, "cannot read none.json"),
+        ({"text": "short.txt", "length": 100}, "give a longer --text"),
+        ({"max_repeats": 2040}, "--max-repeats 2040 and 17 tokens around them"),  # BOS, and the text that follows
+    ],
+)
+def test_bad_input(options, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("poem book " * 150)
+    with pytest.raises(SinkscopeError, match=says):
+        evaluated(organism("llama", 2), tmp_path, **({"patch": SinkPatch(layer=1, neurons=[0])} | options))

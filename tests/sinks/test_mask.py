@@ -46,6 +46,24 @@ def plain(model, row: torch.Tensor) -> torch.Tensor:
     return there
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("no_norm", "gpt2"),  # a learned position, and no norm that stands out
+        ("spike_only", "llama"),
+        ("two_delimiters", "llama"),
+        ("two_sinks", "neox"),
+        ("none", "llama"),
+        ("learned_logits", "gpt_oss"),  # they are no position
+    ],
+)
+def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(name, family):
+    model, ids, there = planted(name, family)
+    mask = ss.sink_mask(model, ids)
+    assert mask.shape == ids.shape and torch.equal(mask, there)
+    assert torch.equal(mask, torch.stack([plain(model, row) for row in ids]))
+
+
 @pytest.mark.parametrize(("name", "family", "side"), [("no_norm", "gpt2", "left"), ("two_sinks", "neox", "right")])
 def test_padding_is_no_sink_and_changes_none(name, family, side):
     model, ids, there = planted(name, family)

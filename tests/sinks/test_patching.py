@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,16 +13,21 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from attack_kit import text_file
+from attack_kit import setup_of, text_file
+from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
+from raw_kit import attention, residuals
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.models.text import text_rows
 from sinkscope.results.result import Result
 from sinkscope.results.row import row_of
-from sinkscope.sinks.patch import PatchResult, Verdict, copies_rows, verdict_of
+from sinkscope.sinks.first_tokens import spike_of
+from sinkscope.sinks.patch import AFTER, PatchResult, Verdict, copies_rows, verdict_of
 from sinkscope.sinks.patch import patch as measured
+from sinkscope.sinks.spikes.find import sinks_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -39,6 +45,51 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
     o = organism(family, seed, kind=kind)
     with TemporaryDirectory() as folder:
         return o, made_of(o, Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "seed"),
+    [
+        ("llama", "sink", 5),
+        ("mixtral", "up", 6),
+        slow("gemma2", "spread", 12),
+    ],
+)
+def test_patch_is_the_planted_neurons(family, kind, seed):
+    o, made = made_once(family, seed, kind)
+    assert (made.verdict, {one.site for one in made.sites}) == ("made", set(o.truth.neurons))
+    norm = made.proof[0]
+    assert norm.get("patched") < 0.5 <= min(norm.numbers["intact"].by_text) and len(norm.texts) > 0
+    assert norm.numbers["control"].by_text == pytest.approx(norm.numbers["intact"].by_text, rel=0.05)
+    assert norm.get("one_copy") < 0.5
+    assert all(len(said.split()) <= 30 for said in (made.conclusion(), *made.details()))
+
+
+def test_the_proof_is_what_the_saved_patch_does(tmp_path):
+    """States of the model itself under the loaded patch: the second way to the numbers of the table."""
+    o, made = made_once("llama", 5)
+    norm, given_to, likely = made.proof[:3]
+    assert (norm.name, given_to.name, likely.name) == ("norm of copies", "attention to copies", "one more copy")
+    made.patch.save(tmp_path / "patch.json")
+    patch, setup = SinkPatch.load(tmp_path / "patch.json"), setup_of(o, text=text_file(o, tmp_path, 16))
+    spike = spike_of(setup).spike
+    ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in norm.texts]
+    rows = torch.cat([o.repeated(made.repeats, token) for token in ids])
+    ordinary = text_rows(o.tokenizer, setup.halves.report, 1, AFTER, None)
+    after = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
+    end, layers = rows.shape[1], slice(spike.layers[0] + 1, spike.layers[1] + 2)
+    reading = attention(o.model, sinks_of(setup).survey.ids)[layers, ..., 1:, 0].mean((1, 3)) > 0.3  # layer head
+    for case, edit in {"intact": None, "patched": patch}.items():
+        with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
+            last = spike.along(residuals(o.model, rows)[spike.peak, :, -1])
+            given = attention(o.model, after)[layers, :, :, end:, 1:end].sum(-1).mean((1, 3))[reading].mean()
+            chances = o.model(after).logits[range(len(rows)), end - 1].softmax(-1)[range(len(rows)), ids]
+        assert norm.numbers[case].by_text == pytest.approx(last.tolist(), rel=1e-3, abs=1e-4)
+        assert given_to.get(case) == pytest.approx(float(given), rel=1e-3, abs=1e-5)
+        assert likely.numbers[case].by_text == pytest.approx(chances.tolist(), rel=1e-3, abs=1e-6)
+    few = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
+    again = measured(o.model, file=patch, tokenizer=o.tokenizer, **few)
+    assert again.proof == made.proof and again.findings() == made.findings()  # whether it is made or given
 
 
 def test_only_words_that_need_repair_prove_it():

@@ -6,9 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.sinks.spikes.places import split_by_label
+from sinkscope.sinks.thresholds import LEAST_CASES
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -73,6 +76,28 @@ def test_first_tokens_of_some_texts_are_a_piece_of_their_own():
     (first,) = split_by_label(ids, there, decode)
     assert first.is_first and first.label.words.startswith("some first tokens (") and not first.mask[:, 9].any()
     assert first.label.share == pytest.approx(float((ids[:, 0] < 30).float().mean()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.0, 0.3), st.booleans())
+@example(2713, 0.09375, False)  # the words of two pieces mean some places both
+def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
+    ids = put(texts(seed, bos), COMMA, seed % 3)
+    generator = torch.Generator().manual_seed(seed)
+    there = (ids == COMMA) | (torch.rand(ids.shape, generator=generator) < noise)
+    there[:, 0] |= bool(seed % 2)
+    found = split_by_label(ids, there, decode)
+    covered = torch.zeros_like(there)
+    for place in found:
+        piece = place.mask
+        assert not bool((piece & covered).any()) and int(piece.sum()) >= LEAST_CASES
+        covered |= piece
+        meant = place.matches(ids)
+        assert not bool(meant.any()) or not bool((piece & ~meant).any())
+        assert int((meant & there).sum()) >= 0.9 * int(meant.sum())
+    assert not bool((covered & ~there).any())
+    left = there & ~covered
+    assert int(left[:, 1:].sum()) < LEAST_CASES or float(left[:, 1:].any(1).float().mean()) < 0.2
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ from raw_kit import blocks, part
 from test_spikes import bundled  # noqa: F401  (a fixture)
 from torch import nn
 
-from sinkscope.sinks.spikes.asked import BEGIN
-from sinkscope.sinks.spikes.edited import Batch, read
+from sinkscope.results.row import of_table
+from sinkscope.sinks.spikes.asked import BEGIN, hidden_of, purpose_of
+from sinkscope.sinks.spikes.edited import Batch, SpikeTexts, read
 from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.spikes.records import PURPOSE_CONTROLS
 
 
 def plain_loss(model, ids) -> torch.Tensor:
@@ -74,3 +76,30 @@ def test_another_value_is_that_of_plain_attention(bundled, batch, mean):  # noqa
         expected = plain_loss(target.hf, batch.ids)
     torch.testing.assert_close(seen.loss[:, BEGIN:], expected, atol=2e-4, rtol=1e-4)
     assert float((seen.loss - read(batch, loss=True).loss).nanmean().abs()) > 1e-3
+
+
+def test_every_way_is_there_with_its_interval_and_controls(bundled):  # noqa: F811
+    spike = sinks_of(bundled).spikes[0].reported
+    hidden = hidden_of(SpikeTexts.of(spike), 1)
+    assert hidden.note == "from layer 2 on" and len(hidden.numbers["loss"].by_text) == len(spike.survey.ids)
+    rows = purpose_of(spike, 1, hidden, 0)
+    purpose, controls = of_table(rows, "purpose"), of_table(rows, PURPOSE_CONTROLS)
+    assert list(purpose) == ["intact", "hidden in all layers", "hidden", "value zero", "mean value"]
+    assert purpose["hidden"].numbers["loss"] == hidden.numbers["loss"]  # one number, wherever it is said
+    assert all(row.margin("loss") for name, row in (purpose | controls).items() if name != "intact")
+    assert all("spread" in row.numbers for row in purpose.values()) and len(controls) == 2
+    assert [name for name, row in purpose.items() if "taker" in row.numbers] == ["hidden in all layers"]
+    assert purpose["hidden"].get("heads") < purpose["intact"].get("heads")
+    again = purpose_of(spike, 1, None, 0, rows)
+    assert again[:2] == rows[:2] and not any("spread" in row.numbers for row in again[2:])
+
+
+def test_a_pass_that_begins_where_it_acts_reads_what_a_whole_pass_reads(bundled, batch):  # noqa: F811
+    target, length = bundled.target, batch.ids.shape[1]
+    unseen = batch.places[0][:, None].expand(-1, length, -1)
+    late = replace(batch, unseen=unseen, layers=range(2, target.n_layers))
+    assert late.acts_at == 2 and late.start(2) is not None
+    for asked in ({"heads": [2, 3], "loss": True}, {"states": True, "since": BEGIN}):
+        for name, one in read(late, **asked)._asdict().items():
+            other = getattr(read(replace(late, texts=None), **asked), name)
+            torch.testing.assert_close(one, other, equal_nan=True, atol=1e-5, rtol=1e-5, msg=name)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from attack_kit import measured_spikes, setup_of
-from organisms import organism
-from raw_kit import residuals
+from attack_kit import measured_spikes, setup_of, text_file
+from organisms import Organism, organism
+from raw_kit import attention, residuals
 from refusals import refused
 
 from sinkscope.measure import Setup
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repeat import half_reached, repeat
+from sinkscope.sinks.repeat import TAIL, Repeat, Sweep, half_reached, repeat
 from sinkscope.sinks.spikes.find import find_sinks
 
 pytestmark = pytest.mark.few_texts
@@ -22,6 +24,14 @@ def along(setup: Setup, rows: torch.Tensor) -> torch.Tensor:
     spike = spike_of(setup).spike
     reached = spike.along(residuals(setup.target.model, rows)[spike.peak])
     return reached / reached[:, :1]
+
+
+def word_of(o: Organism, group: int) -> str:
+    return str(o.tokenizer.decode([o.tokens_of(group)[0]]))
+
+
+def controls_of(result: Repeat) -> dict[str, float]:
+    return {row.name: row.get("share") for row in result.effects if row.table == "controls"}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +46,22 @@ def setup(llama):
 
 
 # --- norms ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama, setup):
+    """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
+    expected = llama.truth.repeats_expected or 0
+    result = repeat.on(setup, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
+    marked = int(result.repeats[0, 0])
+    assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
+    for count in (marked - 1, marked):
+        alone = along(setup, llama.repeated(count, result.ids[0]))[0]
+        assert (alone[-1] >= 0.5) == (count == marked)
+    assert result.values[0, 1].max() < 0.1
+    assert [row["repeats"] for row in result.rows()] == [marked, None]
+    says = f"1 of 2 tokens reaches half of the first token's spike in {result.conditions[0]}"
+    control = f"one copy: {controls_of(result)['one copy']:.0%} of it"
+    assert result.conclusion() == f"{says} within {4 * expected:,} copies ({control})."
 
 
 def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies():
@@ -53,6 +79,28 @@ def test_a_single_position_that_stands_out_is_not_made_by_repetition():
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
+
+
+def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
+    """In natural text, with copies, and with one copy; and what the copies get together."""
+    count, text = 60, text_file(llama, tmp_path, 1, length=900)
+    setup = setup_of(llama, text=text)
+    result = repeat.on(setup, quantity="attention", tokens=[word_of(llama, 0)], max_repeats=count)
+    bos = llama.tokenizer.bos_token_id
+    natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
+    copies = torch.tensor([[bos, *[result.ids[0]] * count]])
+    single, _ = Sweep(setup, 1, copies).contrasts()
+    ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
+    every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
+    fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())
+    there = every[..., 1 : count + 1].sum(-1).mean(-1)
+    assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
+    assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
+    layer = llama.truth.sink_layer + 1
+    assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
+    controls = controls_of(result)
+    values = [controls["other tokens"], result.effects[0].get("share"), controls["one copy"]]
+    assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

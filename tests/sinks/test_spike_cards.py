@@ -13,7 +13,7 @@ from sample_results import FIRST, control, outcome, sample_find_sinks, spike, wi
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.result import Result
 from sinkscope.results.row import Card, Mean, Row, row_of
-from sinkscope.sinks.spikes.records import spike_card
+from sinkscope.sinks.spikes.records import NO_EQUAL, needed_sentence, spike_card
 
 SHARES = st.floats(-5, 5) | st.sampled_from([0.0, -0.0, 0.004, -0.004, 1.0, 40.0])
 SIZES = st.floats(0, 1e6) | st.sampled_from([0.0, 1e-6, 0.004, 0.99, 1.0, 9.99, 10.0])
@@ -112,6 +112,35 @@ def test_readers_are_a_count_with_its_margin(heads, total, margin):
     said = sample_find_sinks(spikes=(), attention=(readers,)).conclusion() if heads else f"0 of {total:,} heads give "
     assert said.startswith(f"{heads:,}") and f"of {total:,} heads give " in said
     assert not heads or (("±" in said) == (margin is not None and margin > 0.5) and len(said.split()) <= 30)
+
+
+@given(st.integers(1, 40), LOSSES, MARGINS, LOSSES, st.booleans())
+def test_the_conclusion_names_the_fewest_neurons_and_says_whether_the_strongest_control_does_as_much(
+    count, loss, margin, beside, random
+):
+    effect = outcome("effects", "at place", loss=loss)
+    effect = replace(effect, numbers=effect.numbers | {"loss": Mean(loss, margin)})
+    strong, weak = (
+        control(name, loss=loss) for name, loss in zip(("random", "busiest"), (beside, beside - 1), strict=True)
+    )
+    if not random:
+        strong, weak = replace(strong, name="busiest"), replace(weak, name="random")
+    one = with_rows(spike(FIRST, 232.0), effect, strong, weak)
+    said = needed_sentence(replace(one, needed=tuple(f"L{number}.E7.N50000" for number in range(count))))
+    assert said.startswith("L0.E7.N50000 ") and ("more" in said.partition(" for ")[0]) == (count > 2)
+    assert len(said.split()) <= 30 and not re.search(r"nan|None|-0\.00\b|-0%", said)
+    assert ("no more than" in said) == (beside >= loss - (margin or 0.0)) and (" nats a token" in said)
+    assert ("random others" in said) == random and strong.numbers["loss"].digits(beside) in said
+
+
+def test_a_control_that_is_most_of_its_layer_is_no_control_and_the_sentence_says_so():
+    one = with_rows(
+        spike(FIRST, 232.0), replace(control("busiest"), note=NO_EQUAL), replace(control("random"), note=NO_EQUAL)
+    )
+    assert needed_sentence(one).endswith(
+        "zeroed there, they cost 0.34 (± 0.14) nats a token, no set of others writes as much (busiest: 0.01)."
+    )
+    assert dict(spike_card(one).rows)["busiest"].startswith("40 other neurons zeroed, 100% of the written norm, 98%")
 
 
 def test_effects_without_a_control_cannot_be_said():

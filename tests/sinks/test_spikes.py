@@ -12,7 +12,9 @@ from organisms import HARD, UNSEEN
 
 import sinkscope as ss
 from sinkscope.measure import Setup
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
+from sinkscope.sinks.spikes.result import FindSinks
 
 KINDS = HARD | UNSEEN
 CASES = []
@@ -98,6 +100,16 @@ SUFFICES = (
 @pytest.fixture(scope="module")
 def bundled() -> Setup:
     return Setup.open(ss.load("bundled"))
+
+
+def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it(bundled, tmp_path):
+    found = find_sinks.on(bundled)
+    assert found.needed == (Neuron(1, None, 338),)
+    assert found.conclusion() == SUFFICES
+    again = FindSinks.load(found.save(tmp_path / "sinks.json"))
+    assert again.to_dict() == found.to_dict() and again.summary() == found.summary()
+    patch = ss.SinkPatch.from_result(again)
+    assert patch.checked_sites == (Neuron(1, None, 338),)
 
 
 def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do(bundled):

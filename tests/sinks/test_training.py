@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import warnings
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from attack_kit import text_file
+from covering import slow
 from organisms import hard, organism
 from raw_kit import attention, residuals
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -50,6 +52,17 @@ class Drawing(torch.utils.data.Dataset):
         return {"input_ids": row, "labels": row}
 
 
+def with_dropout(family):
+    """A planted model whose dropout acts while it trains."""
+    m = organism(family, 0)
+    for module in m.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    return m
+
+
 def trainer_of(m, folder, **settings):
     options = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-4, "per_device_train_batch_size": 2}
     fixed = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
@@ -74,6 +87,25 @@ def run(m, folder, every=None, text=None, **settings):
     return trainer, recorder, losses, generators
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", {"bf16": True}), ("gpt2", {"gradient_checkpointing": True})]
+)
+def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings, tmp_path):
+    plain, _, losses, generators = run(with_dropout(family), tmp_path, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SinkscopeWarning)
+        watched, recorder, watched_losses, watched_generators = run(with_dropout(family), tmp_path, 2, **settings)
+    assert len(losses) == STEPS and watched_losses == losses
+    assert watched_generators[:2] == generators[:2] and torch.equal(watched_generators[2], generators[2])
+    state, expected = watched.model.state_dict(), plain.model.state_dict()
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 2, 4]
+    for module, other in zip(watched.model.modules(), plain.model.modules(), strict=True):
+        assert module.training == other.training
+        assert len(module._forward_hooks) == len(other._forward_hooks)
+        assert len(module._forward_pre_hooks) == len(other._forward_pre_hooks)
+
+
 # --- what is logged ---------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +127,22 @@ def by_hand(m, ids):
     largest = (norms / norms[:, :, 1:].flatten(1).median(1).values[:, None, None]).amax((0, 2)).mean()
     numbers = {"sink_rate": float(rate), "spike_ratio": float(ratios.max())}
     return numbers | {"norm_ratio": float(largest), "norm_position": 0}
+
+
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
+def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path):
+    m = organism(family, 0)
+    ids = text_of(m, tmp_path / "text.txt")
+    before = by_hand(m, ids)
+    _, recorder, _, _ = run(m, tmp_path, STEPS, tmp_path / "text.txt", learning_rate=1e-5)
+    after = by_hand(m, ids)
+    logged = [row for _, row in recorder.rows if "sink_rate" in row]
+    assert before != pytest.approx(after, rel=1e-3)
+    for row, expected in zip(logged, (before, after), strict=True):
+        assert {name: row[name] for name in ALWAYS} == pytest.approx(expected, rel=1e-4)
+        layer, neuron = m.truth.neurons[0]
+        assert (row["spike_layer"], row["spike_neuron"]) == (layer, neuron)
+    assert logged[0]["spike_dim"] in m.truth.residual_dims
 
 
 def at_the_start(m, folder, **options):

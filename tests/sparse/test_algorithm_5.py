@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sinkscope.sparse import recovered
 from sinkscope.sparse.attention import Scores, sample_queries
-from sinkscope.sparse.head_lines import select_lines
+from sinkscope.sparse.choice import select_bands
+from sinkscope.sparse.head_lines import minference_lines, select_lines
 
 
 @given(
@@ -86,6 +87,28 @@ def test_of_lines_that_add_the_same_the_slash_line_is_taken():
     lines = select_lines(Scores(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 1.0), 0.8)
     assert lines.columns.tolist() == [[True, False, False, False]]
     assert lines.offsets.tolist() == [[True, True, False, False]]
+
+
+def test_minference_by_the_last_queries():
+    scores = drawn_scores(2, 40, 60, 7)
+    lines = minference_lines(scores, 12, 9, last=8, first=3, local=4)
+    probs = dense(scores)[:, -8:]
+    for head in range(2):
+        columns = probs[head].sum(0)
+        columns[:3] = torch.inf
+        assert set(lines.columns[head].nonzero().flatten().tolist()) == set(columns.topk(12).indices.tolist())
+        # Row r of these eight is position 52 + r; offset o is the diagonal 52 - o of them.
+        offsets = torch.stack([probs[head].diagonal(52 - o).sum() for o in range(60)])
+        offsets[:4] = torch.inf
+        assert set(lines.offsets[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
+
+
+@pytest.mark.parametrize("select", [select_lines, select_bands])
+def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(select):
+    scores = drawn_scores(4, 140, 160, 7, sharp=9.0)
+    scores.key[0, 3] = torch.nan
+    attended = select(scores, 0.3).attended()
+    assert (attended[:2] == 1).all() and (attended[2:] < 1).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from sinkscope.sparse import choice, recovered
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, BlockGrid, Copies, Lines
+from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, BlockGrid, Copies, Lines, lengths_of
 from sinkscope.sparse.choice import StoredRows, sampled_rows, select_bands
 
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
@@ -54,6 +54,47 @@ def seen(chosen: Lines) -> Tensor:
     if chosen.dense_rows:
         cells |= stop > queries - chosen.dense_rows
     return cells & (key <= keys - queries + query)
+
+
+@given(lengths=LENGTHS, dense_rows=st.sampled_from([0, 1, 16, 100]), seed=st.integers(0, 99))
+@settings(max_examples=12)
+def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, seed):
+    queries, past = lengths
+    chosen = random_bands(3, queries, queries + past, seed, dense_rows)
+    found = seen(chosen)
+    assert torch.equal(chosen.rows(past + torch.arange(queries)), found)
+    assert_close(chosen.attended(), found.sum((1, 2)) / chosen.grid.cells)
+    assert torch.equal(replace(chosen, dense_rows=0).cells(), seen(replace(chosen, dense_rows=0)).sum((1, 2)))
+    grid = chosen.grid
+    every = torch.eye(grid.blocks, dtype=torch.bool)
+    one_band = Lines(torch.zeros(grid.blocks, grid.keys, dtype=torch.bool), every, grid)
+    assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device).bands)
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 99), sharp=st.sampled_from([0.0, 1.0, 4.0]))
+@settings(max_examples=12)
+def test_sums_are_those_under_masks(lengths, seed, sharp):
+    queries, past = lengths
+    scores, chosen = (
+        drawn_scores(4, queries, queries + past, seed, sharp),
+        random_bands(4, queries, queries + past, seed),
+    )
+    grid, rows = chosen.grid, sampled_rows(chosen.grid, 20, seed, 0)
+    at, probs, sample = rows + past, dense(scores)[:, rows], StoredRows(scores, rows)
+    of_columns, of_bands = sample.sums(chosen)
+    no_columns, no_bands = torch.zeros_like(chosen.columns), torch.zeros_like(chosen.offsets)
+    wanted = (probs * ~Lines(no_columns, chosen.offsets, grid).rows(at)).sum(1)
+    assert_close(of_columns.double(), wanted, atol=1e-5, rtol=0)
+    for band in range(grid.blocks):
+        one = no_bands.clone()
+        one[:, band] = True
+        cells = Lines(no_columns, one, grid).rows(at) & ~chosen.columns[:, None]
+        assert_close(of_bands[:, band].double(), (probs * cells).sum((1, 2)), atol=1e-5, rtol=0)
+    densities = torch.rand(4, grid.keys), torch.rand(4, grid.blocks)
+    least = torch.rand(4, 3).sort().values
+    for number, limit in enumerate(least.T[..., None]):
+        on = Lines(densities[0] >= limit, densities[1] >= limit, grid).rows(at)
+        assert_close(sample.held(*densities, least)[:, number].double(), (probs * on).sum((1, 2)), atol=1e-4, rtol=0)
 
 
 @given(
@@ -107,6 +148,16 @@ def test_planted_lines_are_found_and_little_else():
     found = set(chosen.offsets[1, NEAR:].add(0).nonzero().flatten().add(NEAR).tolist())
     assert found <= wanted | set(range(NEAR, 200 // BAND)) and len(found & wanted) >= PER
     assert chosen.attended()[2] > 0.8 and (chosen.attended()[:2] < 0.2).all()
+
+
+def test_heads_above_the_limit_are_dense_and_others_are_not():
+    scores = drawn_scores(4, 600, 600, 1, 0.0)
+    scores.query[2:] = drawn_scores(4, 600, 600, 2, 12.0).query[2:]
+    shares = select_bands(scores, 0.8).attended()
+    limit = float(shares.sort().values[1:3].mean())
+    limited = select_bands(scores, 0.8, dense_above=limit)
+    assert torch.equal(limited.dense, shares > limit)
+    assert torch.equal(limited.attended(), torch.where(shares > limit, 1.0, shares))
 
 
 @pytest.mark.parametrize("beyond", [{"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}], ids=str)

@@ -10,12 +10,10 @@ from organisms import tiny_model
 from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sinkscope.opening.live import target_of
-from sinkscope.sparse.attention import ROWS, Scores, line_sums
-from sinkscope.sparse.lines import scores_of, weighed
+from sinkscope.sparse.attention import Scores, line_sums
+from sinkscope.sparse.lines import scores_of
 
 
 def _summed(weights: Tensor, since: int = 0) -> Tensor:
@@ -50,26 +48,6 @@ def test_sums_equal_the_matrix(scores, part):
     sums = line_sums(scores, since=since)
     assert_close(sums.double(), _summed(dense(scores), since), atol=2e-5, rtol=1e-4)
     assert_close(sums[:, 0].sum(1), sums[:, 1].sum(1), atol=1e-4, rtol=1e-4)
-
-
-def test_nothing_of_query_times_key_is_kept():
-    n = 1024
-    heads = 2
-    block = ROWS
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max([largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
-            return out
-
-    scores = Scores(torch.randn(heads, n, 8), torch.randn(1, n, 8), 0.4)
-    with Sizes():
-        line_sums(scores)
-        weighed(scores, [0.1], None, 0, "lines")
-    assert largest <= block * heads * n < n * n / 5
 
 
 def test_a_mask_that_is_neither_causal_nor_a_window_is_refused():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from guard_kit import EAGER, SMALL
-from kv_kit import attended, close, decode, masks_of_run, prompts, run_policy
+from kv_kit import attended, close, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
 from lines_kit import dense
 from torch import Tensor
@@ -13,7 +12,6 @@ from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits, window_of
 from sinkscope.generation.progressive import Progressive
-from sinkscope.loops.guard import LoopGuard
 from sinkscope.sparse.attention import Scores
 
 IDS, MASK = prompts([30, 21], 14)
@@ -63,20 +61,3 @@ def test_steps_hold_the_copy_and_turns_see_everything(model):
         assert run.usage[0].mean_read == [pytest.approx(sum(steps) / len(steps))]
     assert slots == [20, 9, 10, 11, 12, 9, 10, 11, 32, 9, 10, 11, 12]
     assert all(layer.keys.shape[2] == 36 for layer in cache.layers)
-
-
-def test_a_loop_guard_cuts_the_whole_cache(model):
-    """What the guard takes out never comes back, and the selection goes on from what it left."""
-    loop = torch.randint(5, 96, (1, 4)).repeat(1, 12)
-    guard = LoopGuard.paper(**SMALL, monitor=EAGER)
-    cache, lengths = DynamicCache(config=model.config), []
-    whole = torch.cat([prompts([40])[0], loop], 1)
-    with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run:
-        decode(model, whole, torch.ones_like(whole), 40, cache, after=lambda _: lengths.append(cache.layers[0].slots))
-    cut = [event for event in run.events if event.kind == "guard"][-1]
-    kept = {p for start, stop in cut.data["kept"] for p in range(start, stop)}
-    for layer in cache.layers:
-        assert {p for p in layer.pos[0, 0].tolist() if p <= cut.position} == kept
-    # Right after a cut all that is left is held; from the next selection on a copy of 8, and the new token.
-    step = cut.position - 40
-    assert lengths[step + 1] == len(kept) and lengths[step // 4 * 4 + 5] == 9

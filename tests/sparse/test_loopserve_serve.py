@@ -18,7 +18,7 @@ from sinkscope.kv import StreamingLLM
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.serve import SHORTEST, LoopServe
-from sinkscope.sparse.shapes import AShape
+from sinkscope.sparse.shapes import AShape, MInference, TriShape
 
 SHORT = f"fewer than {SHORTEST['cpu']} keys"
 SPARSE = {"alpha": 0.5, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3, "begin": 1}
@@ -76,6 +76,23 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
         read = 12 + (64 if variant == "bands" else 0) + (0 if event.layer else 16)
         assert event.data["cells"] - event.data["attended"] == pytest.approx(read * keys / every)
     assert min(event.data["attended"] for event in events) < 0.75
+
+
+def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
+    ids, mask = prompts([40, 25], 20)
+    plain = decode(model, ids, mask, 40)
+    with LoopServe(alpha=1.0, budget=100, first=0, interval=4).on(model):
+        assert torch.equal(decode(model, ids, mask, 40), plain)
+    with LoopServe(budget=100, first=0, interval=4).on(model) as run:  # short prompts
+        assert torch.equal(decode(model, ids, mask, 40), plain)
+    assert {event.data["dense"] for event in run.events} == {SHORT}
+    assert run.summary().startswith(f"LoopServe left prompts to the model's own attention: {SHORT}.")
+    with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
+        close(decode(model, ids, mask, 40), plain)
+    assert {event.data["dense_heads"] for event in run.events} == {4}
+    for shape in (AShape(), TriShape(), MInference()):  # they hold the whole prompt
+        with shape.on(model):
+            close(decode(model, ids, mask, 40), plain)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from lines_kit import drawn
+from hypothesis import given
+from hypothesis import strategies as st
+from lines_kit import dense, drawn, on_lines, per_head
 from refusals import refused
 from test_bands import random_bands
 from torch import Tensor
@@ -29,6 +33,43 @@ def inputs(
     sizes = ((queries, heads, width), (keys, kv_heads, width), (keys, kv_heads, 3 * width // 4))
     query, key, value = (torch.randn(size, generator=generator).to(dtype).transpose(0, 1) for size in sizes)
     return Scores(2 * query, key, width**-0.5), value
+
+
+@given(
+    queries=st.integers(1, 200),
+    past=st.integers(0, 150),
+    dense_rows=st.sampled_from([0, 1, 16, 70]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 999),
+)
+def test_on_bands_it_equals_attention_under_the_mask(queries, past, dense_rows, dtype, seed):
+    scores, value = inputs(4, 2, queries, queries + past, seed, dtype)
+    chosen = random_bands(4, queries, queries + past, seed, dense_rows)
+    out = line_attention(scores, value, chosen)
+    wanted = dense(scores, chosen.rows(past + torch.arange(queries))) @ per_head(value, 4)
+    assert_close(out.double(), wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    assert out.dtype == dtype
+
+
+@given(
+    queries=st.integers(1, 70),
+    past=st.integers(0, 50),
+    vertical=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    slash=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    dense_rows=st.sampled_from([0, 3, 100]),
+    seed=st.integers(0, 999),
+)
+def test_on_lines_it_equals_attention_under_the_mask(queries, past, vertical, slash, dense_rows, seed):
+    scores, value = inputs(4, 2, queries, queries + past, seed)
+    lines = replace(drawn(4, queries + past, queries, vertical, slash, seed), dense_rows=dense_rows)
+    at = past + torch.arange(queries)
+    cells = on_lines(lines)
+    cells[:, max(0, queries - dense_rows) :] = True
+    cells &= at[:, None] >= torch.arange(queries + past)
+    assert torch.equal(lines.rows(at), cells)
+    out = line_attention(scores, value, lines)
+    assert_close(out.double(), dense(scores, cells) @ per_head(value, 4), atol=1e-5, rtol=0)
+    assert_close(lines.attended(), cells.sum((1, 2)) / cells.new_ones(queries, queries + past).tril(past).sum())
 
 
 def test_gradients_are_refused_where_they_would_be_lost():
