@@ -6,6 +6,7 @@ from statistics import median
 
 import plain_spikes as plain
 import pytest
+import torch
 from attack_kit import measured_spikes, words_of
 from covering import slow
 from organisms import HARD, UNSEEN
@@ -13,6 +14,7 @@ from organisms import HARD, UNSEEN
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.edited import Batch, Edit
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -132,3 +134,21 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     said = dict(spike_card.rows)["marks"]
     assert said.startswith("without attention 0 0% left, 101% without others, 10 heads   without L0.H0 0% left, ")
     assert {row["name"] for row in found.rows() if row["table"] == "marks"} == {"attention 0", "L0.H0"}
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@torch.no_grad()
+def test_neurons_are_zeroed_at_the_place_alone_or_everywhere(bundled, everywhere):
+    """What the down projection of the planted neuron gets at each position, beside the intact model."""
+    spike = sinks_of(bundled).spikes[0].spike
+    batch = Batch((spike,), spike.survey.ids[:2], (spike.place.mask[:2],), (Edit((Neuron(1, None, 338),), everywhere),))
+    seen = []
+    down = bundled.target.model.model.layers[1].mlp.down_proj
+    hook = down.register_forward_hook(lambda module, args, output: seen.append(args[0][..., 338].clone()))
+    bundled.target.forward(batch.ids)
+    with batch.acting():
+        bundled.target.forward(batch.ids)
+    hook.remove()
+    intact, edited = seen
+    zeroed = batch.places[0] | everywhere
+    assert edited[zeroed].eq(0).all() and edited[~zeroed].equal(intact[~zeroed]) and intact.ne(0).all()
