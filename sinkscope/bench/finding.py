@@ -21,8 +21,8 @@ from sinkscope.bench.task import task_class
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, interval_of
 from sinkscope.results.notation import word_form, word_list
 
-PREFILL = "prefill"
-"""What a policy's `every` says that evicts nothing after the prompt."""
+PREFILL, SELECT = "prefill", "select"
+"""What a policy's `every` says that evicts nothing after the prompt, and the `mode` of one that never evicts."""
 FEWEST = 6
 """Prompts of a ranking: a sign test of five pairs cannot reach 5 %, even if all agree."""
 NOT_RANKED = (FULL, "random", "sampling")
@@ -237,13 +237,12 @@ def kept_words(groups: Sequence[BenchGroup]) -> list[str]:
     At the same budget they hold different numbers of tokens. There is nothing to say where all do the same.
     """
     held: dict[bool, list[str]] = {True: [], False: []}
+    classes = method_classes()
     for group in groups:
-        policy, peak = method_classes().get(group.method.name), group.metrics.get("cached_peak")
-        every = getattr(policy, "every", None)
-        for name, value in group.method.settings:
-            if name == "every":
-                every = value
-        if every is not None and peak is not None:
+        peak, settings = group.metrics.get("cached_peak"), dict(group.method.settings)
+        policy = classes.get(group.method.name)
+        every, mode = (settings.get(name, getattr(policy, name, None)) for name in ("every", "mode"))
+        if every is not None and mode != SELECT and peak is not None:
             held[every == PREFILL].append(f"{group.method} ({peak:,.0f} cached at most)")
     if not held[True] or not held[False]:
         return []

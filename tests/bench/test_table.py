@@ -55,6 +55,14 @@ def test_details_of_a_table():
     assert [list(drawn[0][name]) for name in ("x", "text")] == [["full", "h2o:8"], [9.0, 5.5]]
 
 
+def test_who_keeps_generated_tokens_is_said_beside_those_that_evict_them():
+    """A selection evicts nothing, and `every` in the settings of a method counts."""
+    records = [made_record(name, "p") for name in ("full", "progressive:8", "snapkv:8", "snapkv:8:every=1")]
+    (said,) = (line for line in table(*records).details() if "every generated token" in line)
+    assert "snapkv:8 (10 cached at most) keeps" in said and "snapkv:8:every=1 (10 cached at most) evicts" in said
+    assert "progressive" not in said and "full" not in said
+
+
 def scored(task: str, answers: str) -> list[BenchRecord]:
     """Records of "h2o:4 0*4 1*16 read=3 set=a": a method, how often it has each value, and what its answers cost."""
     method, *words = answers.split()
