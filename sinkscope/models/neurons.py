@@ -35,12 +35,6 @@ def mlp_writers(target: Target, layer: int) -> list[nn.Module]:
     return writers
 
 
-def holds_shared(target: Target, layer: int) -> bool:
-    """Return whether what a layer's experts give holds what the shared expert writes."""
-    paths = target.paths[layer]
-    return paths.get("experts") == paths["mlp"] and len(mlp_writers(target, layer)) == 1
-
-
 def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
     """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
     writers = mlp_writers(target, layer)

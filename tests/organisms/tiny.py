@@ -8,8 +8,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -106,18 +104,6 @@ def _made(model_type: str, seed: int, overrides: dict[str, Any]) -> PreTrainedMo
     torch.set_rng_state(generator_state)
     model.config.architectures = [type(model).__name__]
     return model
-
-
-def tiny_multimodal(seed: int = 0) -> PreTrainedModel:
-    """Random Gemma 3 that reads images: a tiny text model, a vision tower, and one configuration around both."""
-    text = {**_SIZES, **_GEMMA, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    text |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {**tower, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=95)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Gemma3ForConditionalGeneration(config).eval()
 
 
 def attention_names(model) -> list[str]:

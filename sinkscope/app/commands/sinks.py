@@ -46,7 +46,7 @@ repeat = measures(
     "sinkscope repeat --model llama-2-7b --max-repeats 500",
     params=[
         click.Option(["--quantity"], type=click.Choice(["norm", "attention", "probability"]), default="norm"),
-        Several(["--tokens"], spaces=True, metavar="A,B,...|all"),
+        Several(["--tokens"], spaces=True, metavar="A,B,..."),
         click.Option(["--prefix"]),
         click.Option(["--max-repeats"], type=int),
     ],

@@ -136,6 +136,7 @@ class Explorer(ModelSink):
         """Return the view of a text under these switches, with all that is known of the sink; None is no switch."""
         setup, switches = self.setup, [*switches_of(self), *self.moved_in(text)]
         answered = self.circuit.answered
+        purpose = None if answered is None else purpose_sentence(answered)
         return ModelView(
             model=setup.info(),
             settings={"seed": setup.seed, "bos": setup.bos is not None},
@@ -150,7 +151,7 @@ class Explorer(ModelSink):
             texts=(self.viewed(text, shown),),
             circuit=self.column,
             circuit_sentence=self.circuit.conclusion(),
-            purpose=(answered and purpose_sentence(answered)) or "",
+            purpose=purpose or "",
             neuron_pages=self.neuron_pages,
             others=self.others,
         )

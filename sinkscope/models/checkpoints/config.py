@@ -212,6 +212,8 @@ def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
         return
     embedding: Any = hf.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     rows = embedding.weight.shape[0]
+    if len(tokenizer) <= rows:
+        return
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
     beyond = [number for number in tokenizer.get_vocab().values() if number >= rows and number not in special]
