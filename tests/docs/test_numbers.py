@@ -44,7 +44,9 @@ def marked() -> list[tuple[str, str, str, str]]:
 
 @pytest.mark.parametrize(("page", "name", "written", "stands"), marked())
 def test_a_number_of_a_page_is_that_of_its_data(page, name, written, stands):
-    names = {"r": data(name), "np": np, "mean": np.mean, "number": partial(number_of, data(name))}
+    found = data(name)
+    names = {"r": found, "np": np, "mean": np.mean, "number": partial(number_of, found)}
+    names["reported"] = lambda model: [one for one in found.real if (one.half, one.model) == ("report", model)]
     measured = eval(f"f{stands!r}", names)
     assert measured.replace("%", " %") == written.replace("%", " %").replace("  %", " %"), stands
     shown = _MARK.sub("", (ROOT / page).read_text())
