@@ -7,15 +7,7 @@ from subprocess import CompletedProcess
 import pytest
 from refusals import refused
 
-from experiments.real import models, page
-
-
-def test_the_table_of_the_page_is_that_of_the_data(tmp_path, monkeypatch):
-    before = page.PAGE.read_text(encoding="utf-8")
-    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    page.PAGE.write_text(before, encoding="utf-8")
-    page.main()
-    assert page.PAGE.read_text(encoding="utf-8") == before
+from experiments.real import models
 
 
 def pip(monkeypatch, parts: dict[str, bytes], code: int = 0, said: str = "") -> None:
