@@ -1,18 +1,22 @@
-"""Attention over generation steps, and the heads that lock onto a loop (Xu et al. 2026, section 3.2, appendix E)."""
+"""Attention over generation steps, and the heads that lock onto a loop (Xu et al. 2026, section 3.2, appendix E).
+
+1. The text: given, or written by the model; its loop is found at the end. Beside it, ordinary text of the same length.
+2. Both are read, and the attention of each layer arrives in rows (`HeadTracks`): on the suffix by distance, to be held
+   beside the row one period earlier, and of the last steps as a picture.
+3. A head's score is its mean over the second half of the loop, and its gain what that is above ordinary text.
+"""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
-from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.engine.stock import NAME, attention_name
@@ -21,21 +25,20 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.watch import AttentionRows, Observe
-from sinkscope.loops.text.signals import end_loop
+from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import count_of, head_name, read_head, word_form, word_list
+from sinkscope.results.notation import count_of, head_name, word_form
 from sinkscope.results.row import row_beside
-from sinkscope.results.style import figure_of, long_table
+from sinkscope.results.style import figure_of, long_table, panels
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCK_GAIN = 0.2  # gain from which a head counts as locked
 SHOWN_HEADS = 4  # heads drawn if none are named, each from a different layer
 PICTURE_STEPS, PICTURE_PERIODS = 48, 3  # the steps in the picture: the larger of the two, at most MOST_STEPS
 MOST_STEPS = 256
-FEWEST_STEPS = 2  # tokens behind the prompt that a mean needs
 COLUMNS_PER_STEP = 3  # positions in the picture
 LayerHead = tuple[int, int]
 """(layer, query head)."""
@@ -60,7 +63,7 @@ class HeadTracks:
     """
 
     def __init__(self, heads: int, length: int, rows: int, shift: int, suffix: int) -> None:
-        self.length, self.shift, self.suffix = length, shift, suffix
+        self.length = length
         self.first_row = length - 1 - rows
         self.first_column = max(0, length - 1 - COLUMNS_PER_STEP * max(PICTURE_STEPS, rows))
         self.before = torch.zeros(heads, shift, suffix)  # the last rows by offset; missing ones share nothing
@@ -70,11 +73,12 @@ class HeadTracks:
     def add(self, rows: AttentionRows) -> None:
         """Take some rows."""
         by_position, query_pos = rows.by_position(self.length)[0], rows.query_pos[0]
-        at = query_pos[:, None] - torch.arange(self.suffix, device=query_pos.device)
+        _, shift, suffix = self.before.shape
+        at = query_pos[:, None] - torch.arange(suffix, device=query_pos.device)
         offsets = by_position.gather(2, at.clamp(min=0).expand(len(by_position), -1, -1)) * (at > 0)
         earlier = torch.cat([self.before.to(offsets), offsets], 1)
-        self.before = earlier[:, -self.shift :].clone()
-        self.scores.append(torch.minimum(offsets, earlier[:, : -self.shift]).sum(-1).cpu())
+        self.before = earlier[:, -shift:].clone()
+        self.scores.append(torch.minimum(offsets, earlier[:, :-shift]).sum(-1).cpu())
         self.pictures.append(by_position[:, query_pos >= self.first_row, self.first_column : -1].cpu())
 
 
@@ -131,27 +135,6 @@ class Barcode(Result):
         rows = long_table(arrays, layer=self.layers, head=range(self.score.shape[1]))
         return sorted(rows, key=lambda row: -(row["gain"] or 0.0))
 
-    def to_frame(self) -> Any:
-        """Return the attention of the heads that are drawn: step, layer, head, position, and the share in each text.
-
-        Scores of every head are in `rows`.
-        """
-        import pandas as pd
-
-        _, rows, columns = self.attention.shape
-        first_step = self.steps - rows
-        first = len(self.ids) - 1 - columns
-        steps, positions = range(first_step, self.steps), range(first, first + columns)
-        places: list[dict[str, int]] = []
-        for name in self.shown:
-            layer, head = read_head(name)
-            for step, position in product(steps, positions):
-                places.append({"step": step, "layer": layer, "head": head, "position": position})
-        frame = pd.DataFrame(places)
-        frame["attention"] = self.attention.ravel()
-        frame["ordinary"] = self.control_attention.ravel()
-        return frame
-
     def conclusion(self) -> str:
         """Return how many heads lock onto the loop, and the strongest beside ordinary text."""
         if self.period is None:
@@ -163,16 +146,6 @@ class Barcode(Result):
             f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention at the same distances as "
             f"one period before (in ordinary text {best['control_score']:.0%})."
         )
-
-    def details(self) -> list[str]:
-        """Return where the loop begins, and which heads lock."""
-        lines: list[str] = []
-        if self.onset is not None:
-            lines.append(f"The loop begins at position {self.onset} of {len(self.ids)}.")
-        if self.locked:
-            locked = word_list([head_name(*head) for head in self.locked], 8)
-            lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {locked}.")
-        return lines
 
     def findings(self) -> list[Row]:
         """Return the share of locked heads, and the score of the strongest head beside ordinary text."""
@@ -192,33 +165,22 @@ def draw(result: Barcode) -> go.Figure:
 
     Each row below is a head, in the generated text and in ordinary text. Steps run downwards, and darker is more.
     """
-    rows = 1 + len(result.shown)
-    titles = ["what the loop adds (score above ordinary text)"]
+    titles = ["what the loop adds (gain), by layer and head", "score in ordinary text"]
     for head in map(html.escape, result.shown):
         titles += [f"{head}: generated", f"{head}: ordinary text"]
-    specs: list[list[Any]] = [[{"colspan": 2}, None], *[[{}, {}]] * len(result.shown)]
-    spaces: dict[str, Any] = {"horizontal_spacing": 0.05, "vertical_spacing": 0.24 / rows}
-    fig: Any = make_subplots(rows, 2, specs=specs, subplot_titles=titles, **spaces)
-    fig.add_heatmap(z=result.gain, y=result.layers, zmin=-1, zmax=1, colorscale="RdBu", showscale=False, row=1, col=1)
-    fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
-    top = max(0.05, float(np.quantile(result.attention, 0.99)))
-    for row in range(len(result.shown)):
-        for col, picture in enumerate((result.attention, result.control_attention), 1):
-            fig.add_heatmap(
-                z=np.sqrt(picture[row], dtype=np.float32),
-                x0=len(result.ids) - 1 - picture.shape[2],
-                y0=result.steps - picture.shape[1],  # at step 0 the prompt's last token is read
-                zmin=0,
-                zmax=top**0.5,
-                colorscale="Greys",
-                showscale=False,
-                row=row + 2,
-                col=col,
-            )
-            fig.update_yaxes(autorange="reversed", row=row + 2, col=col)
-        fig.update_yaxes(title_text="step", row=row + 2, col=1)
-    fig.update_xaxes(title_text="position", row=rows)
-    return figure_of(fig, result, width=1400, height=260 * rows + 120, legend=-0.04, bottom=70)
+    fig = panels(titles, columns=2, spacing=0.05)
+    darkest = max(0.05, float(np.quantile(result.attention, 0.99))) ** 0.5
+    for col, scores in enumerate((result.gain, result.control_score), 1):
+        fig.add_heatmap(z=scores, y=result.layers, zmin=-1, zmax=1, colorscale="RdBu", row=1, col=col)
+    for col, pictures in enumerate((result.attention, result.control_attention), 1):
+        for row, picture in enumerate(np.sqrt(pictures, dtype=np.float32), 2):
+            fig.add_heatmap(z=picture, zmin=0, zmax=darkest, colorscale="Greys", row=row, col=col)
+    fig.update_traces(showscale=False)
+    fig.update_yaxes(autorange="reversed")
+    fig.update_yaxes(title_text="step", col=1)
+    fig.update_yaxes(title_text="layer (heads to the right)", row=1, col=1)
+    fig.update_xaxes(title_text="the last positions", row=len(result.shown) + 1)
+    return figure_of(fig, result, width=1400, height=260 * len(result.shown) + 380, legend=-0.04, bottom=70)
 
 
 @measurement(
@@ -252,83 +214,65 @@ def barcode(
     named = list(dict.fromkeys(map(head_of, heads or ())))
     for layer, head in named:
         check_site(setup.target, layer, head=head)
-    wanted = sorted({layer for layer, _ in named}) or attending_layers(setup.target, None)
-    own_ids, prompt_tokens = _sequence(setup, prompt, ids, max_new_tokens)
-    length = len(own_ids)
-    if length < prompt_tokens + FEWEST_STEPS:
+    layers = sorted({layer for layer, _ in named}) or attending_layers(setup.target, None)
+    if ids is None:
+        own_ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens)
+    elif prompt is None and max_new_tokens is None:
+        own_ids, prompt_tokens = read_row(setup.target, ids), 1
+    else:
+        raise SinkscopeError("ids are a whole sequence: give no prompt and no max_new_tokens beside them")
+    length, steps = len(own_ids), len(own_ids) - prompt_tokens
+    if steps < 2:
         raise SinkscopeError(
-            f"{count_of(length - prompt_tokens, 'token')} behind the first {prompt_tokens}: a barcode needs "
-            f"{FEWEST_STEPS}, so give longer ids, a larger max_new_tokens, or a prompt that the model continues"
+            f"{count_of(steps, 'token')} behind the first {prompt_tokens}: a barcode needs 2, so give longer ids, a "
+            "larger max_new_tokens, or a prompt that the model continues"
         )
-    loop = end_loop(own_ids)
-    shift, begin = 1, prompt_tokens
-    if loop is not None:
-        shift, begin = loop.period, loop.start
-    late = (begin + length - 1) // 2  # numbers of heads are means from here on
-    rows = min(length - prompt_tokens, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
-    recorded: list[dict[int, HeadTracks]] = []
+    found = end_loop(own_ids)
+    loop = found or Tail(1, prompt_tokens, 0)
+    late = (loop.start + length - 1) // 2  # numbers of heads are means from here on
     ordinary: list[int] = text_rows(setup.target.tokenizer, setup.halves.choose, 1, length, setup.bos)[0].tolist()
-    for text in (own_ids, ordinary):
-        setup.progress("texts", len(recorded), 2)
-        suffix = max(SUFFIX, 3 * shift)
-        tracks = {layer: HeadTracks(setup.n_heads, length, rows, shift, suffix) for layer in wanted}
-        _record(setup, text, prompt_tokens, tracks)
-        recorded.append(tracks)
-    setup.progress("texts", 2, 2)
-    score, control_score = (_means(tracks, late) for tracks in recorded)
-    named = named or _most_changed(score - control_score, wanted)
-    attention, control_attention = (_shown(tracks, named) for tracks in recorded)
+    scores, pictures = _record(setup, own_ids, prompt_tokens, layers, loop.period)
+    control_scores, control_pictures = _record(setup, ordinary, prompt_tokens, layers, loop.period)
+    score, control_score = scores[:, :, late:].mean(2), control_scores[:, :, late:].mean(2)
+    named = named or _most_changed(score - control_score, layers)
+    shown = [layers.index(layer) for layer, _ in named], [head for _, head in named]
     return Barcode(
         prompt_tokens=prompt_tokens,
-        steps=length - prompt_tokens,
-        period=None if loop is None else loop.period,
-        onset=None if loop is None else loop.start,
-        layers=tuple(wanted),
+        steps=steps,
+        period=found and found.period,
+        onset=found and found.start,
+        layers=tuple(layers),
         score=score,
         control_score=control_score,
         shown=tuple(head_name(*head) for head in named),
-        attention=attention,
-        control_attention=control_attention,
+        attention=pictures[shown],
+        control_attention=control_pictures[shown],
         ids=tuple(own_ids),
     )
 
 
-def _sequence(
-    setup: Setup, prompt: str | Sequence[int] | None, ids: Sequence[int] | None, new: int | None
-) -> tuple[list[int], int]:
-    """The text, and the length of its prompt."""
-    if ids is not None and (prompt is not None or new is not None):
-        raise SinkscopeError("ids are a whole sequence: give no prompt and no max_new_tokens beside them")
-    if ids is not None:
-        return read_row(setup.target, ids), 1
-    return prompt_and_continuation(setup, prompt, new)
-
-
-def _record(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadTracks]) -> None:
-    """Read a text in one pass, or token by token where interventions act between passes."""
-    observer = Observe(lambda rows: tracks[rows.layer].add(rows), list(tracks))
+def _record(
+    setup: Setup, ids: list[int], prompt: int, layers: list[int], shift: int
+) -> tuple[Float[np.ndarray, "layer head query"], Float[np.ndarray, "layer head row column"]]:
+    """The scores and pictures of a text that is read in one pass, or by tokens where interventions act between."""
+    new = len(ids) - prompt
+    rows = min(new, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
+    suffix = max(SUFFIX, 3 * shift)
+    tracks = {layer: HeadTracks(setup.n_heads, len(ids), rows, shift, suffix) for layer in layers}
+    observer = Observe(lambda rows: tracks[rows.layer].add(rows), layers)
     surrounded = attention_name(setup.target.config) == NAME  # by interventions that the caller entered
     if setup.edit is None and not surrounded:
         with under(observer, setup.target):
             setup.target.forward(torch.tensor([ids[:-1]]))
     else:
         acting = observer if setup.edit is None else setup.edit | observer
-        decode(setup.target, [ids[:prompt]], len(ids) - prompt, acting, [ids[prompt:]])
-
-
-def _means(tracks: dict[int, HeadTracks], late: int) -> Float[np.ndarray, "layer head"]:
-    """Mean score from a position on."""
-    return np.stack([torch.cat(track.scores, 1)[:, late:].mean(1).numpy() for track in tracks.values()])
-
-
-def _shown(tracks: dict[int, HeadTracks], heads: list[LayerHead]) -> Float[np.ndarray, "shown row column"]:
-    """The pictures of some heads, in thousandths."""
-    pictures = torch.stack([torch.cat(tracks[layer].pictures, 1)[head] for layer, head in heads])
-    return np.round(pictures.cpu().double().numpy(), 3)
+        decode(setup.target, [ids[:prompt]], new, acting, [ids[prompt:]])
+    scores = [torch.cat(track.scores, 1) for track in tracks.values()]
+    pictures = [torch.cat(track.pictures, 1) for track in tracks.values()]
+    return torch.stack(scores).numpy(), torch.stack(pictures).double().round(decimals=3).numpy()
 
 
 def _most_changed(gain: Float[np.ndarray, "layer head"], layers: list[int]) -> list[LayerHead]:
     """In each layer the head that the loop changes most, and among those the heads that it changes most."""
-    heads = gain.argmax(1)
     order = np.argsort(-gain.max(1), kind="stable")[:SHOWN_HEADS]
-    return [(layers[row], int(heads[row])) for row in order]
+    return [(layers[place], int(gain[place].argmax())) for place in order]

@@ -17,7 +17,6 @@ LoopGuard (Xu et al. 2026, section 3) blames the copies in the cache; other caus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
@@ -25,36 +24,33 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, Strict
-from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Wording
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit import Knockout
-from sinkscope.hooks.edit.base import under
-from sinkscope.kv import Full
 from sinkscope.kv.keeper import check_servable
 from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row, tokenizer_of
-from sinkscope.results.effect import STANDS, Effect
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.row import row_beside
-from sinkscope.results.style import BLUE, GREY, figure_of, panels
+from sinkscope.results.style import BLUE, GREY, bars, figure_of, panels
 
 CONTINUED = 48  # tokens after a cut, or three periods
+STANDS = 0.5  # share of the loops that end without a cause that is needed
 Cuts = Annotated[int, Strict(), Field(ge=3), Wording("a whole number from 3")]
 """Number of cuts; half of two continuations would be one."""
+NOTHING, CONTEXT = "nothing", "context"
+"""The intact cache, and all tokens but the first one, which are removed for reference."""
 CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
-CONTEXT = "context"
-"""All tokens but the first one, which are removed for reference."""
-NO_REMOVAL = "nothing"
-"""The intact cache."""
-Removal = tuple[str, bool]
-"""What is taken from the cache, a cause, `CONTEXT` or `NO_REMOVAL`; and whether random tokens go in its place."""
+FROM_START = "sink, from the start"
+"""The first token is hidden from all others in the whole text, so that another may become the sink."""
+Continuations = dict[str, list[list[int]]]
+"""The tokens that follow each removal, for one cut after another."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,6 @@ class RemovalEffect:
         control: `goes_on` without as many random tokens before the loop, drawn anew at each cut. None: there is no
             control, or fewer tokens stand before the loop.
         ends: Whether at least half of the loops end, and more than under random changes.
-        from_start: `goes_on` if the first token is hidden from all others from the start of the text, so that another
-            may become the sink. None: it was not asked, or another intervention acts.
     """
 
     without: str
@@ -77,7 +71,6 @@ class RemovalEffect:
     other_loop: float
     control: float | None
     ends: bool
-    from_start: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +91,7 @@ class WhyLoop(Result):
 
     kind = "why-loop"
     page = "measure/why-loop"
-    percent = ("goes_on", "other_loop", "control", "from_start")
+    percent = ("goes_on", "other_loop", "control")
     table_of = "tried"
 
     prompt_tokens: int
@@ -115,57 +108,32 @@ class WhyLoop(Result):
         """Return what keeps the loop going, beside the control; or what was measured, and what to try."""
         if self.period is None:
             return f"The {len(self.ids) - self.prompt_tokens} tokens after the prompt end in no loop."
-        loop = f"the loop of period {self.period}"
+        loop, cases = f"the loop of period {self.period}", f"of {len(self.cuts)} cases"
         if self.goes_on < STANDS:
             return (
-                f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text; give the "
+                f"Undecided: {loop} goes on in {percent(self.goes_on)} {cases} if nothing is taken away; give the "
                 "prompt and the policy under which it was written."
             )
-        if self.kept_by == ("weights",):
-            share = self._of(self.tried[-1].goes_on)
-            return f"The weights alone keep {loop} going: after the first and the last token, in {share} cases."
         taken = [tried for tried in self.tried if tried.without in self.kept_by]
         if not taken:
-            without = [f"without the {tried.without} in {self._of(tried.goes_on)}" for tried in self.tried[:-1]]
-            return f"Undecided: {loop} goes on {word_list(without)} cases; try another prompt, or more cuts."
-        shares: list[str] = []
-        for tried in taken:  # each cause has a share of its own, as in the table
-            if tried.other_loop:
-                shares.append(f"{percent(tried.other_loop)}{f' ({tried.without})' * (len(taken) > 1)}")
-        follows = f", but another follows in {word_list(shares)}" if shares else ""
-        if len(taken) == 1 and self.needs_any_sink:
-            follows = f", but goes on in {percent(taken[0].from_start or 0.0)} if it is hidden from the start"
+            shares = [f"{percent(tried.goes_on)} without the {tried.without}" for tried in self.tried]
+            verdict = "The weights alone keep it going" if self.kept_by else "Undecided, try another prompt"
+            return f"{verdict}: {loop} goes on in {word_list(shares)} {cases}."
+        weakest = max(taken, key=lambda tried: tried.goes_on)
         causes = word_list([f"the {tried.without}" for tried in taken])
         if len(taken) > 1:
             causes = f"one of {causes}"
-        weakest = max(taken, key=lambda tried: tried.goes_on)
-        effect = Effect(1 - weakest.goes_on, 0.0, {"random changes": 1 - (weakest.control or 0.0)})
-        template = "Remove {causes}, and this loop stops in {value} of {count} cases{follows} ({control})."
-        return effect.sentence(template, causes=causes, count=str(len(self.cuts)), follows=follows)
-
-    @property
-    def needs_any_sink(self) -> bool:
-        """Whether the loop needs a sink, but goes on where another token than the first may become it."""
-        shares = [tried.from_start for tried in self.tried if tried.from_start is not None]
-        return bool(shares) and min(shares) >= STANDS * self.goes_on
+        other = max(tried.other_loop for tried in taken)
+        follows = f", but another follows in {percent(other)}" if other else ""
+        control = percent(1 - (weakest.control or 0.0))
+        stops = f"this loop stops in {percent(1 - weakest.goes_on)} {cases}"
+        return f"Remove {causes}, and {stops}{follows} (random changes: {control})."
 
     def details(self) -> list[str]:
-        """Return which sink the loop needs, and how much ordinary text was put before the text."""
-        lines: list[str] = []
-        for tried in self.tried:
-            if tried.from_start is not None:
-                which = "it needs a sink, not this one" if self.needs_any_sink else "no other token takes its place"
-                lines.append(
-                    "With the first token hidden from all others from the start, where another may become the sink, "
-                    f"the loop goes on in {self._of(tried.from_start)} cases: {which}."
-                )
-        if self.added:
-            ordinary = f"{count_of(self.added, 'token')} of ordinary text"
-            lines.append(f"{ordinary} stand before the prompt here, for a control.")
-        return lines
-
-    def _of(self, share: float) -> str:
-        return f"{round(share * len(self.cuts))} of {len(self.cuts)}"
+        """Return how much ordinary text was put before the text."""
+        if not self.added:
+            return []
+        return [f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."]
 
     def findings(self) -> list[Row]:
         """Return how often the loop goes on without each thing."""
@@ -179,19 +147,11 @@ class WhyLoop(Result):
 def draw(result: WhyLoop) -> Any:
     """Draw how often the loop goes on without each thing, beside random changes of the same size."""
     fig = panels(["share of continuations in which the same loop goes on"])
-    names: list[str] = []
-    for tried in result.tried:
-        names.append(tried.without if tried.control is not None else f"{tried.without}<br>(no control)")
-    fig.add_bar(x=names, y=[tried.goes_on for tried in result.tried], name="without it", marker_color=BLUE)
-    controls = [tried.control for tried in result.tried]
-    fig.add_bar(x=names, y=controls, name="under random changes", marker_color=GREY)
+    bars(fig, result.findings(), "share", BLUE, "without it")
+    bars(fig, result.findings(), "control", GREY, "under random changes")
     fig.add_hline(result.goes_on, line={"color": GREY, "dash": "dot"}, annotation_text="intact")
     fig.update_yaxes(range=[0, 1.05], tickformat=".0%")
     return figure_of(fig, result, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
-
-
-Continuations = dict[Removal, list[list[int]]]
-"""The tokens that follow each removal, for one cut after another."""
 
 
 @dataclass(frozen=True)
@@ -238,92 +198,54 @@ class LoopedText:
         """Return the length of a continuation: three periods at least."""
         return max(CONTINUED, 3 * self.loop.period)
 
-    def positions(self, removal: Removal, cut: int) -> list[int]:
-        """Return the positions that a removal takes from the cache at a cut."""
-        cause, is_random = removal
-        own = {
-            NO_REMOVAL: range(0),
-            "copies": range(max(1, self.loop.start), cut),
-            "sink": range(1),
-            CONTEXT: range(1, cut),
-        }[cause]
-        if not is_random:
-            return list(own)
-        random = Random(f"{self.setup.seed} {[cause]} 0 {cut}")
-        return random.sample(range(1, self.loop.start), len(own))
-
-    def removals(self, last_cut: int) -> list[Removal]:
-        """Return all removals, with random ones where enough tokens stand before the loop at all cuts."""
-        removals: list[Removal] = [(NO_REMOVAL, False), (CONTEXT, False)]
+    def removals(self, cut: int) -> dict[str, list[int]]:
+        """Return the positions that each removal takes, with random ones where enough tokens stand before the loop."""
+        start = self.loop.start
+        removals = {
+            NOTHING: [],
+            CONTEXT: [*range(1, cut)],
+            "copies": [*range(max(1, start), cut)],
+            "sink": [0],
+        }
         for cause in CAUSES:
-            removals.append((cause, False))
-            if len(self.positions((cause, False), last_cut)) < self.loop.start:
-                removals.append((cause, True))
+            count = len(removals[cause])
+            if count < start:
+                random = Random(f"{self.setup.seed} {[cause]} 0 {cut}")
+                removals[f"random {cause}"] = random.sample(range(1, start), count)
         return removals
 
     def continuations(self, cuts: Sequence[int]) -> Continuations:
         """Return the tokens that the model writes after each removal, at one cut after another.
 
-        All removals of a cut begin with the same tokens, which are read once where no intervention acts on them.
+        A removal that is not possible at the last cut, where the copies are the most, is none.
         """
-        target, edit = self.setup.target, self.setup.edit
-        removals = self.removals(cuts[-1])
-        written: Continuations = {removal: [] for removal in removals}
-        read = DynamicCache(config=target.config) if edit is None else None
+        written: Continuations = {name: [] for name in self.removals(cuts[-1])}
         for done, cut in enumerate(cuts):
             self.setup.progress("continuations", done, len(cuts))
-            removed = torch.zeros(len(removals), cut, dtype=torch.bool)
-            for row, removal in enumerate(removals):
-                removed[row, self.positions(removal, cut)] = True
-            cache = None
-            if read is not None:
-                self._read_up_to(cut - 1, read)
-                cache = deepcopy(read)
-                cache.batch_repeat_interleave(len(removals))
+            removals = self.removals(cut)
+            removed = torch.zeros(len(written), cut, dtype=torch.bool)
+            for row, name in enumerate(written):
+                removed[row, removals[name]] = True
             remove = RemoveTokens(removed)
-            rows = torch.tensor([self.ids[:cut]] * len(removals))
-            continued, _ = decode(target, rows, self.new_tokens, remove if edit is None else edit | remove, cache=cache)
-            for removal, tokens in zip(removals, continued, strict=True):
-                written[removal].append(tokens)
+            edit = remove if self.setup.edit is None else self.setup.edit | remove
+            rows = torch.tensor([self.ids[:cut]] * len(written))
+            continued, _ = decode(self.setup.target, rows, self.new_tokens, edit)
+            for name, tokens in zip(written, continued, strict=True):
+                written[name].append(tokens)
         return written
-
-    def hidden_from_start(self, cuts: Sequence[int]) -> list[list[int]]:
-        """Return the tokens that the model writes after each cut if no token ever sees the first one but itself."""
-        written: list[list[int]] = []
-        for cut in cuts:
-            rows = torch.tensor([self.ids[:cut]])
-            written += decode(self.setup.target, rows, self.new_tokens, Knockout([0]))[0]
-        return written
-
-    @torch.no_grad()
-    def _read_up_to(self, end: int, cache: DynamicCache) -> None:
-        """Let the model read the text to a position, into a cache of ours, which keeps all tokens in any layer."""
-        target = self.setup.target
-        new = torch.tensor([self.ids[cache.get_seq_length() : end]], device=target.device)
-        with under(Full(), target):
-            target.hf(input_ids=new, past_key_values=cache, use_cache=True)
 
     def goes_on(self, tokens: Sequence[int]) -> bool:
         """Return whether a continuation ends in the same loop, begun anywhere in it."""
-        if len(tokens) < self.new_tokens:
-            return False
         period = self.loop.period
         size = max(2 * period, 8)
-        end, cycle = list(tokens[-size:]), self.ids[-period:]
-        return any(end == [cycle[(begin + i) % period] for i in range(size)] for begin in range(period))
-
-    def share_going_on(self, continuations: Sequence[list[int]]) -> float:
-        """Return the share of continuations that end in the same loop."""
-        return fmean(map(self.goes_on, continuations))
+        rounds = self.ids[-period:] * (2 + size // period)
+        return any(rounds[begin : begin + size] == list(tokens[-size:]) for begin in range(period))
 
     def effect_of(self, cause: str, written: Continuations) -> RemovalEffect:
         """Compare the continuations without a cause with those of its random draws and of the intact cache."""
-        intact, own = self.share_going_on(written[NO_REMOVAL, False]), written[cause, False]
-        goes_on = self.share_going_on(own)
-        other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in own)
-        control = None
-        if (cause, True) in written:
-            control = self.share_going_on(written[cause, True])
+        shares = {name: fmean(map(self.goes_on, continued)) for name, continued in written.items()}
+        intact, goes_on, control = shares[NOTHING], shares[cause], shares.get(f"random {cause}")
+        other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in written[cause])
         ends = control is not None and intact > 0 and intact - goes_on >= STANDS * intact and goes_on < control
         return RemovalEffect(cause, goes_on, other, control, ends)
 
@@ -381,15 +303,15 @@ def why_loop(
     positions = looped.cuts(cuts)
     check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
     written = looped.continuations(positions)
-    goes_on = looped.share_going_on(written[NO_REMOVAL, False])
+    goes_on = fmean(map(looped.goes_on, written[NOTHING]))
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
-    for number, each in enumerate(tried):
-        if each.ends and each.without == "sink" and setup.edit is None:
-            hidden = looped.share_going_on(looped.hidden_from_start(positions))
-            tried[number] = replace(each, from_start=hidden)
     kept_by = tuple(each.without for each in tried if each.ends and goes_on >= STANDS)
     if not kept_by and min(goes_on, tried[-1].goes_on) >= STANDS:
         kept_by = ("weights",)
+    if "sink" in kept_by and setup.edit is None:
+        rows = [looped.ids[:position] for position in positions]
+        hidden = [decode(target, [row], looped.new_tokens, Knockout([0]))[0][0] for row in rows]
+        tried.append(looped.effect_of(FROM_START, written | {FROM_START: hidden}))
     return replace(
         text,
         period=loop.period,
