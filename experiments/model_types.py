@@ -53,7 +53,7 @@ is not found.
 a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers of released checkpoints.
 A type is **in full** if
 
-- a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
+- `find-sinks` runs, and reads the same attention from a folder;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
 - under `Full`, `generate` gives the tokens of the plain model, and H2O, StreamingLLM, LoopGuard and LoopServe run;
 - every site that is offered holds what its layer really adds or multiplies;

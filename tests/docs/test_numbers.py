@@ -1,6 +1,6 @@
 """Numbers of a page that stand in a figure's data are those of the data.
 
-A comment beside the numbers names the file and where each number stands; as it is written there, the page has to show it:
+A comment beside the numbers names the file and where each number stands; as it is written there, the page shows it:
 
     <!-- figures/find_sinks.json: {r.spikes[0].layers[1]}; {number('spike','norm','ratio'):.0f} times -->
 """
