@@ -56,6 +56,7 @@ def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
     assert facts.sink_heads(survey).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
 
 
+@pytest.mark.slow
 def test_stories_end_by_themselves_and_a_second_call_goes_on(tmp_path):
     """The teacher has random weights, so that it ends about one story in a hundred tokens."""
     model, tokenizer = tiny_model("llama")

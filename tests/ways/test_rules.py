@@ -5,14 +5,9 @@ The rules are those of `kv_reference`, and logits those of plain eager attention
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from kv_reference import REFERENCES, Seen, is_due
-from repository import ROOT
 from torch import Tensor, nn
 
 from sinkscope import SinkscopeError, kv
@@ -127,9 +122,3 @@ def test_a_policy_keeps_what_its_rule_says(draw, name, seed):
     if known:
         pytest.xfail(f"{said} ({known[0]})")
     pytest.fail(said)
-
-
-def test_the_net_is_a_command():
-    """As the page on tests types it, from the root of the tree."""
-    typed = [sys.executable, "-m", "tests.ways", "--help"]
-    subprocess.run(typed, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
