@@ -8,8 +8,6 @@ The figure shows the measure of each method with its 95 % interval, a colour for
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +18,8 @@ from experiments.drawn import draw, error_bars
 from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
 from sinkscope.bench.benchmark import bench
-from sinkscope.bench.finding import BenchGroup, finding
-from sinkscope.bench.methods import Method, read_method
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.table import PERCENT, tabulate_records
-from sinkscope.errors import SinkscopeError
 from sinkscope.measure.margin import share_interval
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
@@ -96,28 +91,8 @@ def figure(data: Row) -> Any:
     longest = max(len(row["method"]) for row in rows)
     bottom = max(170, 80 + 5 * longest)  # room for names that stand at an angle
     place = {"width": 1100, "height": 350 + bottom, "bottom": bottom, "legend": (60 - bottom) / 260}
-    return figure_of(fig, None, finding(groups_of(rows, measure)), barmode="group", **place)
-
-
-def groups_of(rows: Sequence[Row], measure: str) -> list[BenchGroup]:
-    """The rows as a table has them."""
-    groups = []
-    for row in rows:
-        costs = {"read": row.get("read"), "cells": row.get("cells")}
-        low, high = row["low"], row["high"]
-        if high is None:
-            low = high = math.nan
-        place = (row.get("task", "loops"), row["model"], row["set"], row["temperature"], method_of(row["method"]))
-        groups.append(BenchGroup(*place, row["answers"], row[measure], low, high, metrics=costs))
-    return groups
-
-
-def method_of(text: str) -> Method:
-    """The method of a row; of a package that is not installed here by its text alone."""
-    try:
-        return read_method(text)
-    except SinkscopeError:
-        return Method(text)
+    title = f"{AXES[measure]}: {data['settings']['task']} with {data['settings']['model']}"
+    return figure_of(fig, None, title, barmode="group", **place)
 
 
 def main(name: Literal[*RUNS], *, only: str = "", work: Path = Path("runs"), out: Path = Path("figures")) -> None:

@@ -15,7 +15,7 @@ from sinkscope.bench.task import PromptFile
 
 WORDS = "the cat is in a box and it is so that no one can see what we do now or then if you may be my own new".split()
 MODEL = {"name": "tiny", "family": "llama", "n_layers": 3, "d_model": 32, "d_mlp": 64, "fingerprint": "f00"}
-SETTINGS = {"model": MODEL, "device": "cpu", "dtype": "float32", "attention": "sdpa"}
+SETTINGS = {"model": MODEL, "device": "cpu", "dtype": "float32", "attention": "sdpa", "task": "file"}
 
 
 @cache

@@ -45,6 +45,7 @@ class _Costs(TypedDict):
 class _RunSettings(TypedDict):
     """What tables ask of the settings of a run."""
 
+    task: str
     model: ModelInfo
     device: str
     dtype: str

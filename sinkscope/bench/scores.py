@@ -14,9 +14,6 @@ from sinkscope.errors import SinkscopeError
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
-PERCENT = frozenset("loop loop_paper eos chance prefix score agree cells".split())
-"""Metrics that are shares."""
-
 
 def score(metric: str, text: str, answers: Sequence[str]) -> float:
     """Return the score of an output.

@@ -1,69 +1,108 @@
-"""Tables of benchmark records: one row per model, set and method, with scores beside costs."""
+"""Tables of benchmark records: one row per set and method, scores beside costs, and what they say in 30 words.
+
+1. Answers are grouped by set and method; the score of a prompt is the mean over its turns and seeds.
+2. The methods of a set are ranked by score; controls are not.
+3. The best one is compared with the next one, or with the control if there is none, prompt by prompt. If the interval
+   of the difference reaches zero, the two are too close to rank.
+4. If its score is that of chance, and the control's is not, nothing can be told of any method.
+"""
 
 from __future__ import annotations
 
 import html
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, combinations
-from operator import itemgetter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from math import isnan, nan
+from operator import attrgetter
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, ClassVar
 
-from sinkscope.bench.finding import BenchGroup, control_of, difference, finding, kept_words, mean_score, ranked
-from sinkscope.bench.methods import FULL, Method
-from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
-from sinkscope.bench.scores import PERCENT
+from sinkscope.bench.methods import FULL
+from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
-from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
-from sinkscope.measure.margin import Interval, known_numbers, mean_known
+from sinkscope.files.plain import plain
+from sinkscope.files.provenance import ModelInfo, provenance
+from sinkscope.files.store import differing
+from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, in_points, interval_of
 from sinkscope.results.result import Result
-from sinkscope.results.row import Kind, Mean, Row, row_beside
+from sinkscope.results.row import Kind, Mean, Row, row_beside, row_of
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
+
+NOT_RANKED = (FULL, "random", "sampling")
+"""Methods that a conclusion does not name as the best."""
+PERCENT = "loop loop_paper eos chance prefix score agree cells".split()
+"""Metrics that are shares."""
 
 
 def draw_bench(result: Any) -> Any:
-    """Draw the score of each method with 95 % intervals, and on each bar the tokens that a decoding step reads.
+    """Draw the score of each method with its margin, a colour for each set.
 
     Args:
         result: The `BenchTable`.
     """
-    import plotly.express as px
+    import plotly.graph_objects as go
 
-    from sinkscope.results.style import COLOURS, figure_of  # with plotly, which a printed table does not need
+    from sinkscope.results.style import COLOURS, bars, figure_of  # with plotly, which a printed table does not need
 
-    main = task_class(result.groups[0].task).main
-    frame = result.to_frame()
-    frame["set"] = (frame["set"] + ", " + frame["model"]).map(html.escape)
-    frame["method"] = frame["method"].map(html.escape)
-    frame["above"], frame["below"] = frame["high"] - frame[main], frame[main] - frame["low"]
-    fig = px.bar(
-        frame,
-        x="method",
-        y=main,
-        color="set",
-        text="read",
-        error_y="above",
-        error_y_minus="below",
-        color_discrete_sequence=[*COLOURS],
-    )
-    fig.update_traces(texttemplate="reads %{text:,.0f}", textposition="inside", insidetextanchor="start")
-    fig.update_xaxes(tickangle=-35, title_text="")
-    if main in PERCENT:
+    fig = go.Figure()
+    for number, groups in enumerate(result.sets()):
+        rows = [row_of("scores", group.method, score=group.mean()) for group in groups]
+        bars(fig, rows, "score", COLOURS[number % len(COLOURS)], html.escape(groups[0].set))
+    fig.update_xaxes(tickangle=-35)
+    if task_class(result.task).share:
         fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
     return figure_of(fig, result, width=1000, height=560, legend=-0.4, bottom=170, barmode="group")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchTable(Result):
-    """Scores and costs of methods.
+@dataclass(frozen=True)
+class BenchGroup:
+    """All answers to a set of prompts under one method.
 
     Attributes:
-        groups: Results by task, model, set and method.
+        set: Name of the set.
+        method: The method with its settings.
+        answers: Number of answers.
+        score: Mean of the task's main metric over prompts.
+        low: Lower end of its 95 % interval over prompts; NaN of fewer than three.
+        high: Upper end of that interval.
+        scores: The score of each prompt, mean over its turns and seeds.
+        parts: Mean of the main metric for each part of the set.
+        metrics: What it cost, and the task's further metrics; NaN where no answer has it, or the full cache, with which
+            `time` compares, was not run.
+    """
+
+    set: str
+    method: str
+    answers: int
+    score: float
+    low: float
+    high: float
+    scores: dict[str, float]
+    parts: dict[str, float]
+    metrics: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        """The method without its settings."""
+        return self.method.partition(":")[0]
+
+    def mean(self, kind: Kind = "number") -> Mean:
+        """Return the score with its margin and the scores of prompts."""
+        margin = None if isnan(self.low) else Interval(self.score, self.low, self.high).margin
+        return Mean(self.score, margin, tuple(self.scores.values()), kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTable(Result):
+    """Scores and costs of methods that answered a task with one model.
+
+    Attributes:
+        task: Name of the task.
+        groups: Results by set and method.
         beside: The method with which all others are compared, prompt by prompt. None: the best one of each set.
     """
 
@@ -82,210 +121,174 @@ class BenchTable(Result):
         "cached_peak": "Largest number of cached tokens after a decoding step, mean over answers",
     }
 
+    task: str
     groups: tuple[BenchGroup, ...]
     beside: str | None = None
+
+    def sets(self) -> list[list[BenchGroup]]:
+        """Return the groups of each set: those that are ranked, the best first, and then controls."""
+        return [[*groups] for _, groups in groupby(self.groups, attrgetter("set"))]
+
+    def difference(self, group: BenchGroup, other: BenchGroup) -> Interval | None:
+        """Return by how much the score of a group is larger than that of another one, prompt by prompt.
+
+        Returns:
+            None where both answered fewer than three prompts, or are the same: it is then not judged.
+        """
+        if group is other:
+            return None
+        return difference_of(group.scores, other.scores, DIFFERENCES if task_class(self.task).share else None)
+
+    @property
+    def parts(self) -> dict[str, None]:
+        """The parts of all sets."""
+        return dict.fromkeys(chain(*(group.parts for group in self.groups)))
 
     def rows(self) -> Table:
         """Return one row per group."""
         rows: Table = []
-        for group in self.groups:
-            lead = self.lead(group)
-            row = {
-                "task": group.task,
-                "model": group.model,
-                "set": group.set,
-                "method": str(group.method),
-                task_class(group.task).main: group.score,
-                "low": group.low,
-                "high": group.high,
-                "difference": None if lead is None else lead.mean,
-                "from": None if lead is None else lead.low,
-                "to": None if lead is None else lead.high,
-                **group.parts,
-                **group.metrics,
-                "answers": group.answers,
-                "temperature": group.temperature,
-            }
-            rows.append(row)
-        return rows
+        for groups in self.sets():
+            reference = self.beside or groups[0].method
+            for group in groups:
+                leads = [self.difference(group, other) for other in groups if other.method == reference]
+                lead = next(filter(None, leads), Interval(nan, nan, nan))
+                row = {
+                    "set": group.set,
+                    "method": group.method,
+                    task_class(self.task).main: group.score,
+                    "low": group.low,
+                    "high": group.high,
+                    "difference": lead.mean,
+                    "from": lead.low,
+                    "to": lead.high,
+                    **(self.parts | group.parts),
+                    **group.metrics,
+                    "answers": group.answers,
+                }
+                rows.append(row)
+        return plain(rows)
 
     def grids(self) -> list[Grid]:
-        """Return a table for each task."""
-        grids: list[Grid] = []
-        for task in dict.fromkeys(group.task for group in self.groups):
-            rows = [row for row in self.rows() if row["task"] == task]
-            main = task_class(task).main
-            scores, percent = [main, "low", "high", "difference", "from", "to"], [*PERCENT]
-            if main in PERCENT:
-                percent += [*scores, *chain(*(group.parts for group in self.groups))]
-            columns = strings(rows, percent)
-            sets = ["set"] if len({*columns["set"]}) > 1 else []
-            grids.append(Grid(columns, important=(*sets, "method", *scores)))
-        return grids
-
-    def lead(self, group: BenchGroup) -> Interval | None:
-        """Return how far a score is above that of the method with which all are compared; None if it is not known."""
-        others = [other for other in self.groups if other.place == group.place]
-        references = ranked(others)
-        if self.beside is not None:
-            references = [other for other in others if str(other.method) == self.beside]
-        if not references or references[0] is group:
-            return None
-        return difference(group, references[0])
-
-    def places(self) -> list[list[BenchGroup]]:
-        """Return the groups of each task, set and model."""
-        places: dict[tuple[str, ...], list[BenchGroup]] = {}
-        for group in self.groups:
-            places.setdefault(group.place, []).append(group)
-        return list(places.values())
-
-    def conclusion(self) -> str:
-        """Return what the first set says of its best method, with its cost."""
-        if not self.groups:
-            return "Nothing was answered."
-        return finding(self.places()[0])
-
-    def details(self) -> list[str]:
-        """Return what the other sets say, and which methods keep generated tokens."""
-        lines = [finding(groups) for groups in self.places()[1:]]
-        lines += [line for groups in self.places() for line in kept_words(groups)]
-        return lines
+        """Return the table."""
+        task, percent = task_class(self.task), PERCENT
+        scores = (task.main, "low", "high", "difference", "from", "to")
+        if task.share:
+            percent = [*PERCENT, *scores, *self.parts]
+        sets = ["set"] if len(self.sets()) > 1 else []
+        return [Grid(strings(self.rows(), percent), important=(*sets, "method", *scores))]
 
     def findings(self) -> list[Row]:
         """Return the score of each method beside that of the control, the best one of each set first."""
         rows: list[Row] = []
-        for groups in self.places():
-            control, best = control_of(groups), ranked(groups)[:1]
-            for group in sorted(groups, key=lambda group: group not in best):
-                task = task_class(group.task)
-                kind: Kind = "share" if task.main in PERCENT else "number"
-                score = Mean(group.score, group.margin, tuple(group.scores.values()), kind)
-                contrast = task.control if control is None else str(control.method)
-                label = f"{group.title}, {group.method}: {task.unit}"
-                beside = None if control is None else control.score
-                rows.append(row_beside(label, score, beside, contrast, texts=tuple(group.scores)))
+        task = task_class(self.task)
+        for groups in self.sets():
+            control, contrast = None, task.control
+            for group in [group for group in groups if group.name == task.control][:1]:
+                control, contrast = group.score, group.method
+            for group in groups:
+                score = group.mean("share" if task.share else "number")
+                label = f"{group.set}, {group.method}: {task.unit}"
+                rows.append(row_beside(label, score, control, contrast, texts=tuple(group.scores)))
         return rows
+
+    def conclusion(self) -> str:
+        """Return what the first set says: the best method, how far it is from the next or the control, and that."""
+        if not self.groups:
+            return "Nothing was answered."
+        task, (best, *others) = task_class(self.task), self.sets()[0]
+        form = ".0%" if task.share else ".2g"
+        title = f"{best.set} ({task.unit})"
+        said, control_has = f"{best.method} has {best.score:{form}}", f"{task.control} was not run"
+        if not isnan(best.low):
+            said += f" ({best.low:{form}} to {best.high:{form}})"
+        controls = [group for group in (best, *others) if group.name == task.control]
+        for control in controls[:1]:
+            control_has = f"control {control.method} has {control.score:{form}}"
+            by_chance = best.low <= max(0.0, best.metrics.get("chance", 0.0))  # not of NaN
+            if by_chance and task.share and not task.low_is_good and control.score > best.high:
+                return (
+                    f"Nothing can be told of methods in {title}: the best, {said}, like chance; {control_has}; give "
+                    "larger budgets or easier prompts."
+                )
+        said += f" in {title}"
+        rivals = [group for group in others if group.name not in NOT_RANKED]
+        for rival in [*rivals, *controls][:1]:
+            lead = self.difference(best, rival)
+            if lead is not None:
+                said += f", {in_points(lead.mean, lead, task.share)}, from {rival.method}"
+                if lead.low <= 0 <= lead.high:
+                    said += ": too close to rank"
+        return f"{said}; {control_has}."
 
 
 def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> BenchTable:
-    """Show scores beside costs from finished or unfinished runs.
+    """Show scores beside costs from finished or unfinished runs of one task and model.
 
     Args:
         folders: Folders of `sinkscope bench`.
         beside: The method with which all others are compared, prompt by prompt. None: the best one of each set.
 
     Raises:
-        SinkscopeError: A folder is not of a run, or no run has that method.
+        SinkscopeError: A folder is not of a run, no run has that method, or runs were measured under other settings.
     """
     return tabulate_records([read_run(Path(folder)) for folder in folders], beside=beside)
 
 
 def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> BenchTable:
-    """Group the records of runs by task, model, set and method. A record that several runs have counts once.
+    """Group the records of runs by set and method. A record that several runs have counts once.
 
     Args:
-        runs: The runs.
+        runs: The runs, at least one.
         beside: As for `bench_table`.
 
     Raises:
-        SinkscopeError: No method has that name, or runs of one task and model were measured under other settings.
+        SinkscopeError: No method has that name, or runs were measured under other settings.
     """
+    import pandas as pd  # slow to load
+
     started = time.perf_counter()
-    settings = [run.settings for run in runs]
-    for first, other in combinations(settings, 2):
-        check_conditions(first, other)
-    places: dict[tuple[Any, ...], dict[Method, dict[Hashable, BenchRecord]]] = {}
-    for run in runs:
-        for record in run:
-            about = record.settings
-            place = (record.task, run.settings["model"]["name"], about["set"], about["temperature"])
-            places.setdefault(place, {}).setdefault(record.method, {}).setdefault(record.key, record)
+    settings = runs[0].settings
+    for run in runs[1:]:
+        other = differing(settings, run.settings)
+        if other:
+            raise SinkscopeError(f"runs were measured under other settings ({other}): show them in a table each")
+    task = task_class(settings["task"])
+    records = {record.key: record for run in reversed(runs) for record in run}
+    names = {task.main: None, **dict.fromkeys(["seconds", "read", "cells", "cached_peak", *task.columns])}
+    answers: Table = []
+    for record in records.values():
+        about = {"set": record.settings["set"], "part": str(record.settings.get("part", ""))}
+        about |= {"method": str(record.method), "prompt": record.prompt, "tokens": len(record.tokens)}
+        answers.append(names | record.metrics | about)
+    frame: Any = pd.DataFrame(answers, columns=["set", "part", "method", "prompt", "tokens", *names])
+    frame = frame.astype(dict.fromkeys(names, float))
+    by_method = frame.groupby(["set", "method"], sort=False)
+    sums = by_method[["seconds", "tokens"]].sum()
+    speeds = sums["seconds"] / sums["tokens"]
     groups: list[BenchGroup] = []
-    for place, methods in sorted(places.items(), key=itemgetter(0)):  # methods stay in the order of their answers
-        full = [*methods.get(Method(FULL), {}).values()]
-        for method, records in methods.items():
-            groups.append(_group(place, method, [*records.values()], full))
-    known = dict.fromkeys(str(group.method) for group in groups)
-    if beside is not None and beside not in known:
+    for (of_set, method), of_method in by_method:
+        scores = of_method.groupby("prompt", sort=False)[task.main].mean().dropna()
+        parts = of_method[of_method["part"] != ""].groupby("part", sort=False)[task.main].mean()
+        metrics = of_method[[*names]].mean().drop([task.main, "seconds"])
+        metrics["time"] = speeds[of_set, method] / speeds.get((of_set, FULL), nan)
+        if "alarm" in metrics:
+            metrics["alarm"] = of_method["alarm"].median()  # not every run has one
+        score = interval_of(scores.to_numpy(), SCORES if task.share else None)
+        score = score or Interval(scores.mean(), nan, nan)
+        numbers = (len(of_method), score.mean, score.low, score.high)
+        groups.append(BenchGroup(of_set, method, *numbers, *(each.to_dict() for each in (scores, parts, metrics))))
+    known = dict.fromkeys(group.method for group in groups)
+    if beside not in {None, *known}:
         raise SinkscopeError(f"--beside {beside}: expected {', '.join(known)}")
-    origin = provenance(
-        started=started,
-        device=_each(settings, "device"),
-        dtype=_each(settings, "dtype"),
-        attention=_each(settings, "attention"),
-        seed=min((record.seed for run in runs for record in run), default=0),
+    sign = 1 if task.low_is_good else -1
+    groups.sort(key=lambda group: (group.set, group.name in NOT_RANKED, sign * group.score))
+    seed = min((record.seed for record in records.values()), default=0)
+    where = {name: settings[name] for name in ("device", "dtype", "attention")}
+    return BenchTable(
+        model=ModelInfo(**settings["model"]),
+        settings=settings,
+        provenance=provenance(started=started, seed=seed, **where),
+        task=task.name,
+        groups=tuple(groups),
+        beside=beside,
     )
-    models = [setting["model"] for setting in settings]
-    model = ModelInfo(**models[0])
-    if any(model_info != models[0] for model_info in models):
-        model = replace(UNKNOWN_MODEL, name=_each(models, "name"), family=_each(models, "family"))
-    return BenchTable(model=model, settings={"runs": settings}, provenance=origin, groups=tuple(groups), beside=beside)
-
-
-def check_conditions(first: dict[str, Any], other: dict[str, Any]) -> None:
-    """Refuse runs of one task and one name of a model whose answers were made under other conditions.
-
-    Raises:
-        SinkscopeError: Settings differ by which answers may.
-    """
-    if (first.get("task"), first["model"]["name"]) != (other.get("task"), other["model"]["name"]):
-        return
-    one_run, other_run = (run | {"model": run["model"]["fingerprint"]} for run in (first, other))
-    for name in sorted({*first, *other} - {"command", "temperature"}):
-        one, another = one_run.get(name), other_run.get(name)
-        if one != another:
-            raise SinkscopeError(
-                f"{first['model']['name']}: measured under other settings ({name} is {one!r:.60} and {another!r:.60}): "
-                "show them in a table each"
-            )
-
-
-def _each(settings: Sequence[Mapping[str, Any]], name: str) -> str:
-    """The different values of a setting, after one another."""
-    return ", ".join(dict.fromkeys(str(setting[name]) for setting in settings))
-
-
-def _group(
-    place: tuple[Any, ...], method: Method, records: Sequence[BenchRecord], full: Sequence[BenchRecord]
-) -> BenchGroup:
-    """The row of a method, beside the records of the full cache."""
-    name, model, of_set, temperature = place
-    task = task_class(name)
-    by_prompt: dict[str, list[float]] = {}
-    by_part: dict[str, list[float]] = {}
-    for record in records:
-        for value in known_numbers([record.metrics.get(task.main)]):
-            by_prompt.setdefault(record.prompt, []).append(value)
-            by_part.setdefault(str(record.settings.get("part", "")), []).append(value)
-    scores = {prompt: fmean(values) for prompt, values in by_prompt.items()}
-    mean = mean_score(name, [*scores.values()])
-    metrics: Metrics = {}
-    for metric in ("read", "cells", "time", "cached_peak", *task.columns):
-        metrics[metric] = mean_known(record.metrics.get(metric) for record in records)
-    whole = _seconds_per_token(full)
-    if whole:
-        metrics["time"] = _seconds_per_token(records) / whole
-    alarms = known_numbers(record.metrics.get("alarm") for record in records)
-    if alarms:
-        metrics["alarm"] = median(alarms)  # not every run has one
-    parts = {part: fmean(values) for part, values in by_part.items() if part}
-    return BenchGroup(
-        name,
-        model,
-        of_set,
-        temperature,
-        method,
-        len(records),
-        mean.mean,
-        mean.low,
-        mean.high,
-        scores,
-        parts,
-        metrics,
-    )
-
-
-def _seconds_per_token(records: Sequence[BenchRecord]) -> float:
-    seconds = sum(record.metrics["seconds"] or 0.0 for record in records)
-    return seconds / max(1, sum(len(record.tokens) for record in records))

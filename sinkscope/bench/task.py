@@ -61,8 +61,7 @@ class Task(ABC):
         main: Metric by which methods are compared.
         low_is_good: Whether a small value of that metric is good.
         unit: What the metric counts, in words.
-        shown: How a value is written.
-        measured_in: What stands after it.
+        share: Whether it is a share, 0 to 1.
         control: Method whose value a conclusion states beside the best one.
         columns: Further metrics that tables show.
         budget: Budget of methods that state none.
@@ -76,8 +75,7 @@ class Task(ABC):
     main: ClassVar[str] = "score"
     low_is_good: ClassVar[bool] = False
     unit: ClassVar[str] = "score"
-    shown: ClassVar[str] = "{:.0%}"
-    measured_in: ClassVar[str] = ""
+    share: ClassVar[bool] = True
     control: ClassVar[str] = FULL
     columns: ClassVar[tuple[str, ...]] = ("chance",)
     budget: ClassVar[Budget] = 0.125
@@ -89,11 +87,6 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @classmethod
-    def value_in_words(cls, value: float) -> str:
-        """Return a value of `main` with its unit."""
-        return f"{cls.shown.format(value)} {cls.measured_in}".strip()
 
     @abstractmethod
     def prompts(self, target: Target) -> list[Prompt]:

@@ -47,6 +47,16 @@ def begun_by(folder: Path) -> str | None:
     return settings.get("command") if isinstance(settings, dict) else None
 
 
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the settings that differ, with both values; empty if none do."""
+    names: list[str] = []
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if old != new:
+            names.append(f"{name} was {json.dumps(old):.160}, now {json.dumps(new):.160}")
+    return ", ".join(names)
+
+
 class Keyed:
     """A dataclass that a folder holds once per key; its fields are JSON types."""
 
@@ -137,15 +147,11 @@ class Folder(Generic[R]):
             earlier = read_json(folder / SETTINGS, "give another folder")
             if not isinstance(earlier, dict):
                 earlier = {}
-            if earlier != self._settings and (self.records or earlier.keys() != self._settings.keys()):
-                names: list[str] = []
-                for name in sorted({*earlier, *self._settings}):
-                    before, now = earlier.get(name), self._settings.get(name)
-                    if before != now:
-                        names.append(f"{name} was {json.dumps(before):.60}, now {json.dumps(now):.60}")
+            other = differing(earlier, self._settings)
+            if other and (self.records or earlier.keys() != self._settings.keys()):
                 raise SinkscopeError(
-                    f"{self._option} {self.name} was begun with other settings ({', '.join(names)}): give the same "
-                    "settings, or another folder"
+                    f"{self._option} {self.name} was begun with other settings ({other}): give the same settings, or "
+                    "another folder"
                 )
         if not self.records:  # nothing is lost if a run that could not begin is begun with other settings
             write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")

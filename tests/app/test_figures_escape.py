@@ -12,7 +12,6 @@ from repository import FIGURES
 from sample_results import sample_find_sinks
 
 from sinkscope.app.compare import compare
-from sinkscope.bench.methods import Method
 from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.kinds import kind_modules as kinds
 from sinkscope.results.result import Result
@@ -38,13 +37,13 @@ def _by_hand() -> Iterator[Result]:
     """Kinds of which no file lies in figures/."""
     sample = sample_find_sinks()
     groups = tuple(
-        BenchGroup("recall", sample.model.name, "recall", 0.0, Method(name), 4, 0.5, 0.2, 0.8, metrics={"read": 9.0})
+        BenchGroup("recall", name, 4, 0.5, 0.2, 0.8, scores={}, parts={}, metrics={"read": 9.0})
         for name in ("full", "a:b")
     )
     of_texts = (Mean(30.0, None, heads, "count") for heads in ((30.0, 34.0, 32.0, 31.0), (20.0, 23.0, 24.0, 22.0)))
     readers = (row_of("attention", "the first token", heads=heads, total=48) for heads in of_texts)
     yield compare(*(replace(sample, attention=(row, *sample.attention[1:])) for row in readers))
-    yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
+    yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, task="recall", groups=groups)
 
 
 @cache

@@ -43,9 +43,8 @@ class TextFidelity(Task):
     name = "text"
     main = "kl"
     low_is_good = True
-    unit = "KL to full"
-    shown = "{:.2g}"
-    measured_in = "nats"
+    unit = "KL to full, nats"
+    share = False
     control = "random"
     columns = ("agree", "first")
     together = True
