@@ -37,8 +37,6 @@ REFUSED = {
     'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'bands' or 'faithful'",
     'ss.LoopServe(prefill="no")': "LoopServe: prefill='no': expected a valid boolean",
     "ss.LoopServe(prefill=False, decode=False)": "nothing would be done",
-    "ss.LoopGuard.paper(budget=32, anchors=32)": "budget=32 leaves nothing beside the 32 anchors: expected at least 33",
-    "ss.LoopGuard(budget=8, anchors=9)": "at least 10",
     'ss.LoopGuard(monitor={"warmup": 9})': "expected MonitorSettings(...) or PaperSettings(...)",
     "ss.Steer(penalty=0, temperature=0)": "does nothing: give LoopGuard(steer=None)",
     "ss.Steer(penalty=-1)": "penalty=-1: expected greater than or equal to 0",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -132,29 +131,6 @@ def copied_tokens(row: WatchedRow) -> int:
     if tail is None:
         return 0
     return max(0, row.written - tail.start - tail.period)
-
-
-def event_data(
-    row: WatchedRow,
-    period: int | None,
-    bad: range,
-    cached: list[int],
-    kept_positions: list[int],
-    level: int = 0,
-    taken_back: int = 0,
-) -> dict[str, Any]:
-    """Return the data of an event."""
-    return {
-        "period": period,
-        "bad": ranges_of(bad),
-        "level": level,
-        "cached_before": len(cached),
-        "taken_back": taken_back,
-        "left_in_text": 0 if taken_back else copied_tokens(row),
-        "kept": ranges_of(kept_positions),
-        "kept_count": len(kept_positions),
-        "generated": row.written,
-    }
 
 
 def cached_positions(layers: list[CacheLayer], row: int) -> list[int]:

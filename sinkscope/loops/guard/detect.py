@@ -129,37 +129,6 @@ def monitors(settings: Settings, tokenizer: Any = None) -> Callable[..., Monitor
     return partial(Monitor, settings, words_of)
 
 
-def push(
-    rows: Sequence[WatchedRow],
-    tokens: Int[Tensor, " row"],
-    p_max: Float[Tensor, " row"] | None,
-    ends: Collection[int],
-) -> list[int]:
-    """Add the next token of every row, and the largest probability of the token after it.
-
-    Args:
-        rows: The rows. Those that have ended are ignored.
-        tokens: Their tokens.
-        p_max: The probabilities; None if they are not needed.
-        ends: Ids that end a row.
-
-    Returns:
-        The numbers of the rows whose monitor triggers.
-    """
-    probabilities: list[float | None] = [None] * len(rows)
-    if p_max is not None:
-        probabilities = p_max.tolist()
-    alarms: list[int] = []
-    for number, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-        if token in ends:
-            row.monitor.end()
-        if row.monitor.ended:
-            continue
-        if row.add(token, probabilities[number]):
-            alarms.append(number)
-    return alarms
-
-
 def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
     """Return the largest probability of any token, max_v Pr(v), in float32."""
     logits = logits.detach().float()

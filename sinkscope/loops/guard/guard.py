@@ -2,8 +2,8 @@
 
 What happens after each call of the model (`GuardActor.after`):
 
-1. A prompt begins new rows, each with a monitor of its own (`_new_rows`).
-2. Each row's monitor takes its newest token and says whether to intervene, Eqs. 8 and 9 (`push`).
+1. A prompt begins new rows, each with a monitor of its own (`_begin_rows`).
+2. Each row's monitor takes its newest token and says whether to intervene, Eqs. 8 and 9 (`WatchedRow.add`).
 3. Where a row repeats itself is found, I_bad(t) (`find_repetition`), and what of it is cut (`LoopGuard.to_cut`).
 4. Anchors, a sparse history and clean recent tokens are kept, Eqs. 10 and 11 (`tokens_to_keep`); everything else
    leaves all layers and heads (`evict_rows`).
@@ -26,19 +26,20 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.rows import TokenPositions
 from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import Step, TakeBack
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.loops.guard.cut import (
     Retention,
     cached_positions,
-    event_data,
+    copied_tokens,
     evict_rows,
     find_repetition,
+    ranges_of,
     tokens_to_keep,
 )
-from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
+from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors
 from sinkscope.loops.guard.steer import LENIENT, Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings
@@ -49,7 +50,6 @@ from sinkscope.results.notation import count_of, word_list
 CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, and has a place in float16
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
 _GUARDED = "guarded rows"
-ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 DEFAULT_MONITOR = MonitorSettings(cooldown=8, most_copies=20)
 """A loop that goes on is met with more than a cut: no need to wait. 20 copies of anything are one, data too."""
 DEFAULT_STEER = Steer()
@@ -73,8 +73,8 @@ class LoopGuard(Intervention):
     Attributes:
         budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt. Between
             interventions the cache grows beyond it; `StreamingLLM(budget=B) | LoopGuard(budget=B)` always holds it.
-        anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
-            quarter of the budget.
+        anchors: Number of first positions that are kept (N_anchor; 32 in the paper), but at most a quarter of the
+            budget.
         monitor: When to intervene. `MonitorSettings` looks for copies, by default with a cooldown of 8, and takes 20
             copies of anything for a loop; `PaperSettings` takes the paper's votes. An act is soon after another within
             its `window` (W). Under `PaperSettings` recent tokens come from the last W tokens alone (`Retention`), so an
@@ -94,7 +94,7 @@ class LoopGuard(Intervention):
     each within W tokens of the next).
 
     Raises:
-        SinkscopeError: The budget leaves nothing beside the anchors, or another setting is invalid.
+        SinkscopeError: A setting is invalid.
         UnsupportedError: Beam search reorders rows, assisted generation takes tokens back, or a policy in the same run
             rebases positions.
 
@@ -105,7 +105,7 @@ class LoopGuard(Intervention):
     """
 
     budget: Budget = field(default=1024, kw_only=False)
-    anchors: Whole | None = None
+    anchors: Whole = 32
     monitor: Annotated[Settings, Wording("MonitorSettings(...) or PaperSettings(...)")] = DEFAULT_MONITOR
     steer: Annotated[Steer | None, Wording("Steer(...) or None")] = DEFAULT_STEER
     local: Whole = 4
@@ -114,8 +114,6 @@ class LoopGuard(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if isinstance(self.budget, int):
-            self.retention(0)
 
     @classmethod
     def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopGuard:
@@ -147,35 +145,14 @@ class LoopGuard(Intervention):
             return "LoopGuard found no loop and changed nothing."
         first, *more = cuts
         rows = sorted({event.row for event in cuts})
-        where = f", in rows {word_list(rows)}" if len(rows) > 1 else ""
-        then = f"Then {count_of(len(more), 'more alarm')} followed{where}." if more else "No further alarms."
-        return f"{event_in_words(first, self.act)} {then}"
-
-    def check_prompt(self, tokens: int) -> None:
-        """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
-        self.retention(tokens)
+        then = f"Then {count_of(len(more), 'more alarm')} followed, in rows {word_list(rows)}."
+        return f"{event_in_words(first, self.act)} {then if more else 'No further alarms.'}"
 
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """Return what is kept of a row of `prompt` prompt tokens, if a policy in the run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else share_of(self.budget, prompt)
-        anchors = max(self.first_tokens(budget), min(first, budget - 1))
-        if budget <= anchors:
-            raise SinkscopeError(
-                f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
-                f"{anchors + 1}; raise the budget or keep fewer anchors"
-            )
-        return Retention(budget, anchors, self.recent_window)
-
-    def first_tokens(self, budget: int) -> int:
-        """Return the number of anchors: the given one, or 32, but at most a quarter of the budget."""
-        if self.anchors is not None:
-            return self.anchors
-        return min(ANCHORS, budget // 4)
-
-    @property
-    def kept_first(self) -> int:
-        """Number of anchors. A budget that is a fraction is not known before the prompt: all 32 are assumed to fit."""
-        return self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
+        anchors = min(self.anchors, budget // 4)
+        return Retention(budget, max(anchors, min(first, budget - 1)), self.recent_window)
 
     def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
         """Return the range [begin, end) of positions to remove for a repetition that reaches the last token.
@@ -195,7 +172,10 @@ class LoopGuard(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
-        keeper = CacheKeeper.of(run, first=self.kept_first)
+        first = self.anchors  # of a budget that is a fraction, before the prompt is known
+        if isinstance(self.budget, int):
+            first = self.retention(0).anchors
+        keeper = CacheKeeper.of(run, first=first)
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         keeper.watch_decoding(run)
@@ -208,20 +188,15 @@ class LoopGuard(Intervention):
 def event_in_words(event: Event, act: str) -> str:
     """Return what the guard found and did in one of its events."""
     data = event.data
-    alarm = "an alarm"
+    found = f"After {count_of(data['generated'], 'new token')} of row {event.row} the guard found a loop."
     if data["period"] is not None:
-        alarm = f"a repetition of {count_of(data['period'], 'token')}"
-    row = f" of row {event.row}" if event.row else ""
-    alarm_in_words = f"After {count_of(data['generated'], 'new token')}{row} the guard found {alarm}."
-    if act == "report":
-        return f"{alarm_in_words} It changed nothing."
-    if act == "stop":
-        return f"{alarm_in_words} It ended the row."
-    cached = count_of(data["cached_before"], "cached token")
+        found = f"{found[:-1]} with a period of {count_of(data['period'], 'token')}."
+    if act in ("report", "stop"):
+        return f"{found} It {'changed nothing' if act == 'report' else 'ended the row'}."
     text = f"took {count_of(data['taken_back'], 'token')} back"
     if data["left_in_text"]:
         text = f"left {count_of(data['left_in_text'], 'repeated token')} in the text"
-    return f"{alarm_in_words} It kept {data['kept_count']} of {cached} and {text}."
+    return f"{found} It kept {data['kept_count']} of {count_of(data['cached_before'], 'cached token')} and {text}."
 
 
 @dataclass(eq=False)
@@ -250,10 +225,16 @@ class GuardActor(Actor):
             return None
         rows.seen = step.past + 1
         rows.count += 1
-        largest = largest_probability(logits) if isinstance(self.settings, PaperSettings) else None
-        alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
-        if step.draft is not None:  # a full row goes on as padding
-            alarms = [number for number in alarms if not step.draft.ended[number]]
+        largest: list[float | None] = [None] * len(ids)
+        if isinstance(self.settings, PaperSettings):
+            largest = largest_probability(logits).tolist()
+        alarms: list[int] = []
+        for number, (row, token) in enumerate(zip(rows.rows, ids[:, -1].tolist(), strict=True)):
+            if token in rows.ends:
+                row.monitor.end()
+            triggers = not row.monitor.ended and row.add(token, largest[number])
+            if triggers and (step.draft is None or not step.draft.ended[number]):  # a full row goes on as padding
+                alarms.append(number)
         back = self._respond(step, rows, alarms) if alarms else None
         if self.guard.act == "stop":
             self._stop(rows, alarms, logits)
@@ -290,56 +271,48 @@ class GuardActor(Actor):
             logits[list(steered)] = changed.to(logits.device)
 
     def _rows_of(self, step: Step, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
-        """The rows that go on by one token; None after a prompt, which begins new ones."""
-        guarded = step.state.known.get(_GUARDED)
-        rows = guarded if isinstance(guarded, GuardedRows) else None
+        """The rows that go on by one token; None after a prompt, or a part of one, which begins new ones."""
+        rows = step.state.known.get(_GUARDED)
+        if not isinstance(rows, GuardedRows) or len(rows.rows) != len(ids):
+            rows = None
         if step.state.prefilling:
-            step.state.known[_GUARDED] = self._new_turn(step, rows, ids)
+            prompts: list[list[int]] = []
+            for row_ids, row_index in zip(ids, step.index.to(ids.device), strict=True):
+                prompts.append(row_ids[row_index >= 0].tolist())
+            if rows is not None and rows.count == 0 and step.past > 0:
+                prompts = [[*row.ids, *new] for row, new in zip(rows.rows, prompts, strict=True)]
+            self._begin_rows(step, prompts)
             return None
-        if rows is None or step.past != rows.seen or len(rows.rows) != len(ids):
+        if rows is None or step.past != rows.seen:
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
-            rows = self._new_rows(step, step.past, [[] for _ in ids])
-            step.state.known[_GUARDED] = rows
+            rows = self._begin_rows(step, [[] for _ in ids])
         return rows
 
-    def _new_turn(self, step: Step, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
-        """Start following rows at a prompt, a further part of one, or a new turn."""
-        if len(step.layers) < len(step.cache.layers):
-            self._spare_states(step)
-        past = step.past
-        prompt_ids: list[list[int]] = []
-        for row_ids, row_index in zip(ids, step.index.to(ids.device), strict=True):
-            prompt_ids.append(row_ids[row_index >= 0].tolist())
-        if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.rows) == len(ids):
-            prompt_ids = [[*row.ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
-        return self._new_rows(step, past + ids.shape[1], prompt_ids)
-
-    def _spare_states(self, step: Step) -> None:
-        """Say that nothing is taken back where layers keep a state, such as those of linear attention."""
+    def _begin_rows(self, step: Step, prompts: list[list[int]]) -> GuardedRows:
+        """Watch rows anew, whose last ids are those of their prompts that are known."""
         states = len(step.cache.layers) - len(step.layers)
-        warn(
-            f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
-            "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
-        )
-
-    def _new_rows(self, step: Step, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
-        prompt: list[int] = (step.columns[:, :seen].amax(1) + 1).tolist()
+        if states and step.state.prefilling:
+            warn(
+                f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
+                "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
+            )
         settings = step.settings or getattr(self.run.target.hf, "generation_config", None)
         stops = ids_of_setting(settings, "eos_token_id")
-        ends = set(stops)
+        if self.guard.act == "stop" and not stops:
+            raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
+        ends = {*stops}
         if stops:  # a row that has ended goes on as padding; without an end no row does
             ends.update(ids_of_setting(settings, "pad_token_id"))
         tokenizer = self.run.target.available_tokenizer
         monitor = monitors(self.settings, tokenizer)
+        known = step.tokens if step.state.prefilling else step.earlier
         rows: list[WatchedRow] = []
-        for length, row_ids in zip(prompt, prompt_ids, strict=True):
-            asked = 0
-            if tokenizer is not None and isinstance(self.settings, MonitorSettings):
-                asked = asked_copies(tokenizer.decode(row_ids[-ASKED_WITHIN:]))
-            rows.append(WatchedRow(partial(monitor, asked=asked), length, row_ids))
-        if self.guard.act == "stop" and not stops:
-            raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
-        return GuardedRows(rows, seen, ends, stops)
+        for length, prompt in zip(known.length.tolist(), prompts, strict=True):
+            asked = 0 if tokenizer is None else asked_copies(tokenizer.decode(prompt[-ASKED_WITHIN:]))
+            rows.append(WatchedRow(partial(monitor, asked=asked), length, prompt))
+        begun = GuardedRows(rows, known.seen, ends, stops)
+        step.state.known[_GUARDED] = begun
+        return begun
 
     def _respond(self, step: Step, rows: GuardedRows, alarms: list[int]) -> TakeBack | None:
         """Log the alarms of rows; unless alarms are only reported, cut the cache of the rows that loop."""
@@ -354,41 +327,44 @@ class GuardActor(Actor):
             row, cached = rows.rows[number], cached_positions(step.layers, number)
             retention = self.guard.retention(row.prompt, self.keeper.anchors)
             begin, period = find_repetition(row, retention)
+            bad, stay, level, back = range(begin, row.length), cached, 0, 0
             if cuts:
-                taken_back[number] = self._count_to_take_back(step, row, number)
-                bad, level = self._bad_tokens(row, begin, period, taken_back[number], rows.count)
+                back = self._count_to_take_back(step, row, number)
+                level = self._steer_from_here(row, back, rows.count)
+                bad = range(*self.guard.to_cut(begin, row.length, period))
+                if back:
+                    bad = range(row.length - back, row.length)
+                    taken_back[number] = back
                 stay = tokens_to_keep(cached, row.length, bad, retention, level)
-                data = event_data(row, period, bad, cached, stay, level, taken_back[number])
-                if taken_back[number]:  # the last token that stays is read again
-                    stay = [position for position in stay if position < row.length - taken_back[number] - 1]
-                stays[number] = stay
-            else:
-                data = event_data(row, period, range(begin, row.length), cached, cached)
+                last = row.length - back - 1 if back else row.length  # the last token that stays is read again
+                stays[number] = [position for position in stay if position < last]
+            data = {
+                "period": period,
+                "bad": ranges_of(bad),
+                "level": level,
+                "cached_before": len(cached),
+                "taken_back": back,
+                "left_in_text": 0 if back else copied_tokens(row),
+                "kept": ranges_of(stay),
+                "kept_count": len(stay),
+                "generated": row.written,
+            }
             events.append(Event(number, step.number, row.length - 1, None, None, LoopGuard.KIND, data))
         if cuts:
             evict_rows(step.layers, stays)
-        back = None
-        if any(taken_back.values()):
-            back = self._take_back(step, rows, taken_back)
         self.run.log(lambda: events)
-        return back
+        return self._take_back(step, rows, taken_back) if taken_back else None
 
-    def _bad_tokens(
-        self, row: WatchedRow, begin: int, period: int | None, taken_back: int, now: int
-    ) -> tuple[range, int]:
-        """The positions of a row to remove, and the level; from here on the row is steered."""
+    def _steer_from_here(self, row: WatchedRow, taken_back: int, now: int) -> int:
+        """Steer a row that looped from here on; return the level of its act."""
         if row.steering is None:
             penalty = 0.0 if self.guard.steer is None else self.guard.steer.penalty
             row.steering = Steering(penalty, self.settings.window, row.length - taken_back)
         tail, rule = row.monitor.last.tail, row.monitor.rule
-        has_numbers = tail is not None and not tail.exact
-        if has_numbers and isinstance(rule, CopyRule) and not row.steering.copies.equates_numbers:
+        if tail is not None and not tail.exact and isinstance(rule, CopyRule):
             row.steering.copies = EarlierCopies(LENIENT + 1, rule.is_number)
         rule.looped = True
-        level = row.steering.act(row.ids, taken_back, now)
-        if taken_back:
-            return range(row.length - taken_back, row.length), level
-        return range(*self.guard.to_cut(begin, row.length, period)), level
+        return row.steering.act(row.ids, taken_back, now)
 
     def _take_back(self, step: Step, rows: GuardedRows, taken_back: dict[int, int]) -> TakeBack:
         """Take tokens of some rows out of the cache, and the token before them, which is read again."""
@@ -396,8 +372,6 @@ class GuardActor(Actor):
         columns = state.tokens.pos.clone()
         reread: dict[int, int] = {}
         for number, count in taken_back.items():
-            if not count:
-                continue
             row = rows.rows[number]
             reread[number] = row.ids[-count - 1]
             row.take_back(count + 1)
@@ -412,12 +386,9 @@ class GuardActor(Actor):
 
     def _count_to_take_back(self, step: Step, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
-        draft, tail = step.draft, row.monitor.last.tail
+        draft, count = step.draft, copied_tokens(row)
         has_states = len(step.layers) < len(step.cache.layers)
-        if not self.run.takes_back or draft is None or tail is None or has_states:
-            return 0
-        count = row.written - tail.start - tail.period
-        if not 0 < count <= draft.allowance[number]:
+        if not self.run.takes_back or draft is None or has_states or count > draft.allowance[number]:
             return 0
         draft.allowance[number] -= count
         return count

@@ -168,11 +168,6 @@ class EarlierCopies:
         self._row: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}  # last tokens -> places behind them, ascending
 
-    @property
-    def equates_numbers(self) -> bool:
-        """Whether numbers count as equal."""
-        return self._is_number is not None
-
     def follow(self, ids: Sequence[int]) -> None:
         """Read what is new at the end of a row."""
         for token in ids[len(self._row) :]:
