@@ -74,21 +74,19 @@ def test_a_summary_says_what_the_guard_did_and_in_which_rows(model):
         with guard.on(model) as run:
             model.generate(prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=2)
         run.log(lambda: [Event(1, 9, 30, None, None, "guard", {"period": 3, "generated": 24})])
-        assert (
-            run.summary()
-            == f"After 24 new tokens of row 1 the guard found a loop with a period of 3 tokens. {then} No further alarms."
-        )
+        found = "After 24 new tokens of row 1 the guard found a loop with a period of 3 tokens."
+        assert run.summary() == f"{found} {then} No further alarms."
 
 
 def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard(model):
     prompt, mask = prompts([60])
     new = torch.tensor([looping(3, 40)])
-    for policy, anchors, first in (
-        (StreamingLLM(budget=40, first=16), 6, 16),
-        (StreamingLLM(budget=20, first=4), 12, 10),  # half of the budget is left for the latest tokens
-        (H2O(budget=40), 12, 12),
+    for policy, budget, first in (
+        (StreamingLLM(budget=40, first=16), 24, 16),
+        (StreamingLLM(budget=20, first=4), 48, 10),  # half of the policy's budget is left for the latest tokens
+        (H2O(budget=40), 48, 12),
     ):
-        guard = LoopGuard.paper(budget=48, anchors=anchors, monitor=EAGER)
+        guard = LoopGuard.paper(budget, anchors=16, monitor=EAGER)
         cache = DynamicCache()
         with (policy | guard).on(model) as run:
             feed(model, prompt, mask, new, cache)
