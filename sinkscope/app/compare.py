@@ -11,7 +11,7 @@ import html
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,8 +23,8 @@ from sinkscope.files.kinds import measurements
 from sinkscope.files.output import natural_key, path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
-from sinkscope.files.records import Whole
 from sinkscope.files.store import begun_by
+from sinkscope.measure import Setup
 from sinkscope.measure.margin import Interval, in_points
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.measure.merge import CAME, CHANGED, SAME, SMALL, UNJUDGED, WENT, by_chance, merge
@@ -189,35 +189,23 @@ def is_constant(row: Row) -> bool:
 # --- what is compared ---
 
 
-@checks_arguments
+@partial(checks_arguments, others=Setup.open)
 def compare(
-    *results: Any,
-    measure: str = "find-sinks",
-    device: str | None = None,
-    dtype: str | None = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    field: str | None = None,
-    seed: Whole = 0,
-    out: str | Path | None = None,
-    progress: Any = None,
+    *results: Any, measure: str = "find-sinks", out: str | Path | None = None, progress: Any = None, **settings: Any
 ) -> Comparison:
     """Compare results of one kind with the first one: two models, or the checkpoints of a training.
+
+    A result is a JSON file, a folder of such files, of scans or of checkpoints, or a model, which is then measured.
+    Numbers are compared text by text, with the 95 % interval of the mean difference. Neurons, places and conditions
+    that came, went or changed are listed. Results of other kinds, settings or texts are refused.
 
     Args:
         results: Two or more: results, their JSON files, folders of results or of checkpoints, or models, which are then
             measured. The others are compared with the first.
         measure: What models are measured with: a measurement that needs no arguments.
-        device: cpu, cuda, cuda:1 or mps, for a model given by name. By default the first CUDA device, else the CPU.
-        dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that is
-            read layer by layer on a CPU is float32.
-        bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
-        text: File of typical text, or of texts or chats as JSON or JSON lines. Chats are read in the
-            model's own template. By default the neutral text in the package.
-        field: The field of `text` that holds the text or the messages. By default under one of the usual names.
-        seed: Seed of every random choice; without effect where nothing is drawn.
         out: Folder to which the result of each model that is measured is written as it finishes.
         progress: Called as `progress(what, done, total)`.
+        settings: How models are opened, as for `sinkscope.measure.Setup.open`.
 
     Raises:
         SinkscopeError: There are fewer than two results, or they differ in kind, settings or texts.
@@ -226,7 +214,6 @@ def compare(
     measurement = measurements().get(measure)
     if measurement is None:
         raise SinkscopeError(f"--measure {measure}: expected {', '.join(measurements())}")
-    options = {"device": device, "dtype": dtype, "bos": bos, "text": text, "field": field, "seed": seed}
     things = [item for thing in results for item in expanded(thing)]
     if len(things) < 2:
         raise SinkscopeError(
@@ -238,27 +225,13 @@ def compare(
         name = name_of(thing)
         if name in by_name:
             name = f"{name} ({number + 1})"
-        by_name[name] = (
-            thing if isinstance(thing, Result) else result_of(thing, name, measurement, options, out, progress)
-        )
+        found = result_of(thing)
+        if found is None:
+            found = measurement.load()(thing, **settings, progress=progress)
+            if out is not None:
+                note(f"{name}: {found.save(Path(out) / f'{name}.json')}")
+        by_name[name] = found
     return comparison_of(by_name, started)
-
-
-def compare_results(results: Sequence[Any], **settings: Any) -> Comparison:
-    """Compare results of one kind with the first one: two models, or the checkpoints of a training.
-
-    A result is a JSON file, a folder of such files, of scans or of checkpoints, or a model, which is then measured.
-    Numbers are compared text by text, with the 95 % interval of the mean difference. Neurons, places and conditions
-    that came, went or changed are listed. Results of other kinds, settings or texts are refused.
-
-    Args:
-        results: Results, files, folders or models, as for `compare`.
-        settings: The others of `compare`.
-
-    Raises:
-        SinkscopeError: As for `compare`.
-    """
-    return compare(*results, **settings)
 
 
 def comparison_of(results: Mapping[str, Result], started: float | None = None) -> Comparison:
@@ -346,60 +319,42 @@ def name_of(thing: Any) -> str:
     return str(getattr(thing, "sinkscope_name", type(thing).__name__))
 
 
-def result_of(
-    thing: Any, name: str, measure: EntryPoint, options: Mapping[str, Any], out: str | Path | None, progress: Any
-) -> Result:
-    """Return the result in a file, the card of a scan, or that of a model, which is measured.
-
-    Args:
-        thing: A path, a name or a live model.
-        name: Its name.
-        measure: What a model is measured with.
-        options: How it is opened.
-        out: Where its result is written. None: nowhere.
-        progress: Called as `progress(what, done, total)`.
-    """
+def result_of(thing: Any) -> Result | None:
+    """Return a result, that in a file, or the card of a scan; None of a model, which is to be measured."""
+    if isinstance(thing, Result):
+        return thing
     if isinstance(thing, str | PathLike):
         path = path_of(thing)
         if (path / CARD).is_file():
             return SinkCard.load(path / CARD)
         if path.suffix == ".json":
             return Result.load(path)
-    result = measure.load()(thing, **options, progress=progress)
-    if out is not None:
-        note(f"{name}: {result.save(Path(out) / f'{name}.json')}")
-    return result
+    return None
 
 
 # --- drawing ---
 
 
 def draw(result: Comparison) -> Any:
-    """Draw how far each number moved from the first result, with its 95 % interval, and a panel for each number.
-
-    The first number is always drawn; then those that changed.
-    """
-    drawn: dict[tuple[str, str], list[tuple[str, Row]]] = {}
+    """Draw how far the first number and those that changed moved from the first result, a panel for each."""
+    drawn: dict[tuple[str, str], dict[str, Row]] = {}
     for compared in result.results:
         for row in compared.judged:
-            drawn.setdefault((row.about, row.name), []).append((compared.name, row))
-    numbers = list(drawn.items())
-    others = sorted(numbers[1:], key=lambda item: not any(row.table == CHANGED for _, row in item[1]))
-    shown = [*numbers[:1], *others][:MOST_PANELS]
-    titles = [f"{html.escape(name)}<br><sup>{html.escape(about)}</sup>" for (about, name), _ in shown]
-    columns = min(2, max(1, len(shown)))
-    fig = panels(titles or ["nothing is judged"], columns=columns)
-    for number, (_, points) in enumerate(shown):
-        rows = [row for _, row in points]
-        scale = 100.0 if is_share(rows[0]) else 1.0
-        x = [html.escape(name) for name in (result.first, *(name for name, _ in points))]
-        y = [0.0, *(scale * row.get("change") for row in rows)]
-        up = [0.0, *(scale * (row.get("upper") - row.get("change")) for row in rows)]
-        down = [0.0, *(scale * (row.get("change") - row.get("lower")) for row in rows)]
-        bars = {"type": "data", "array": up, "arrayminus": down, "symmetric": False}
-        where = {"row": number // columns + 1, "col": number % columns + 1}
-        fig.add_scatter(x=x, y=y, error_y=bars, mode="lines+markers", marker_color=BLUE, showlegend=False, **where)
-        fig.add_hline(0, line={"color": GREY, "dash": "dot"}, **where)
-        fig.update_yaxes(title_text="change in points" if is_share(rows[0]) else "change", **where)
-    height = 160 + 280 * -(-max(1, len(shown)) // columns)
-    return figure_of(fig, result, width=960, height=height, bottom=70)
+            drawn.setdefault((row.about, row.name), {})[compared.name] = row
+    first, *others = drawn or [("", "nothing is judged")]
+    changed = [key for key in others if any(row.table == CHANGED for row in drawn[key].values())]
+    shown = [first, *changed][:MOST_PANELS]
+    fig = panels([f"{html.escape(name)}<br><sup>{html.escape(about)}</sup>" for about, name in shown], columns=2)
+    for number, key in enumerate(shown):
+        place = {"row": number // 2 + 1, "col": number % 2 + 1}
+        rows = drawn.get(key, {})
+        scale, unit = (100, " in points") if any(map(is_share, rows.values())) else (1, "")
+        ends = [[scale * row.get(name) for name in ("change", "lower", "upper")] for row in rows.values()]
+        margins = {"array": [upper - at for at, _, upper in ends], "arrayminus": [at - lower for at, lower, _ in ends]}
+        names = list(map(html.escape, rows))
+        fig.add_scatter(
+            x=names, y=[at for at, *_ in ends], error_y=margins, marker_color=BLUE, showlegend=False, **place
+        )
+        fig.add_hline(0, line={"color": GREY, "dash": "dot"}, **place)
+        fig.update_yaxes(title_text=f"change{unit}", **place)
+    return figure_of(fig, result, width=960, height=160 + 280 * -(-len(shown) // 2), bottom=70)

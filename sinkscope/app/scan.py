@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard
@@ -27,7 +26,6 @@ from sinkscope.files.output import write_output
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.config import parse_dtype
-from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.opening.load import fits
 from sinkscope.results.console import note
@@ -38,8 +36,6 @@ from sinkscope.results.result import Result
 PAGE = "card.html"
 TOUR = "sinkscope-demo"
 """Folder of a scan without a model."""
-clock = time.perf_counter
-"""Seconds that a user waits."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +172,19 @@ def scan(
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
-    plan = Plan(folder, quick, parts)
+    outcomes: Outcomes = []
     with Folder(folder, decisive, FinishedPart, option="--out") as finished:
         try:
-            outcomes = _outcomes(finished, plan, setup)
+            for number, part in enumerate(parts):
+                setup.progress(f"scan: {part.alone}", number, len(parts))
+                outcome = _outcome(part, finished, folder, setup, quick)
+                outcomes.append((part, outcome))
+                if not sys.stderr.isatty():  # where there is no bar
+                    done = outcome if isinstance(outcome, str) else "done"
+                    note(f"scan {number + 1} of {len(parts)}: {part.alone}: {done}")
         except KeyboardInterrupt:
-            parts = count_of(len(finished.records), "finished part")
-            note(f"{folder} keeps {parts}: the same command goes on from there")
+            kept = count_of(len(finished.records), "finished part")
+            note(f"{folder} keeps {kept}: the same command goes on from there")
             raise
         on_card = tuple(card_part(part, outcome) for part, outcome in outcomes)
         card = SinkCard(
@@ -192,21 +194,6 @@ def scan(
         write_output(folder / PAGE, _page(card, outcomes))
     note(f"Card: {folder / PAGE}")
     return card
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a scan runs.
-
-    Attributes:
-        folder: Its folder.
-        quick: Whether parts run with smaller numbers.
-        parts: The parts.
-    """
-
-    folder: Path
-    quick: bool
-    parts: list[ScanPart]
 
 
 def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
@@ -224,54 +211,25 @@ def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
     return [every[name] for name in every if name in only]
 
 
-def _outcomes(finished: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
-    """Each part with its result, measured now or kept from an earlier run; or with why there is none."""
-    outcomes: Outcomes = []
-    for number, part in enumerate(plan.parts):
-        setup.progress(f"scan: {part.alone}", number, len(plan.parts))
-        outcome: Result | str | None = None
-        if part.name in finished.records:
-            with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
-                outcome = Result.load(plan.folder / part.file)
-        if outcome is None:
-            began, work = clock(), Work(setup.target)
-            outcome = _measured(part, plan, setup, work)
-            if not sys.stderr.isatty():  # where there is no bar
-                done = outcome if isinstance(outcome, str) else f"done, {work}"
-                note(f"scan {number + 1} of {len(plan.parts)}: {part.alone}: {done} ({clock() - began:.0f} s)")
-            if isinstance(outcome, Result):
-                outcome.save(plan.folder / part.file)
-                finished.append([FinishedPart(part.name)])
-        outcomes.append((part, outcome))
-    return outcomes
-
-
-class Work:
-    """Counts the passes of a model in a `with`.
-
-    Args:
-        target: The model.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self._layers = self._tokens = 0
-
-    def __str__(self) -> str:
-        """Passes through all layers, or as many through some, and the tokens that they read."""
-        passes, tokens = (-(-count // self.target.n_layers) for count in (self._layers, self._tokens))
-        return f"{passes:,} passes over {tokens:,} tokens"
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Watch the passes in a `with`."""
-
-        def count(hidden: Tensor) -> None:
-            self._layers += 1
-            self._tokens += hidden.shape[:-1].numel()
-
-        with self.target.hooks(*((layer, "pre", on_input(count)) for layer in self.target.layers)):
-            yield
+def _outcome(part: ScanPart, finished: Folder[FinishedPart], folder: Path, setup: Setup, quick: bool) -> Result | str:
+    """The result of a part, measured now or kept from an earlier run; or why there is none."""
+    if part.name in finished.records:
+        with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
+            return Result.load(folder / part.file)
+    if not part.streams and not setup.target.resident:
+        return "it needs the whole model in memory"
+    arguments = dict(part.quick or {}) if quick else dict(part.full)
+    if part.measure is not None:
+        arguments["out"] = folder / f".{part.name}"
+    surveyed = QUICK_TEXTS if quick else setup.surveyed
+    try:
+        measure = part.measure or measurements()[part.kind].load().on
+        result = measure(replace(setup, settings={}, started=time.perf_counter(), surveyed=surveyed), **arguments)
+    except Exception as error:
+        return why_missing(error)
+    result.save(folder / part.file)
+    finished.append([FinishedPart(part.name)])
+    return result
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
@@ -295,24 +253,6 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
         "seed": setup.seed,
         "sinkscope": __version__,
     }
-
-
-def _measured(part: ScanPart, plan: Plan, setup: Setup, work: Work) -> Result | str:
-    """The result of a part, or why there is none."""
-    if not part.streams and not setup.target.resident:
-        return "it needs the whole model in memory"
-    arguments = dict(part.quick or {}) if plan.quick else dict(part.full)
-    if part.measure is not None:
-        arguments["out"] = plan.folder / f".{part.name}"
-    setup = replace(setup, settings={}, started=time.perf_counter())
-    if plan.quick:
-        setup = replace(setup, surveyed=QUICK_TEXTS)
-    try:
-        with work.counted():
-            measure = part.measure or measurements()[part.kind].load().on
-            return measure(setup, **arguments)
-    except Exception as error:
-        return why_missing(error)
 
 
 def card_part(part: ScanPart, outcome: Result | str) -> CardPart:

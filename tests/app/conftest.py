@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import browser
 import pytest
-
-
-@pytest.fixture(scope="session", autouse=True)
-def scans_are_timed_by_their_own_work():
-    """So that what else runs on the machine cuts no part short."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sinkscope.app.scan.clock", time.thread_time)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -161,12 +161,13 @@ class Command(click.Command):
         """Call the function with the options and, where it takes them, the progress and the files that are wanted."""
         function = self.load()
         takes = inspect.signature(function).parameters.values()
+        listed = [thing for one in takes if one.kind is one.VAR_POSITIONAL for thing in options.pop(one.name, ())]
         if any(parameter.name == "progress" or parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
             options["progress"] = progress
         if any(parameter.name == "to_files" for parameter in takes):
             options["to_files"] = files
         try:
-            return function(**options)
+            return function(*listed, **options)
         except Exception as error:
             if is_out_of_memory(error):
                 raise SinkscopeError(out_of_memory(self)) from error

@@ -27,7 +27,7 @@ scan = command(
 
 compare = command(
     "compare",
-    "app.compare:compare_results",
+    "app.compare:compare",
     LOOK,
     "sinkscope compare base.json fine-tuned.json --html compare.html",
     "sinkscope compare ./base ./run/checkpoints --out results",
@@ -37,7 +37,6 @@ compare = command(
         click.Option(["--out"], metavar="FOLDER"),
     ],
     shared=[option for option in SETUP if option.name != "revision"],
-    described=["app.compare:compare"],
     kinds=["compare"],
 )
 
