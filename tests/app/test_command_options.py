@@ -14,7 +14,7 @@ from repository import python
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.commands import COMMANDS, LEFT
-from sinkscope.app.commands.command import RENAMED
+from sinkscope.app.commands.command import RENAMED, out_of_memory
 from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Commas, TextFile
 from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
 from sinkscope.files.envelope import result_class
@@ -36,16 +36,16 @@ def parameters(words: str) -> dict[str, Any]:
         more = Setup.open
         if words == "bench":
             more = import_module("sinkscope.bench.benchmark").run
-        if words == "compare":
-            more = import_module("sinkscope.app.compare").compare
         found = {one.name: one for one in parameters_of(more)} | found
+    if words == "compare":  # of several models, which have no revision in common
+        del found["model"], found["revision"]
     return found
 
 
 def own_options(words: str) -> dict[str, click.Parameter]:
     """The options of a command that are arguments of its function."""
-    outputs = [one.name for one in OUTPUTS]
-    return {str(one.name): one for one in COMMANDS[words].params if one.name not in (MODEL_WORD, *outputs)}
+    others = [MODEL_WORD, *(one.name for one in OUTPUTS), *(["results"] if words == "compare" else [])]
+    return {str(one.name): one for one in COMMANDS[words].params if one.name not in others}
 
 
 @EVERY
@@ -142,3 +142,11 @@ print(main(['heads']), 'torch' in sys.modules)
 """
     ends = [line for line in python(code).stdout.splitlines() if line.endswith((" True", " False"))]
     assert ends == ["0 False", "2 False", "2 False", "Loading bundled ... False", "130 False", "2 False"]
+
+
+def test_what_to_try_without_memory_is_an_option_of_the_command():
+    for command in COMMANDS.values():
+        said = out_of_memory(command)
+        flags = {flag for one in command.params for flag in one.opts}
+        assert said.startswith("out of memory: try ")
+        assert {word.strip(",") for word in said.split() if word.startswith("--")} <= flags, command.words

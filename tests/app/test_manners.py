@@ -22,8 +22,6 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.models.neurons import w_out
 from sinkscope.opening.live import target_of
 
-# --- Decoding --------------------------------------------------------------------------------------------------------
-
 # --- Patches of other models -----------------------------------------------------------------------------------------
 
 
@@ -50,7 +48,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     for use in (
         lambda: entered(patch, model),
         lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
-        lambda: ss.patch_eval(model, patch=here, text=text, pieces=2, length=8, max_repeats=8),
+        lambda: ss.patch(model, file=here, text=text, pieces=2, length=8, max_repeats=8),
     ):
         with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):
             use()
