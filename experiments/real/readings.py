@@ -29,20 +29,21 @@ REPEATED = ("poem", "company", "the")
 ATTENDED, ANSWERED = 400, (50, 400)  # copies whose attention is read, and after which the model answers
 
 
-def main(*, real: Path, out: Path, parts: Sequence[str] = ()) -> None:
+def main(*, real: Path, out: Path, parts: Sequence[str] = (), again: bool = False) -> None:
     """Read the models, and write what was read after each part.
 
     Args:
         real: The folder with the GGUF files.
         out: The file of the readings.
         parts: What is read again; by default what the file does not have.
+        again: Whether everything is read again.
     """
     torch.set_num_threads(1)
     for name in MODELS:
         model = opened(name, real)
         for part, read in PARTS.items():
             readings = earlier(out).get(name, {})
-            if part in readings and part not in parts:
+            if part in readings and part not in parts and not again:
                 continue
             made = read(model, readings)
             everything = earlier(out)  # which may have grown meanwhile

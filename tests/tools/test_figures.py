@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from sinkscope.files.provenance import commit_of
-from tools import stale_figures
+from tools import figures
 
 
 def _git(folder: Path, *words: str) -> str:
@@ -33,10 +33,10 @@ def test_a_figure_is_stale_if_what_its_script_imports_has_changed(tmp_path, monk
     assert first == _git(tmp_path, "rev-parse", "HEAD")
     made = {"argv": ["torchrun", "--standalone", "-m", "experiments.stale_script"], "commit": first}
     (tmp_path / "figures/a.json").write_text(json.dumps({"kind": "a", "provenance": made}))
-    monkeypatch.setattr(stale_figures, "ROOT", tmp_path)
-    assert stale_figures.stale() == {}
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    assert figures.stale() == {}
     (code / "helper.py").write_text("x = 2\n")
-    assert stale_figures.stale() == {"a": ["experiments/helper.py"]}
+    assert figures.stale() == {"a": ["experiments/helper.py"]}
     commit_of.cache_clear()
     assert commit_of(tmp_path) == f"{first}+"
 
@@ -44,6 +44,6 @@ def test_a_figure_is_stale_if_what_its_script_imports_has_changed(tmp_path, monk
     (tmp_path / "figures/a.json").write_text(gone)  # a commit that was rewritten: that of the JSON counts
     _git(tmp_path, "add", ".")
     _git(tmp_path, "commit", "-m", "second")
-    assert stale_figures.stale() == {}
+    assert figures.stale() == {}
     (code / "helper.py").write_text("x = 3\n")
-    assert stale_figures.stale() == {"a": ["experiments/helper.py"]}
+    assert figures.stale() == {"a": ["experiments/helper.py"]}
