@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from experiments.record import Row
-from sinkscope.bench.answer import Answer, Batch, cells_of, row_events
+from sinkscope.bench.answer import Batch, cells_of, row_events
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import BenchRecord, BenchRun
+from sinkscope.bench.record import Answer, BenchRecord, BenchRun
 from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.files.records import Natural, Whole
@@ -83,7 +83,8 @@ class OneCache(Task):
                     "seconds": 0.0,
                 }
                 written = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
-                answer = Answer(tokens, written, ended, costs, events=row_events(asked.events, 0, len(tokens)))
+                events = row_events(asked.events, 0, len(tokens))
+                answer = Answer(tokens=tuple(tokens), text=written, ended=ended, metrics=costs, events=events)
                 metrics = self.score(target, batch, turn, answer)
                 records.append(batch.record(batch.methods[0], prompt, number, answer, metrics))
                 if number + 1 < len(prompt.turns):

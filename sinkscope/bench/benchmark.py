@@ -56,8 +56,8 @@ def run(
             `functools.partial` that opens one.
         task: A task, or its text as on the command line.
         methods: Names separated by commas, each with a budget or settings (h2o:0.25, loopguard:paper,
-            snapkv:window=32), or package.module:name of a policy class or of a function that makes a cache, as
-            check-cache takes it. A budget of 0.25 keeps a quarter of the prompt, which kvpress
+            snapkv:window=32), or package.module:name of a policy class or of a function of the budget that
+            makes one. A budget of 0.25 keeps a quarter of the prompt, which kvpress
             calls compression_ratio 0.75. An unknown name lists all.
         out: Folder for the records. If it holds part of this run, the run continues.
         tokenizer: For a model that carries none.

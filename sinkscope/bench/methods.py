@@ -1,8 +1,8 @@
 """The methods that a benchmark compares: cache policies, guards and sampling, by name with settings.
 
 A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:name` for a
-policy class or a function that makes a cache, as `check-cache` takes them. `name:paper` selects the algorithm and
-settings that a paper prints, if they differ from the default; it calls the class method `paper` of the method's class.
+policy class or a function of the budget that makes one. `name:paper` selects the algorithm and settings that a paper
+prints, if they differ from the default; it calls the class method `paper` of the method's class.
 A sampler takes a number alone: `temperature:0.7`, `dry`, `repetition-penalty:1.1`.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -19,21 +18,15 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, made, parameters
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import (
-    Budget,
-    read_settings,
-    setting_types,
-    share_of,
-    with_own_settings,
-)
+from sinkscope.files.records import Budget, read_settings, setting_types, with_own_settings
 from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import import_object, policies
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.steer import DRY, Positive
+from sinkscope.models.inputs import end_ids
 from sinkscope.models.target import Target
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
@@ -63,7 +56,7 @@ NUMBER = "number"
 
 ANYWHERE = {"shortest": 0}
 """Bands of short prompts too, because quality is compared and not speed."""
-NAMED_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a-shape": (AShape, {}),
     "tri-shape": (TriShape, {}),
     "minference": (MInference, {}),
@@ -75,67 +68,31 @@ NAMED_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 """The class of what is applied to the model, and the fields that the name determines, where it is no registered policy
 of that name. "-0": without steps that read everything first; "-p", "-d": one half alone."""
+Value = bool | int | float | str | None
 
 
-def method_classes() -> dict[str, Any]:
-    """Return the class of every method by its name: registered policies, variants, samplers, the guard.
+def method_classes() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return the class of every method, and the fields that its name determines.
 
     The class of None applies nothing.
     """
-    variants = {name: cls for name, (cls, _) in NAMED_VARIANTS.items()}
     own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, **dict.fromkeys(SAMPLERS, NoneType)}
-    return own | policies() | variants | own
+    return {name: (cls, {}) for name, cls in (policies() | own).items()} | VARIANTS
 
 
-def method_class(name: str) -> Any:
-    """Return the class after a name, or the function at `package.module:name`.
+def method_class(name: str) -> tuple[Any, dict[str, Any]]:
+    """Return the class after a name, or what stands at `package.module:name`, and the fields that the name determines.
 
     Raises:
         SinkscopeError: There is no such method.
     """
     classes = method_classes()
-    if name in classes:
-        return classes[name]
-    if ":" not in name:
+    if name not in classes and ":" not in name:
         raise SinkscopeError(
             f"method {name!r} is unknown: expected some of {', '.join(classes)}, or package.module:name of a policy "
-            "class or of a function that makes a cache"
+            "class or of a function that makes a policy"
         )
-    cls = import_object(name, f"method {name!r}", f"; {EXPECTED}")
-    return cls if _is_intervention(cls) else factory_named(name)
-
-
-def _is_intervention(value: Any) -> bool:
-    """Whether it is a class of interventions, or the type of None, which does nothing."""
-    return isinstance(value, type) and issubclass(value, Intervention | NoneType)
-
-
-def make_for_batch(factory: Factory, name: str, budget: Budget | None, target: Target, prompt: int) -> Any:
-    """Return the cache, context manager or intervention that a function makes for some prompts.
-
-    Args:
-        factory: The function.
-        name: Its name, for errors.
-        budget: Tokens to keep, or a share of the longest prompt. None: everything.
-        target: The model.
-        prompt: Tokens of the longest prompt.
-
-    Raises:
-        SinkscopeError: It refuses the model, or gives something else.
-    """
-    tokens = max(1, share_of(budget, prompt)) if isinstance(budget, float) else budget
-    try:
-        return made(factory, target.hf, prompt, tokens)
-    except NotImplementedError as error:
-        raise SinkscopeError(f"method {name!r} cannot be made for {target.name}: {error}") from None
-
-
-def _split(text: str) -> tuple[str, list[str]]:
-    """The name of a method and its settings, from what the user writes."""
-    name, *parts = text.split(":")
-    if name not in method_classes() and parts and parts[0].isidentifier() and parts[0] != PAPER:
-        name = f"{name}:{parts.pop(0)}"  # package.module:name
-    return name, parts
+    return classes[name] if name in classes else (import_object(name, f"method {name!r}"), {})
 
 
 @dataclass(frozen=True)
@@ -143,7 +100,7 @@ class Method:
     """One way of generating, with its settings. Methods are compared as values; `str` writes one as a user does.
 
     Attributes:
-        name: Name in `method_classes`, or `package.module:name` of a policy class or of a function that makes a cache.
+        name: Name in `method_classes`, or `package.module:name`.
         budget: Its budget; None if it has none.
         paper: Whether it is the algorithm as a paper prints it.
         settings: Its other settings and their values.
@@ -152,13 +109,7 @@ class Method:
     name: str
     budget: Budget | None = None
     paper: bool = False
-    settings: tuple[tuple[str, Any], ...] = ()
-
-    def __post_init__(self) -> None:
-        settings: list[tuple[str, Any]] = []
-        for name, value in self.settings:
-            settings.append((name, tuple(value) if isinstance(value, list) else value))  # JSON has lists alone
-        object.__setattr__(self, "settings", tuple(settings))
+    settings: tuple[tuple[str, Value | tuple[Value, ...]], ...] = ()
 
     def __str__(self) -> str:
         written = [self.name]
@@ -167,11 +118,13 @@ class Method:
         if self.budget is not None:
             written.append(str(self.budget))
         for name, value in self.settings:
-            written.append(f"{name}={_value_in_words(value)}".removeprefix(f"{NUMBER}="))
+            values = value if isinstance(value, tuple) else (value,)
+            words = [str(each).lower() if isinstance(each, bool | None) else str(each) for each in values]
+            written.append(f"{name}={','.join(words)}".removeprefix(f"{NUMBER}="))
         return ":".join(written)
 
     @property
-    def number(self) -> float:
+    def number(self) -> Any:
         """The number of a sampler."""
         return dict(self.settings).get(NUMBER, SAMPLERS[self.name])
 
@@ -180,43 +133,38 @@ class Method:
         """The temperature that the method sets; None: that of the run."""
         return self.number if self.name in ("sampling", "temperature") else None
 
-    def processors(self, pad: int) -> list[Any]:
-        """Return what changes the scores before a token is drawn, for rows that are padded with an id."""
+    def processors(self, target: Target) -> list[Any]:
+        """Return what changes the scores before a token is drawn, for rows that are padded with the first end id."""
         if self.name == "dry":
-            return [DRY(self.number, ignore=(pad,))]
+            return [DRY(self.number, ignore=(padding_of(target),))]
         if self.name == "repetition-penalty":
             return [RepetitionPenaltyLogitsProcessor(self.number)]
         return []
 
-    def make(self) -> Any:
+    def make(self) -> Intervention | None:
         """Return the intervention to apply to the model; None for the full cache and samplers.
 
-        Of a function that makes a cache: what makes it from the model and the tokens of the longest prompt.
-
         Raises:
-            SinkscopeError: Settings are invalid together.
+            SinkscopeError: Settings are invalid together, or it is no intervention.
         """
+        cls, fixed = method_class(self.name)
         if self.name in SAMPLERS:
             return None
-        cls = method_class(self.name)
-        if not _is_intervention(cls):
-            return partial(make_for_batch, cls, self.name, self.budget)
-        _, fixed = NAMED_VARIANTS.get(self.name, (cls, {}))
         arguments = with_own_settings(cls, {**fixed, **dict(self.settings)})
         if self.budget is not None:
             arguments["budget"] = self.budget
-        if self.paper:
-            return cls.paper(**arguments)
-        return cls(**arguments)
+        try:
+            edit = cls.paper(**arguments) if self.paper else cls(**arguments)
+        except TypeError as error:  # it takes something else
+            raise SinkscopeError(f"method {self} cannot be made: {error}") from None
+        if not isinstance(edit, Intervention | None):
+            raise SinkscopeError(f"method {self} is a {type(edit).__name__}, no policy: check-cache takes other caches")
+        return edit
 
 
-def _value_in_words(value: Any) -> str:
-    """A setting as the user writes it."""
-    if isinstance(value, tuple):
-        return ",".join(map(_value_in_words, value))
-    if isinstance(value, bool | None):
-        return str(value).lower()
-    return str(value)
+def padding_of(target: Target) -> int:
+    """Return the id with which rows are padded."""
+    return max(0, min(end_ids(target), default=0))
 
 
 def read_method(text: str, budget: Budget | None = None) -> Method:
@@ -229,21 +177,21 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     Raises:
         SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
-    name, parts = _split(text)
-    cls = method_class(name)
+    name, *parts = text.split(":")
+    if name not in method_classes() and parts and parts[0].isidentifier() and parts[0] != PAPER:
+        name = f"{name}:{parts.pop(0)}"  # package.module:name
+    cls, fixed = method_class(name)
     paper = PAPER in parts and hasattr(cls, PAPER)
     if paper:
         parts.remove(PAPER)
-    types, unnamed = setting_types(cls), "budget"
+    is_class = isinstance(cls, type)
+    types, unnamed = setting_types(cls) if is_class else {"budget": Budget}, "budget"
     if name in SAMPLERS:
         types, unnamed = {NUMBER: Positive}, NUMBER
-    if not _is_intervention(cls):
-        types = {"budget": Budget} if parameters(cls).keys() & {"budget", "share"} else {}
-    _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
-    takes_budget = "budget" in types and fixed.get("decode", True)
     options = read_settings(parts, types, f"method {text!r}", unnamed)
     own = options.pop("budget", None)
-    is_shape = isinstance(cls, type) and issubclass(cls, Shape)
+    is_shape = is_class and issubclass(cls, Shape)
+    takes_budget = "budget" in types and fixed.get("decode", True)
     if own is None and takes_budget and not (is_shape and (options or isinstance(budget, int))):
         own = budget
     return Method(name, own, paper, tuple(options.items()))

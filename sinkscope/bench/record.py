@@ -62,8 +62,34 @@ def _checked_metrics(metrics: Metrics) -> Metrics:
     return metrics
 
 
-@dataclass(frozen=True)
-class BenchRecord(Keyed):
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer and what it cost.
+
+    Attributes:
+        tokens: Ids of the answer, up to and including the end of sequence if it occurred.
+        text: The decoded answer.
+        ended: Why it ended: by the end of sequence, or at the maximum of new tokens.
+        metrics: Scores and costs by name; None where a number does not exist for this answer. Costs are the
+            `prompt_tokens`, with BOS; `length` of the answer; `read`, the cached tokens that a decoding step after the
+            first attended to, and `cached_peak`, the most that stayed cached after one, means over layers and kv heads;
+            `cells`, the share of the prompt's causal cells that attention covered (None if the method does not change
+            prompts); `seconds` of wall-clock time of its batch, divided by the rows; `first_lossy`, the first decoding
+            step after the first that read less than with a full cache, which is a sliding window in some layers.
+        events: Actions of the method, as `Event` has them. Step s follows s new tokens.
+        steps: Numbers for each new token by name.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    ended: EndReason
+    metrics: Annotated[Metrics, AfterValidator(_checked_metrics)]
+    events: tuple[dict[str, Any], ...] = ()
+    steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRecord(Answer, Keyed):
     """One turn of one prompt, answered by one method.
 
     Attributes:
@@ -74,12 +100,6 @@ class BenchRecord(Keyed):
         turn: Number of the turn, from 0.
         seed: Seed of the sampling.
         settings: The prompt's set, part and other properties, and the temperature.
-        metrics: Scores and costs by name; None where a number does not exist for this answer.
-        tokens: Ids of the answer, up to and including the end of sequence if it occurred.
-        text: The decoded answer.
-        ended: Why it ended: by the end of sequence, or at the maximum of new tokens.
-        events: Actions of the method, as `Event` has them. Step s follows s new tokens.
-        steps: Numbers for each new token by name, such as the probability of the model's top prediction.
     """
 
     identity = ("model", "task", "method", "prompt", "turn", "seed")
@@ -91,12 +111,6 @@ class BenchRecord(Keyed):
     turn: int
     seed: int
     settings: Annotated[dict[str, Any], AfterValidator(_checked_settings)]
-    metrics: Annotated[Metrics, AfterValidator(_checked_metrics)]
-    tokens: tuple[int, ...]
-    text: str
-    ended: EndReason
-    events: tuple[dict[str, Any], ...] = ()
-    steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class BenchRun(list[BenchRecord]):

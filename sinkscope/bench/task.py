@@ -13,9 +13,9 @@ from pydantic import Field, Strict
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.bench.answer import Answer, Batch, answer_rows, conversation_ids
+from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
 from sinkscope.bench.methods import FULL
-from sinkscope.bench.record import BenchRecord, Metrics, Prompt, Turn, read_prompts, with_controls
+from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
@@ -107,7 +107,8 @@ class Task(ABC):
             sampler: RowSampler | None = None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler, method=method)
+            processors = method.processors(target)
+            written = answer_rows(target, rows, batch.new, method.make(), processors=processors, sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
                 metrics = self.score(target, batch, prompt.turns[number], answer)
                 records.append(batch.record(method, prompt, number, answer, metrics))

@@ -1,4 +1,4 @@
-"""Caches of somebody else's as methods: any function that check-cache takes."""
+"""Policies of somebody else's as methods: a class, or a function of the budget."""
 
 from __future__ import annotations
 
@@ -12,46 +12,20 @@ from sinkscope.kv import StreamingLLM
 from sinkscope.opening.live import target_of
 
 MINE = """
-from contextlib import contextmanager
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache
 from sinkscope.kv import StreamingLLM
 
-class Latest(DynamicLayer):
-    def __init__(self, budget):
-        super().__init__()
-        self.budget, self.seen = budget, 0
-
-    def update(self, keys, values, *args, **kwargs):
-        keys, values = super().update(keys, values)
-        self.seen += keys.shape[2]
-        self.keys, self.values = keys[:, :, -self.budget :].clone(), values[:, :, -self.budget :].clone()
-        return keys, values
-
-def latest(budget, config):
-    return Cache(layers=[Latest(budget) for _ in range(config.num_hidden_layers)])
-
-def whole():
-    return DynamicCache()
+class Mine(StreamingLLM):
+    pass
 
 def policy(budget):
     return StreamingLLM(budget)
 
-@contextmanager
-def nothing():
-    yield
-
-def press(model):
-    return nothing()
+def whole():
+    return DynamicCache()
 
 def needs(x):
-    return whole()
-
-def number():
-    return 5
-
-def refuses(model):
-    raise ValueError("no such model here")
+    return policy(x)
 
 three = 3
 """
@@ -60,39 +34,33 @@ ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8]]
 
 @pytest.fixture(autouse=True)
 def _mine(tmp_path, monkeypatch):
-    (tmp_path / "mine_caches.py").write_text(MINE)
+    (tmp_path / "mine_policies.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
 
 
-def answered(method: str):
-    return answer_rows(target_of(*tiny()), ROWS, 8, read_method(method).make())
+def told(method: str) -> list[tuple[object, ...]]:
+    answers = answer_rows(target_of(*tiny()), ROWS, 8, read_method(method).make())
+    return [(one.tokens, one.metrics["read"], one.metrics["cached_peak"]) for one in answers]
 
 
-def told(method: str) -> list[tuple[list[int], object, object]]:
-    return [(one.tokens, one.costs["read"], one.costs["cached_peak"]) for one in answered(method)]
-
-
-def test_a_cache_a_context_manager_and_a_policy_are_methods():
-    full = told("full")
-    assert told("mine_caches:whole") == told("mine_caches:press") == full
-    assert told("mine_caches:policy:6") == told("streaming:6")
-    assert str(read_method("mine_caches:latest", 0.5)) == "mine_caches:latest:0.5"
-    of_three = told("mine_caches:latest:0.5")
-    assert [(read, peak) for _, read, peak in of_three] == [(3.0, 3.0)] * 2, "half of the longest prompt"
-    assert read_method("mine_caches:policy:6").make()(target_of(*tiny()), 8) == StreamingLLM(6)
+def test_a_class_and_a_function_of_the_budget_are_methods():
+    assert told("mine_policies:policy:6") == told("mine_policies:Mine:6") == told("streaming:6") != told("full")
+    assert str(read_method("mine_policies:policy", 0.5)) == "mine_policies:policy:0.5"
+    assert read_method("mine_policies:policy:6").make() == StreamingLLM(6)
 
 
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ("mine_caches:needs", "mine_caches:needs needs x=: expected a function of a model"),
-        ("mine_caches:three", "mine_caches:three is no policy and no module:function"),
-        ("mine_caches:missing", "has no attribute 'missing'"),
-        ("mine_caches:whole:3", "'budget=3' is no setting, or is given twice: it has none"),
-        ("mine_caches:number", "the factory gave a int"),
-        ("mine_caches:refuses", "method 'mine_caches:refuses' cannot be made for"),
+        ("mine_policies:needs:3", "method mine_policies:needs:3 cannot be made: needs() got an unexpected"),
+        ("mine_policies:three", "method mine_policies:three cannot be made: 'int' object is not callable"),
+        ("mine_policies:missing", "has no attribute 'missing'"),
+        (
+            "mine_policies:whole",
+            "method mine_policies:whole is a DynamicCache, no policy: check-cache",
+        ),
     ],
 )
-def test_what_is_no_cache_is_refused_in_a_line(method, says):
+def test_what_is_no_policy_is_refused_in_a_line(method, says):
     with refused(words=[says]):
-        answered(method)
+        told(method)

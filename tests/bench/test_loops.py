@@ -7,9 +7,9 @@ from typing import Any
 from bench_kit import tiny, words
 from refusals import refused
 
-from sinkscope.bench.answer import Answer, Batch
+from sinkscope.bench.answer import Batch
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import Turn
+from sinkscope.bench.record import Answer, Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, is_looping
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -20,8 +20,7 @@ FRESH = [*range(4, 50), *range(4, 44)]
 
 def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> dict[str, Any]:
     target = target_of(*tiny())
-    answer = Answer(tokens, "", ended, {}, steps={"top1": (0.5,) * len(tokens)})
-    answer = Answer(**{**vars(answer), **changes})
+    answer = Answer(**{"tokens": tuple(tokens), "text": "", "ended": ended, "metrics": {}, **changes})
     batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))
     return Loops().score(target, batch, Turn(words(8)), answer)
 

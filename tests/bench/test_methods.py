@@ -17,14 +17,14 @@ from sinkscope.opening.load import load
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h20", "method 'h20' is unknown: expected some of full, random"),
+        ("h20", "method 'h20' is unknown: expected some of adakv, full"),
         ("streaming:sinks=3", "'sinks=3' is no setting, or is given twice: it has"),
         ("full:0.5", "'budget=0.5' is no setting, or is given twice: it has none"),
         ("h2o:0.5:budget=8", "'budget=8' is no setting, or is given twice"),
         ("h2o:0.0", "budget=0.0: expected a number of tokens from 1, or a fraction"),
         ("h2o:recent=many", "recent='many'"),
         ("sinkscope.kv:Nothing", "Nothing"),
-        ("", "no method is given: choose from full, random"),
+        ("", "no method is given: choose from adakv, full"),
     ],
 )
 def test_what_is_wrong_with_a_method(text, message):

@@ -12,9 +12,8 @@ from bench_kit import tiny, words
 from kv_kit import logits_of
 from refusals import refused
 
-from sinkscope.bench.answer import Answer
 from sinkscope.bench.benchmark import run as run_bench
-from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.record import Answer, BenchRecord
 from sinkscope.bench.tasks.text import TextFidelity, mean_metrics
 from sinkscope.files.store import json_lines
 
@@ -80,5 +79,6 @@ def test_prompts_without_an_answer_are_refused(tmp_path: Path):
 )
 def test_steps_that_read_everything_are_not_averaged(first_lossy: int | None, cells: float | None, expected: float):
     steps = {"kl": (1.0, 2.0, 3.0, 4.0)}
-    answer = Answer([1, 2, 3, 4], "", "cap", {"cells": cells}, steps=steps, first_lossy=first_lossy)
+    metrics = {"cells": cells, "first_lossy": first_lossy}
+    answer = Answer(tokens=(1, 2, 3, 4), text="", ended="cap", metrics=metrics, steps=steps)
     assert mean_metrics(answer) == {"kl": expected, "first": 1.0}

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkscope.bench.answer import Answer, Batch
+from sinkscope.bench.answer import Batch
 from sinkscope.bench.methods import GUARD
-from sinkscope.bench.record import Metrics, Prompt, Turn, read_prompts
+from sinkscope.bench.record import Answer, Metrics, Prompt, Turn, read_prompts
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of

@@ -17,8 +17,8 @@ from itertools import accumulate, chain, pairwise, product, takewhile, zip_longe
 from operator import eq
 from typing import Literal, get_args
 
-from sinkscope.bench.answer import Answer, Batch
-from sinkscope.bench.record import Metrics, Prompt, Turn, with_controls
+from sinkscope.bench.answer import Batch
+from sinkscope.bench.record import Answer, Metrics, Prompt, Turn, with_controls
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.bench.tasks.needles import LINKED, needle_prompt
 from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES

@@ -10,15 +10,15 @@ generated itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.bench.answer import Answer, Batch, Logits, Measure, RowNumbers, answer_rows, conversation_ids
-from sinkscope.bench.record import BenchRecord, Metrics, Prompt, Turn, read_prompts
+from sinkscope.bench.answer import Batch, Logits, answer_rows, conversation_ids
+from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import to_end
@@ -80,12 +80,6 @@ class TextFidelity(Task):
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Run full attention, and every method along its answers."""
         rows = [conversation_ids(target, prompt, 0, self.chat) for prompt in batch.prompts]
-        full: list[Logits] = []
-
-        def keep(logits: Logits) -> RowNumbers:
-            full.append(logits)
-            return {}
-
         along: list[list[int]] = []  # the text after each prompt
         for prompt in batch.prompts:
             ids: list[int] = []
@@ -94,12 +88,19 @@ class TextFidelity(Task):
             if not ids:
                 raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
             along.append(to_end(list(ids[: batch.new]), end_ids(target)))
-        answer_rows(target, rows, batch.new, Full(), measure=keep, along=along)
+        full: list[Logits] = []
+        answer_rows(target, rows, batch.new, Full(), along=along, see=full.append)
         records: list[BenchRecord] = []
         for method in batch.methods:
-            edit = method.make() or Full()
-            answers = answer_rows(target, rows, batch.new, edit, measure=comparison(full), along=along)
-            for prompt, answer in zip(batch.prompts, answers, strict=True):
+            own: list[Logits] = []
+            answers = answer_rows(target, rows, batch.new, method.make() or Full(), along=along, see=own.append)
+            kl = torch.stack([divergence(*both) for both in zip(full, own, strict=True)])
+            agree = [(both[0].argmax(-1) == both[1].argmax(-1)).double() for both in zip(full, own, strict=True)]
+            for row, (prompt, answer) in enumerate(zip(batch.prompts, answers, strict=True)):
+                length = len(answer.tokens)
+                by_step = {"kl": kl[:length, row], "agree": torch.stack(agree)[:length, row]}
+                steps = {name: tuple(values.cpu().round(decimals=6).tolist()) for name, values in by_step.items()}
+                answer = replace(answer, steps=steps)
                 records.append(batch.record(method, prompt, 0, answer, mean_metrics(answer)))
         return records
 
@@ -111,23 +112,12 @@ def mean_metrics(answer: Answer) -> Metrics:
     unless the prompt itself was read along lines.
     """
     begin = 0
-    if answer.first_lossy is not None and answer.costs["cells"] is None:
-        begin = answer.first_lossy
+    if answer.metrics["cells"] is None:
+        begin = int(answer.metrics["first_lossy"] or 0)
     metrics: Metrics = {"first": answer.steps["kl"][0]}
     for name, values in answer.steps.items():
         metrics[name] = fmean(values[begin:])
     return metrics
-
-
-def comparison(full: Sequence[Logits]) -> Measure:
-    """Return how far the logits of a method are from those of full attention, step after step."""
-    steps = iter(full)
-
-    def compare(logits: Logits) -> RowNumbers:
-        reference = next(steps)
-        return {"kl": divergence(reference, logits), "agree": reference.argmax(-1) == logits.argmax(-1)}
-
-    return compare
 
 
 def divergence(full: Logits, other: Logits) -> Float[Tensor, " row"]:
