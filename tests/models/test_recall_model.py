@@ -32,7 +32,7 @@ def continued(hf, text: str, count: int) -> str:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_what_was_never_stated_is_not_answered(position):
     seed = POSITIONS.index(position)
-    text = recall_dialogue(seed, turns=1, tokens=300, position=position).turns[0].text
+    text = recall_dialogue(seed, tokens=[300], position=position).turns[0].text
     other = next(key for key in words.KEYS if key not in text.split())
     text = re.sub(r"ask \w+", f"ask {other}", text)
     assert continued(model(), text, 5) == f"{words.UNKNOWN} {words.END}"

@@ -1,8 +1,7 @@
 """Loops: prompts that make greedy decoding repeat itself, and who escapes (Xu et al. 2026, LoopGuard, section 4).
 
-The prompts are those of LoopBench's two sets in a size for the bundled model ("small"), story openings ("stories"),
-openings of ordinary text ("text"), or a file of prompts. Another benchmark, of circular reasoning, is also called
-LoopBench.
+The prompts are those of LoopBench's two sets in a size for the bundled model ("small"), openings of ordinary text
+("text"), or a file of prompts. Another benchmark, of circular reasoning, is also called LoopBench.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from sinkscope.bench.answer import Batch
 from sinkscope.bench.methods import GUARD
 from sinkscope.bench.record import Answer, Metrics, Prompt, Turn, read_prompts
 from sinkscope.bench.task import Size, Task, register_task
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of
 from sinkscope.loops.text.monitor import Monitor
 from sinkscope.loops.text.signals import (
     LOOP_TOKENS,
@@ -32,9 +29,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
 
 DATA = Path(__file__).with_name("data")
-PROMPT_SETS = ("small", "small-dc", "small-ri", "stories")
-"""Prompts in the package: the files in `DATA` whose names begin so."""
-TEXT = "text"
+SMALL, TEXT = "small", "text"
 _TEXT_NEW, _TEXT_COUNT = 384, 16
 
 
@@ -44,7 +39,7 @@ class Loops(Task):
     """Prompts that make decoding loop.
 
     Attributes:
-        source: small, small-dc, small-ri, stories, text, or a file of prompts.
+        source: small, text, or a file of prompts.
         count: Number of prompts of each file, from the first one on, or of openings of text. None: all, or 16 openings.
         opening: Tokens of each opening.
     """
@@ -56,7 +51,7 @@ class Loops(Task):
     columns = ("loop_paper", "eos", "ttr", "cr", "length", "interventions", "alarm", "chance")
     budget = 1024
 
-    source: str = "small"
+    source: str = SMALL
     count: Size | None = None
     opening: Size = 16
 
@@ -64,12 +59,7 @@ class Loops(Task):
         """Return the prompts of the source."""
         if self.source == TEXT:
             return self._text(target)
-        files = [Path(self.source)]
-        if self.source in PROMPT_SETS:
-            files = sorted(DATA.glob(f"{self.source}*.jsonl"))
-        if not path_of(files[0], "give a file of prompts").is_file():
-            expected = f"{', '.join(PROMPT_SETS)}, {TEXT}, or a file of prompts"
-            raise SinkscopeError(f"source={self.source!r}: expected {expected}")
+        files = sorted(DATA.glob("small-*.jsonl")) if self.source == SMALL else [Path(self.source)]
         prompts: list[Prompt] = []
         for file in files:
             prompts += read_prompts(file)[: self.count]
@@ -79,20 +69,17 @@ class Loops(Task):
         """Return 2,500 as in the paper; 384 for openings of text."""
         if self.source != TEXT:
             return MAX_NEW
-        new = _TEXT_NEW
-        if target.max_positions:
-            new = min(new, target.max_positions - self.opening - 2)
-        return max(LOOP_TOKENS, new)
+        limit = target.max_positions or MAX_NEW
+        return max(LOOP_TOKENS, min(_TEXT_NEW, limit - self.opening - 2))
 
     def _text(self, target: Target) -> list[Prompt]:
         """Openings of ordinary text, whose own continuation is the control."""
         tokenizer = tokenizer_of(target)
-        length = self.opening + self.new_tokens(target)
         bos = getattr(tokenizer, "bos_token_id", None)
+        length = self.opening + self.new_tokens(target)
+        rows = text_rows(tokenizer, typical_text(), self.count or _TEXT_COUNT, length, bos).tolist()
         prompts: list[Prompt] = []
-        for number, row in enumerate(
-            text_rows(tokenizer, typical_text(), self.count or _TEXT_COUNT, length, bos).tolist()
-        ):
+        for number, row in enumerate(rows):
             opening = tokenizer.decode(row[int(bos is not None) : self.opening])
             turn = Turn(opening, (tokenizer.decode(row[self.opening :]),))
             prompts.append(Prompt(f"text-{number}", (turn,), TEXT))
@@ -108,12 +95,6 @@ class Loops(Task):
         """
         tokens = answer.tokens
         steps = [event["step"] for event in answer.events if event["kind"] == "guard"]
-        alarm = first_alarm(tokens)
-        if steps:
-            alarm = steps[0]
-        interventions: float | None = None
-        if batch.methods[0].name == GUARD:
-            interventions = float(len(steps))
         chance = None
         if turn.answers:
             chance = float(is_looping(tokenizer_of(target)(turn.answers[0])["input_ids"]))
@@ -123,8 +104,8 @@ class Loops(Task):
             "eos": float(answer.ended == "eos"),
             "ttr": type_token_ratio(tokens),
             "cr": compression_ratio(tokens),
-            "interventions": interventions,
-            "alarm": alarm,
+            "interventions": float(len(steps)) if batch.methods[0].name == GUARD else None,
+            "alarm": steps[0] if steps else first_alarm(tokens),
             "chance": chance,
         }
 
@@ -137,8 +118,4 @@ def is_looping(tokens: Sequence[int]) -> bool:
 def first_alarm(tokens: Sequence[int]) -> int | None:
     """Return the step at which the default monitor first fires on an output; None: it does not."""
     monitor = Monitor()
-    for token in tokens:
-        step = monitor.update(token)
-        if step.trigger:
-            return step.step
-    return None
+    return next((step.step for step in map(monitor.update, tokens) if step.trigger), None)

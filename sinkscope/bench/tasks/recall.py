@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise, product, takewhile, zip_longest
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise, product, takewhile
 from operator import eq
 from typing import Literal, get_args
 
@@ -75,23 +75,19 @@ class Recall(Task):
         """Return the prompts of each kind."""
         for length in self.lengths:  # before texts of this length are made
             check_length(target, "a prompt of recall", length, remedy="give other lengths")
-        prompts: list[Prompt] = []
+        groups: list[list[Prompt]] = []
         for kind in self.kinds:
             if kind == DIALOGUE:
-                for position in self.positions:
-                    prompts += with_controls(self._dialogues(position))
+                groups += [self._dialogues(position) for position in self.positions]
             else:
-                prompts += with_controls(self._needles(target, kind))
-        return prompts
+                groups.append(self._needles(target, kind))
+        return [*chain(*map(with_controls, groups))]
 
     def _dialogues(self, position: Position) -> list[Prompt]:
         dialogues: list[Prompt] = []
         for length, seed in product(self.lengths, range(self.seed, self.seed + self.samples)):
             tokens = uneven(length, self.turns, seed, self.least)
-            dialogue = recall_dialogue(seed, turns=self.turns, tokens=tokens, hops=self.hops, position=position)
-            if len(self.lengths) > 1:
-                dialogue = replace(dialogue, id=f"{dialogue.id} {length}", about={"length": length})
-            dialogues.append(dialogue)
+            dialogues.append(recall_dialogue(seed, tokens=tokens, hops=self.hops, position=position))
         return dialogues
 
     def _needles(self, target: Target, kind: Kind) -> list[Prompt]:
@@ -110,48 +106,39 @@ class Recall(Task):
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Return exact answers, and the share of one before its first mistake: how far a dialogue's chain went."""
         metrics = super().score(target, batch, turn, answer)
-        if turn.metric:  # a needle
-            return metrics
-        words = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
-        wanted = turn.answers[0].split()
-        right = takewhile(bool, map(eq, words, wanted))
-        return {**metrics, "prefix": sum(right) / len(wanted)}
+        if not turn.metric:  # no needle
+            words = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
+            wanted = turn.answers[0].split()
+            right = takewhile(bool, map(eq, words, wanted))
+            metrics["prefix"] = sum(right) / len(wanted)
+        return metrics
 
 
 def exact_until_end(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the output has the words of an answer before the end mark, which decoders may leave out."""
-    words = text.partition(END)[0].split()
-    return float(any(words == answer.partition(END)[0].split() for answer in answers))
+    """Return 1 if the output has the words of the answer before the end mark, which decoders may leave out."""
+    said, wanted = (words.partition(END)[0].split() for words in (text, answers[0]))
+    return float(said == wanted)
 
 
 def recall_dialogue(
-    seed: int = 0,
-    *,
-    turns: int = 3,
-    tokens: int | Sequence[int] = 256,
-    hops: int = 2,
-    position: Position = "end",
+    seed: int = 0, *, tokens: Sequence[int] = (256, 256, 256), hops: int = 2, position: Position = "end"
 ) -> Prompt:
     """Build a dialogue; the same arguments give the same one, and positions differ only in where questions stand.
 
     Args:
         seed: Seed of every random choice.
-        turns: Number of turns, 1 to 16.
-        tokens: Tokens of a turn's prompt (words, for this tokenizer; answers and BOS not counted), or one number for
-            each turn.
+        tokens: Tokens of the prompt of each turn, 1 to 16 (words, for this tokenizer; answers and BOS not counted).
         hops: Number of facts in the chain of an answer, which has 3 * hops tokens.
         position: Position of the questions in their turns.
 
     Raises:
         SinkscopeError: The facts do not fit, or a number is out of range.
     """
-    lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
-    fits = 1 <= turns <= len(TURNS) and len(lengths) == turns and min(lengths) >= _FRAME + GAP
-    if not fits or hops < 1 or turns * hops >= len(KEYS):
+    turns = len(tokens)
+    if not 1 <= turns <= len(TURNS) or min(tokens) < _FRAME + GAP or not 0 < hops * turns < len(KEYS):
         raise SinkscopeError(
-            f"turns={turns!r}, tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least "
-            f"{_FRAME + GAP} tokens each, one number of tokens or one for each turn, and fewer than {len(KEYS)} hops "
-            "in all, since a key is used once"
+            f"tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least {_FRAME + GAP} tokens "
+            f"each, and from 1 to fewer than {len(KEYS)} hops in all, since a key is used once"
         )
     rng = random.Random(f"recall {seed}")
     keys = list(KEYS)
@@ -161,47 +148,29 @@ def recall_dialogue(
     for chained in chains:
         for key, link in pairwise([*chained, END]):
             facts[key] = _fact(rng, key, link)
-    facts_by_turn = _placed(rng, lengths, chains, facts, keys[::-1])
-    questions: list[Turn] = []
-    for number, chained in enumerate(chains):
-        answer = [word for key in chained for word in facts[key][2:]]
-        question = [ASK, chained[0], *QUESTION_END]
-        words = _context(rng, facts_by_turn[number], lengths[number] - _FRAME, question, position)
-        questions.append(Turn(f"{TURNS[number]} {words} {ANSWER}", (" ".join(answer),)))
-    return Prompt(f"recall-{seed} {position}", tuple(questions), "recall", position)
+    room = [(length - _FRAME - GAP) // (_FACT + GAP) for length in tokens]
+    placed: list[list[list[str]]] = [[] for _ in tokens]  # the facts of each turn
 
-
-def _placed(
-    rng: random.Random,
-    lengths: Sequence[int],
-    chains: Sequence[Sequence[str]],
-    facts: dict[str, list[str]],
-    others: Sequence[str],
-) -> list[list[list[str]]]:
-    """The facts of each turn: those of the chains, then facts about other keys, which are added to `facts`."""
-    room = [(length - _FRAME - GAP) // (_FACT + GAP) for length in lengths]
-    facts_by_turn: list[list[list[str]]] = [[] for _ in lengths]
-
-    def free(count: int) -> list[int]:
-        return [turn for turn in range(count) if len(facts_by_turn[turn]) < room[turn]]
+    def with_room(number: int) -> list[int]:
+        return [turn for turn in range(number) if len(placed[turn]) < room[turn]]
 
     for number, chained in enumerate(chains, 1):
-        for key in chained:  # it stands in the turn that needs it or before
-            places = free(number)
+        for key in chained:  # its fact stands in the turn that needs it or before
+            places = with_room(number)
             if not places:
-                raise SinkscopeError(
-                    f"turn {number} and those before it have no place left for the facts of {len(chained)} hops a "
-                    "question: give more tokens, or fewer hops"
-                )
-            facts_by_turn[rng.choice(places)].append(facts[key])
-    for key in others:  # every turn is filled to about the same share
-        places = free(len(lengths))
-        if not places:
-            break
-        turn = min(places, key=lambda each: len(facts_by_turn[each]) / room[each])
-        facts[key] = _fact(rng, key, rng.choice([*facts, END]))
-        facts_by_turn[turn].append(facts[key])
-    return facts_by_turn
+                raise SinkscopeError(f"turn {number} and those before it have no place left: give more tokens")
+            placed[rng.choice(places)].append(facts[key])
+    for key in keys[::-1]:  # facts that nobody asks about; every turn is filled to about the same share
+        for turn in sorted(with_room(turns), key=lambda turn: len(placed[turn]) / room[turn])[:1]:
+            facts[key] = _fact(rng, key, rng.choice([*facts, END]))
+            placed[turn].append(facts[key])
+    questions: list[Turn] = []
+    for name, chained, own, length in zip(TURNS, chains, placed, tokens, strict=False):
+        answer = " ".join(word for key in chained for word in facts[key][2:])
+        words = _context(rng, own, length - _FRAME, [ASK, chained[0], *QUESTION_END], position)
+        questions.append(Turn(f"{name} {words} {ANSWER}", (answer,)))
+    about = {"length": sum(tokens)}
+    return Prompt(f"recall-{seed} {position} {sum(tokens)}", tuple(questions), "recall", position, about)
 
 
 def _fact(rng: random.Random, key: str, link: str) -> list[str]:
@@ -216,9 +185,7 @@ def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int,
     """
     spare = total - turns * least
     if spare < 0:
-        raise SinkscopeError(
-            f"total={total} tokens for {turns} turns of at least {least}: give {turns * least} or more, or fewer turns"
-        )
+        raise SinkscopeError(f"{total} tokens for {turns} turns of at least {least}: give {turns * least} or more")
     rng = random.Random(f"uneven {seed}")
     cuts = sorted(rng.randint(0, spare) for _ in range(turns - 1))
     return tuple(least + end - start for start, end in pairwise([0, *cuts, spare]))
@@ -230,10 +197,9 @@ def _context(rng: random.Random, facts: Sequence[list[str]], size: int, question
     shuffled = rng.sample(facts, len(facts))
     cuts = [0, *sorted(rng.randint(0, spare) for _ in facts), spare]
     pieces: list[list[str]] = []
-    for (start, end), fact in zip_longest(pairwise(cuts), shuffled):
+    for (start, end), fact in zip(pairwise(cuts), [*shuffled, []], strict=True):
         pieces += [[rng.choice(FILLER)] for _ in range(GAP + end - start)]
-        if fact is not None:
-            pieces.append(fact)
+        pieces.append(fact)
     starts = [0, *accumulate(map(len, pieces))]
     # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
     # question never follows a fact directly.

@@ -60,16 +60,15 @@ class TextFidelity(Task):
             return read_prompts(self.source)
         tokenizer = tokenizer_of(target)
         ids = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
-        room = (target.max_positions or self.prompt + self.answer) - self.answer
-        length = min(self.prompt, room - 2, len(ids) // self.count - self.answer)
+        whole = min(target.max_positions or len(ids), len(ids) // self.count + 2)
+        length = min(self.prompt, whole - 2 - self.answer)
         if length < 1:
             raise SinkscopeError(f"count={self.count}: the text has {len(ids)} tokens; give fewer or shorter pieces")
         prompts: list[Prompt] = []
         for number in range(self.count):
-            start = number * (length + self.answer)
-            middle = start + length
-            answer = tokenizer.decode(ids[middle : middle + self.answer])
-            turn = Turn(tokenizer.decode(ids[start:middle]), (answer,))
+            piece = ids[number * (length + self.answer) :]
+            answer = tokenizer.decode(piece[length : length + self.answer])
+            turn = Turn(tokenizer.decode(piece[:length]), (answer,))
             prompts.append(Prompt(f"text-{number}", (turn,), "text"))
         return prompts
 
@@ -82,9 +81,8 @@ class TextFidelity(Task):
         rows = [conversation_ids(target, prompt, 0, self.chat) for prompt in batch.prompts]
         along: list[list[int]] = []  # the text after each prompt
         for prompt in batch.prompts:
-            ids: list[int] = []
-            for text in prompt.turns[0].answers[:1]:
-                ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            text = "".join(prompt.turns[0].answers[:1])
+            ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if not ids:
                 raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
             along.append(to_end(list(ids[: batch.new]), end_ids(target)))
@@ -94,13 +92,10 @@ class TextFidelity(Task):
         for method in batch.methods:
             own: list[Logits] = []
             answers = answer_rows(target, rows, batch.new, method.make() or Full(), along=along, see=own.append)
-            kl = torch.stack([divergence(*both) for both in zip(full, own, strict=True)])
-            agree = [(both[0].argmax(-1) == both[1].argmax(-1)).double() for both in zip(full, own, strict=True)]
+            steps = torch.stack([comparison(*both) for both in zip(full, own, strict=True)]).round(decimals=6)
             for row, (prompt, answer) in enumerate(zip(batch.prompts, answers, strict=True)):
-                length = len(answer.tokens)
-                by_step = {"kl": kl[:length, row], "agree": torch.stack(agree)[:length, row]}
-                steps = {name: tuple(values.cpu().round(decimals=6).tolist()) for name, values in by_step.items()}
-                answer = replace(answer, steps=steps)
+                kl, agree = steps[: len(answer.tokens), :, row].T.tolist()
+                answer = replace(answer, steps={"kl": tuple(kl), "agree": tuple(agree)})
                 records.append(batch.record(method, prompt, 0, answer, mean_metrics(answer)))
         return records
 
@@ -120,7 +115,8 @@ def mean_metrics(answer: Answer) -> Metrics:
     return metrics
 
 
-def divergence(full: Logits, other: Logits) -> Float[Tensor, " row"]:
-    """Return KL(full || other) between two rows of logits, in nats."""
+def comparison(full: Logits, other: Logits) -> Float[Tensor, "2 row"]:
+    """Return KL(full || other) between two rows of logits, in nats, and whether both have the same top prediction."""
     p, q = full.cpu().double().log_softmax(-1), other.cpu().double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)
+    return torch.stack([kl, (full.argmax(-1) == other.argmax(-1)).cpu().double()])
