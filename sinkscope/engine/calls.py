@@ -1,19 +1,20 @@
 """The calls of a run: the record of each is made, and actors are asked at their moments.
 
-1. `_begin`: the record of the call is made (`Step`), and every actor acts before the model reads.
-2. The tap shows the attention of each layer to every actor (`_attend`), and edits of activations act by hooks that read
-   the same record.
-3. `_end`: the decoder has read. `_end_model`: logits exist, and every actor acts after them; what one takes back is
-   noted on the text that is being written, if there is one (`Draft`).
+1. `_begin`: the record of the call is made (`Step`), and actors act before the model reads.
+2. The tap shows the attention of each layer to actors (`_attend`), and edits of activations act by hooks that read the
+   same record.
+3. `_end`: the decoder has read. `_end_model`: logits exist, and actors that read them act; what one takes back is noted
+   on the text that is being written, if there is one (`Draft`).
+
+An actor that does nothing at a moment is not asked then.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.rows import RowState, put_rows
-from sinkscope.engine.step import Draft, Step, begin_step, cache_in, tokens_in
+from sinkscope.engine.rows import put_rows
+from sinkscope.engine.step import Draft, RowState, Step, begin_step, cache_in, tokens_in
 from sinkscope.engine.stock import NAME, attention_name
-from sinkscope.engine.tap import Handler
+from sinkscope.engine.tap import Listener
 from sinkscope.engine.visible import FunctionMask, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, by_name, new_call_cache, with_cache
-from sinkscope.models.hooks import Args, Kwargs
+from sinkscope.models.hooks import DEPTH, Args, Kwargs
 from sinkscope.models.target import Target
 
 _NUMBERS = itertools.count()
@@ -61,15 +62,22 @@ class Calls:
         self._acts = False  # whether something is changed, and not only read
         self._thread = threading.current_thread()  # who steers
         self._is_open = False  # whether calls are acted on
-        self._configs: frozenset[int] | None = None  # of the model, once something acts in its attention
+        self._listener: Listener | None = None  # at the tap, once something acts in calls
         self._steps = itertools.count()
         self._settings: Any = None  # of the latest `generate`
         self._told: Mapping[str, Any] | None = None  # in the call that is about to begin, where masks are made of it
         self._caches: WeakSet[Any] = WeakSet()  # on which something is known of rows
         self._step: Step | None = None  # the call in which the decoder is
         self._ended: Step | None = None  # the call that the decoder has ended, until its logits exist
-        self._in_model = False  # whether the whole model runs, so that logits will come
-        self._handler: Handler | None = None  # what the tap calls in the layers of this call
+        self._depth = DEPTH.value  # of this thread: calls in which it has gone apart are not acted on
+        self._attending: list[Actor] = []  # in the layers of this call
+        self._order()
+
+    def _order(self) -> None:
+        """Note who does something at which moment."""
+        self._before = _acting(self.actors, "before")
+        self._in_layers = _acting(self.actors, "attends")
+        self._after = _acting(self.actors, "after")
 
     @property
     def acts_here(self) -> bool:
@@ -110,11 +118,6 @@ class Calls:
 
     # What the model calls ------------------------------------------------------------------------------------------
 
-    def _begin_model(self, *_: Any) -> None:
-        """Note that logits will come."""
-        if self._thread is threading.current_thread():
-            self._in_model = True
-
     def _begin_parts(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Note what a model of several parts is told, before it makes masks of queries and keys."""
         told = by_name(module, args, kwargs)
@@ -125,10 +128,17 @@ class Calls:
         """Note what `generate` is told, before it makes masks for a cache of fixed size."""
         self._told = told
 
-    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs] | None:
         """Make the record of a call; the arguments for the module, or None if they stay as they are."""
+        # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
+        if kwargs is None or DEPTH.value > self._depth:
+            return None
         if self._thread is not threading.current_thread():
-            self._refuse_other()
+            if self._thread.is_alive():
+                raise UnsupportedError(
+                    f"{self.target.name} is inside a `with` of thread {self._thread.name!r}, and one thread steers a "
+                    "model at a time: call it in that thread, or enter a `with` in this one, which waits for the other"
+                )
             return None
         if self._step is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
             self._drop()
@@ -155,87 +165,87 @@ class Calls:
         step = begin_step(self.number, next(self._steps), arguments, cache, told, acts=self._acts)
         self._step = step
         self._ended = None
-        if step.cache is not None and (step.past == 0 or step.state.partial):
-            self.know_rows(step.cache, step.state)
-        if self.actors:
-            self._act_before(step)
-        return changed
-
-    def _refuse_other(self) -> None:
-        """Refuse a call of another thread, while the one that steers lives."""
-        if self._thread.is_alive():
-            raise UnsupportedError(
-                f"{self.target.name} is inside a `with` of thread {self._thread.name!r}, and one thread steers a model "
-                "at a time: call it in that thread, or enter a `with` in this one, which waits for the other"
-            )
-
-    def _act_before(self, step: Step) -> None:
-        """Let every actor act, and listen to the attention of the layers if one of them has something to do there."""
+        if cache is not None and (step.past == 0 or step.state.partial):
+            self.know_rows(cache, step.state)
+        listener = self._listener
+        if listener is None:
+            return changed
         step.settings = self._settings
         step.prompting = self.prompting
-        if self.draft is not None and self.draft.cache is step.cache:  # a processor may read a text of its own
+        if self.draft is not None and self.draft.cache is cache:  # a processor may read a text of its own
             step.draft = self.draft
-        for actor in self.actors:
+        for actor in self._before:
             actor.before(step)
-        acting = [actor.attend for actor in self.actors if actor.attends(step)]
-        assert self._configs is not None
-        attend = partial(_attend, step, acting)
-        handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=not acting)
-        self._handler = handler
-        handler.__enter__()
+        for kv in step.layers:  # a plain loop: every token comes here
+            if kv.slot_positions is not None:
+                step.has_gaps = True
+        self._attending = [actor for actor in self._in_layers if actor.attends(step)]
+        listener.first_query = step.past
+        listener.has_gaps = step.has_gaps
+        listener.idle = not self._attending
+        listener.was_reached = False
+        listener.functions = {}
+        return changed
 
-    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def _attend(self, attention: Attention) -> None:
+        """Let actors act in a layer; where the cache lacks tokens, keys stand in the columns of slots."""
+        step = self._step
+        if step is None:
+            return
+        kv = step.by_number.get(attention.layer) if step.has_gaps else None
+        if kv is not None:
+            source = attention.source
+            sees_all = not isinstance(source, TensorMask)
+            if isinstance(source, FunctionMask):
+                sees_all = source.local is None and not source.by_vmap
+            attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
+            attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hidden
+        for actor in self._attending:
+            actor.attend(step, attention)
+
+    def _end(self, *values: Any) -> None:
         """End the record of a call with the decoder's output, or, after an error, without."""
         step = self._step
-        handler = self._handler
+        output = values[-1]
         if step is None or self._thread is not threading.current_thread():
             return
+        self._drop()
         if output is None:
-            self._drop()
             return
-        self._step = self._handler = None
-        if handler is not None:
-            handler.__exit__()
-            if not handler.was_reached:
-                raise self._attention_elsewhere()
+        if self._listener is not None and not self._listener.was_reached:
+            raise self._attention_elsewhere()
         self.passes += 1
         if step.past == 0:
             self._note_cache(step, cache_in(output))
-        if self._in_model and self.actors:
-            self._ended = step
-        else:
-            self._finish(step)
+        self._ended = step
+        for actor in self._after:
+            if not actor.reads_logits:
+                actor.after(step)
 
-    def _end_model(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        """Let every actor act after logits exist."""
-        if self._thread is not threading.current_thread():
-            return
+    def _end_model(self, *values: Any) -> None:
+        """Let actors act that read logits, which may be changed, and note what one takes back."""
         step = self._ended
-        self._ended = None
-        self._in_model = False
-        if step is None or output is None:
+        output = values[-1]
+        if step is None or output is None or self._thread is not threading.current_thread():
             return
+        self._ended = None
         logits = getattr(output, "logits", None)
         if logits is None and isinstance(output, tuple):
             logits = output[0]
         if logits is not None and logits.ndim == 3:
             step.logits = logits[:, -1]
-        self._finish(step)
-
-    def _finish(self, step: Step) -> None:
-        """Let every actor act after a call, and note what one takes back."""
-        for actor in self.actors:
-            back = actor.after(step)
-            if back is not None and step.draft is not None:
-                step.draft.taken = back
+        for actor in self._after:
+            if actor.reads_logits:
+                back = actor.after(step)
+                if back is not None and step.draft is not None:
+                    step.draft.taken = back
 
     def _drop(self) -> None:
-        """Forget the call in which the model is."""
-        handler = self._handler
-        self._step = self._ended = self._handler = None
-        self._in_model = False
-        if handler is not None:
-            handler.__exit__()
+        """Leave the call in which the model is."""
+        self._step = self._ended = None
+        if self._listener is not None:
+            self._listener.idle = True
+            self._listener.has_gaps = False
 
     def _attention_elsewhere(self) -> UnsupportedError:
         """The error for a call whose attention did not come by the tap, because it was set after entering a run."""
@@ -259,18 +269,9 @@ class Calls:
             )
 
 
-def _attend(step: Step, acting: list[Callable[[Step, Attention], None]], attention: Attention) -> None:
-    """Let actors act in the attention of a layer; where the cache lacks tokens, keys stand in the columns of slots."""
-    kv = step.by_number.get(attention.layer) if step.has_gaps else None
-    if kv is not None:
-        source = attention.source
-        sees_all = not isinstance(source, TensorMask)
-        if isinstance(source, FunctionMask):
-            sees_all = source.local is None and not source.by_vmap
-        attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
-        attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hidden
-    for attend in acting:
-        attend(step, attention)
+def _acting(actors: list[Actor], moment: str) -> list[Actor]:
+    """The actors that do something at a moment: the others are not asked."""
+    return [actor for actor in actors if getattr(type(actor), moment) is not getattr(Actor, moment)]
 
 
 def _says_tokens(arguments: Mapping[str, Any]) -> bool:

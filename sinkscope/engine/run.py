@@ -23,7 +23,7 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.calls import Calls
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.step import cache_in
-from sinkscope.engine.tap import check_attention_known, tapped
+from sinkscope.engine.tap import Listener, check_attention_known, tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import Hook
@@ -186,8 +186,8 @@ class Run(Calls):
                 self.hook((target.hf, "first", self._begin_parts))
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
-            if any(type(actor).after is not Actor.after and actor.reads_logits for actor in self.actors):
-                self.hook((target.hf, "first", self._begin_model), (target.hf, "always", self._end_model))
+            if any(actor.reads_logits for actor in self._after):
+                self.hook((target.hf, "always", self._end_model))
             self.stack.push(self._check_edited)
             self.stack.callback(self._close)
             self.stack = self.stack.pop_all()
@@ -212,12 +212,14 @@ class Run(Calls):
         Raises:
             UnsupportedError: The attention of the model is a function of the user's own.
         """
-        if self._configs is None:
+        if self._listener is None:
             check_attention_known(self.target)
-            self._configs = self.stack.enter_context(tapped(self.target))
+            self._listener = Listener(self._attend, idle=True)
+            self.stack.enter_context(tapped(self.target, self._listener))
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
         self.actors.insert(0 if first else len(self.actors), actor)
+        self._order()
 
     def reach(self, name: str, why: str) -> Reach:
         """Return what notes whether an edit has met any token; one that never does gives a warning at the end.
@@ -363,6 +365,9 @@ class Run(Calls):
         for cache in list(self._caches):
             forget_rows(cache, self.number)
         self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the run
+        self._order()
+        self._attending = []
+        self._listener = None
 
 
 @contextmanager

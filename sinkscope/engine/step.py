@@ -7,22 +7,139 @@ again; rows may be padded on either side. `begin_step` makes the record at the b
 2. The mask says which of the new tokens are real.
 3. Each real token gets its position in its row, which is one text. Where a row may hold several (position ids that jump
    without a mask, or a caller's own mask of queries and keys) whatever acts refuses the call.
+
+A *column* counts the tokens of a row with padding, as masks and caches of transformers do. A *position* counts the real
+tokens of a row from 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.engine.rows import ROWS, RowState, TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES
+
+ROWS = "sinkscope_rows"
+"""The attribute of a cache that holds what is known of its rows (`RowState`), by the number of the run."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPositions:
+    """The tokens of a batch, by column.
+
+    Attributes:
+        pos: Position of every token in its row; -1 at padding.
+        length: Number of real tokens in each row.
+        seen: Number of columns.
+    """
+
+    pos: Int[Tensor, "batch seen"]
+    length: Int[Tensor, " batch"]
+    seen: int
+
+    @classmethod
+    def none(cls, batch: int, device: torch.device) -> TokenPositions:
+        """Return the positions of rows without tokens."""
+        nothing = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        return cls(nothing, torch.zeros(batch, dtype=torch.int64, device=device), 0)
+
+    @classmethod
+    def of(cls, pos: Int[Tensor, "batch seen"]) -> TokenPositions:
+        """Return tokens with these positions."""
+        return cls(pos, (pos >= 0).sum(1), pos.shape[1])
+
+    @cached_property
+    def padded(self) -> int:
+        """Number of the first columns among which all padding is; whoever asks first waits for the device."""
+        columns = (self.pos < 0).any(0).nonzero()
+        return int(columns[-1]) + 1 if len(columns) else 0
+
+    def read(self, real: Bool[Tensor, "batch new"]) -> TokenPositions:
+        """Return these tokens and new ones, of which some are no padding."""
+        count = real.cumsum(1)
+        later = torch.where(real, self.length[:, None] + count - 1, -1)
+        length = self.length + count[:, -1] if real.shape[1] else self.length
+        return TokenPositions(torch.cat([self.pos, later], 1), length, self.seen + real.shape[1])
+
+    def first(self, count: int) -> TokenPositions:
+        """Return the first columns alone."""
+        if count >= self.seen:
+            return self
+        return TokenPositions.of(self.pos[:, :count])
+
+    def columns_of(self, pos: Int[Tensor, "batch head slot"]) -> Int[Tensor, "batch head slot"]:
+        """Return the column of the token at each position; -1 where the position is -1."""
+        columns = self._column_table.to(pos.device)
+        row = torch.arange(len(pos), device=pos.device)[:, None, None]
+        return columns[row, pos]  # -1 is the last place
+
+    @cached_property
+    def _column_table(self) -> Int[Tensor, "batch _"]:
+        """The column of each position of a row; -1 after them."""
+        columns = self.pos.new_full((len(self.pos), self.seen + 1), -1)
+        row = torch.arange(len(self.pos), device=self.pos.device)[:, None]
+        columns[row, self.pos] = torch.arange(self.seen, device=self.pos.device)
+        columns[:, -1] = -1  # what padding wrote
+        return columns
+
+
+@dataclass(eq=False)
+class RowState:
+    """What a block knows of the rows that share a cache.
+
+    Attributes:
+        tokens: The tokens read so far.
+        partial: Whether the first tokens were read before the block was entered.
+        known: What edits, policies, guards and counters know of the rows, by their keys: tensors with a row each, and
+            objects whose `take` gives what is known of other rows, or None for nothing.
+        prefilling: Whether the last call read a prompt or part of one.
+        prompt: Number of real tokens in each row at the end of the last prefill; empty before it.
+        decoded: Number of single-token calls since then.
+    """
+
+    tokens: TokenPositions
+    partial: bool = False
+    known: dict[Hashable, Any] = field(default_factory=dict)
+    prefilling: bool = False
+    prompt: tuple[int, ...] = ()
+    decoded: int = 0
+
+    def copy(self) -> RowState:
+        """Return what edits know of the rows, as it is now: tensors, which nobody changes in place."""
+        known = {key: value for key, value in self.known.items() if isinstance(value, Tensor)}
+        return RowState(self.tokens, self.partial, known)
+
+    def keep(
+        self, key: Hashable, values: Float[Tensor, "batch pos neuron"], at: Bool[Tensor, "batch pos"]
+    ) -> Float[Tensor, "batch 1 neuron"]:
+        """Know the value where `at` holds (at most once in a row), and return each row's; NaN if a row has none yet.
+
+        Gradients flow through what is returned, within the call; for later calls it is a constant.
+        """
+        # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
+        here = torch.where(at[..., None], values, 0).sum(1)
+        value = torch.where(at.any(1, keepdim=True), here, self.known.get(key, torch.nan))
+        self.known[key] = value.detach()
+        return value[:, None]
+
+    def take(self, rows: Int[Tensor, " row"]) -> None:
+        """Take rows of the batch, by their numbers, in place of the present ones."""
+        self.tokens = TokenPositions.of(self.tokens.pos[rows.to(self.tokens.pos.device)])
+        if self.prompt:
+            numbers = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows  # they may be given by a mask
+            self.prompt = tuple(self.prompt[row] for row in numbers.tolist())
+        moved = {
+            key: value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
+            for key, value in self.known.items()
+        }
+        self.known = {key: value for key, value in moved.items() if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +187,8 @@ class Step:
         earlier: The tokens before the call.
         state: What is known about these rows from earlier calls.
         layers: The layers of the cache that can evict; empty if nothing owns the cache.
+        has_gaps: Whether the cache lacks tokens, once all have acted on it, so that the place of a key is not its
+            column.
         decodes: Whether it reads a generated token into a cache that can evict.
         prefill_ended: Whether this is the first single-token call after a prompt.
         prompting: Whether `generate` is reading a prompt, so that even a single token is a part of it.
@@ -89,6 +208,7 @@ class Step:
     earlier: TokenPositions
     state: RowState
     layers: list[Any] = field(default_factory=list)
+    has_gaps: bool = False
     decodes: bool = False
     prefill_ended: bool = False
     prompting: bool = False
@@ -107,14 +227,6 @@ class Step:
     def index(self) -> Int[Tensor, "batch pos"]:
         """Position of each new token in its row; -1 at padding."""
         return self.tokens.pos[:, self.past :]
-
-    @cached_property
-    def has_gaps(self) -> bool:
-        """Whether the cache lacks tokens, once all have acted on it, so that the place of a key is not its column."""
-        for kv in self.layers:  # a plain loop: every token comes here
-            if kv.slot_positions is not None:
-                return True
-        return False
 
     @cached_property
     def by_number(self) -> dict[int, Any]:

@@ -1,23 +1,22 @@
 """The attention tap: the single attention function and mask function that tapped models use.
 
-Handlers are injected. They see the attention of every layer as the model computes it, may replace it, and may request
-its rows. If no handler acts, the model's own attention runs with the model's own mask, so the result equals the stock
-one bit for bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not
-know who listens, so measurements work under cache policies and guards.
+Listeners see the attention of every layer as the model computes it, may replace it, and may request its rows. If none
+has anything to do, the model's own attention runs with the model's own mask, so the result equals the stock one bit for
+bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not know who
+listens, so measurements work under cache policies and guards.
 
-Measurements listen through `attention_rows`. No full query x key matrix is stored: an observer
-sees `rows_per_chunk` rows at a time. The rows include everything the architecture does to its scores: soft cap, window,
-padding, learned sink logits. Under a cache policy they cover the keys that the cache keeps.
+Measurements listen through `attention_rows`. No full query x key matrix is stored: an observer sees `rows_per_chunk`
+rows at a time. The rows include everything the architecture does to its scores: soft cap, window, padding, learned sink
+logits. Under a cache policy they cover the keys that the cache keeps.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import ref
 
 from jaxtyping import Float
@@ -25,7 +24,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from sinkscope.engine.attention import Attention, AttentionOutput, VisibleRowObserver
+from sinkscope.engine.attention import Attention, AttentionOutput, AttentionRows, Shown
 from sinkscope.engine.stock import NAME, STOCK, eager, stock_of, switched
 from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
@@ -35,44 +34,28 @@ from sinkscope.models.windows import check_numbering, layer_window
 
 
 @dataclass(eq=False)
-class Handler:
-    """A listener at the tap, inside a `with`.
+class Listener:
+    """What sees the attention of a model in the thread that made it: a measurement, or a run with its actors.
 
     Attributes:
         see: Called with the attention of every layer.
-        configs: Ids of the configurations of the model it listens to.
         first_query: Column of the first query of the call, if it is known.
         has_gaps: Whether tokens are missing in the cache, so that a mask by the place of keys would be wrong.
-        idle: Whether it has nothing to do by itself. If all handlers are idle, the model computes attention alone.
+        idle: Whether it has nothing to do by itself. If all listeners are idle, the model computes attention alone.
         was_reached: Whether attention of the model came by.
         functions: The function of the latest mask for each length of windows or chunks, None for full attention.
         latest: The queries of the latest attention.
+        thread: Number of the thread.
     """
 
     see: Callable[[Attention], None]
-    configs: frozenset[int]
     first_query: int | None = None
     has_gaps: bool = False
     idle: bool = False
     was_reached: bool = False
     functions: dict[int | None, FunctionMask] = field(default_factory=dict)
     latest: ref[Tensor] | None = None
-
-    def __enter__(self) -> Handler:
-        """Begin to listen in this context, before earlier handlers."""
-        HANDLERS.set((self, *HANDLERS.get()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop listening."""
-        others = HANDLERS.get()
-        if others[0] is self:
-            HANDLERS.set(others[1:])
-        else:
-            HANDLERS.set(tuple([other for other in others if other is not self]))
-
-
-HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
+    thread: int = field(default_factory=threading.get_ident)
 
 
 def check_attention_known(target: Target) -> None:
@@ -91,35 +74,8 @@ def check_attention_known(target: Target) -> None:
 
 
 @contextmanager
-def listening(target: Target, see: Callable[[Attention], None], *, proving: bool = False) -> Iterator[None]:
-    """Context manager in which `see` is called with the attention of every layer in this context.
-
-    Args:
-        target: The model.
-        see: Called with the attention.
-        proving: Whether this is how the model is compared with what sinkscope recomputes.
-
-    Raises:
-        UnsupportedError: The model attends by a function of the user's own.
-    """
-    if proving:
-        see = partial(_see_recomputed, see)
-    else:
-        check_attention_known(target)
-    with tapped(target) as configs, Handler(see, configs):
-        yield
-
-
-def _see_recomputed(see: Callable[[Attention], None], attention: Attention) -> None:
-    """Let a function of the user's own have no part in a proof."""
-    see(attention)
-    if not attention.own.is_known and attention.compute is None:
-        attention.compute = Attention.recomputed
-
-
-@contextmanager
-def tapped(target: Target) -> Iterator[frozenset[int]]:
-    """Context manager: every configuration of the model selects the tap's attention; yields their ids.
+def tapped(target: Target, listener: Listener) -> Iterator[None]:
+    """Context manager: every configuration of the model selects the tap's attention, at which somebody listens.
 
     The names are registered with transformers once; this changes no other model. A model may be tapped several times.
     Attention outside transformers' interface is not seen. An attention of the user's that was registered without a mask
@@ -134,34 +90,32 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
         name = stock_of(config).kind
         if name not in ALL_MASK_ATTENTION_FUNCTIONS:
             AttentionMaskInterface.register(name, _no_mask)
-    with switched(target, NAME, STOCK) as configs, without_compiler():
-        yield configs
+    with switched(target, NAME, STOCK, listener), without_compiler():
+        yield
 
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
-    config = module.config
-    number = id(config)
-    stock = STOCK.get(number) or stock_of(config)
-    listeners: list[Handler] = []
+    stock = STOCK.get(id(module.config)) or stock_of(module.config)
+    thread = threading.get_ident()
+    listeners: list[Listener] = []
     idle = True
     has_gaps = False
-    for handler in HANDLERS.get():  # a plain loop: every layer comes here
-        if number in handler.configs:
-            handler.was_reached = True
-            listeners.append(handler)
-            idle = idle and handler.idle
-            has_gaps = has_gaps or handler.has_gaps
+    for listener in stock.users:  # a plain loop: every layer comes here
+        if listener.thread == thread:
+            listener.was_reached = True
+            listeners.append(listener)
+            idle = idle and listener.idle
+            has_gaps = has_gaps or listener.has_gaps
     if "indices" in kwargs or "block_indices" in kwargs:  # DeepSeek 3.2, MiniMax M3
         kind = type(module).__name__
         raise UnsupportedError(f"{kind} attends to keys that an indexer chooses, which is not read: use another model")
-    if has_gaps and hasattr(attention_mask, _FUNCTION):  # a model of several parts made it before tokens left
-        attention_mask = getattr(attention_mask, _FUNCTION)
+    function: FunctionMask | None = getattr(attention_mask, _FUNCTION, None)
+    if has_gaps and (idle or function is not None):  # a model of several parts made a mask before tokens left
+        attention_mask = None
     if idle:
-        if has_gaps:
-            attention_mask = None
         return stock.attention(module, query, key, value, attention_mask, **kwargs)
     first = listeners[0]
     is_repeated = first.latest is not None and first.latest() is query
@@ -174,9 +128,24 @@ def _attend(
     if stock.kind == "sdpa":  # it drops these, or refuses to run
         softcap = sinks = None
     queries = query.shape[2]
-    placed = _source(module, listeners, attention_mask, queries, key.shape[2], kwargs, has_gaps)
-    if isinstance(attention_mask, FunctionMask):
-        attention_mask = None
+    keys = key.shape[2]
+    is_whole = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
+    first_query = keys - queries
+    for listener in listeners:
+        if listener.first_query is not None:
+            first_query = listener.first_query
+        if function is None and not is_whole and listener.functions:
+            function = _of_layer(module, listener.functions, kwargs)
+    first_key = 0
+    source: MaskSource = CausalMask()
+    if function is not None:
+        first_query = function.first_query
+        first_key = function.first_key
+        if has_gaps or not function.is_skipped:
+            source = function
+    elif isinstance(attention_mask, Tensor) and is_whole:  # one that has a column for each token so far
+        source = TensorMask(attention_mask, first_query)
+        first_key = max(0, attention_mask.shape[-1] - keys)
     call = Attention(
         module,
         int(module.layer_idx),
@@ -184,20 +153,30 @@ def _attend(
         key,
         value,
         attention_mask,
-        placed.source,
-        placed.first_query,
+        source,
+        first_query,
         queries,
         kwargs,
         stock,
         float(scaling),
         softcap,
         sinks,
-        first_key=placed.first_key,
+        first_key=first_key,
         is_repeated=is_repeated,
     )
-    for handler in listeners:
-        handler.see(call)
+    for listener in listeners:
+        listener.see(call)
     return call.finish()
+
+
+def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:
+    """The function of the mask of a layer that was given none: that of its window, as the layer itself says it."""
+    if len(functions) == 1:
+        return next(iter(functions.values()))
+    window = settings.get("sliding_window")
+    if window not in functions:
+        window = layer_window(module.config, int(module.layer_idx))
+    return functions.get(window, functions[None])
 
 
 _FUNCTION = "sinkscope_function"
@@ -210,15 +189,15 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     What it was made of is kept with it. Where tokens are missing in the cache no mask is made, because it would be by
     the place of keys.
     """
-    number = id(config)
-    name = (STOCK.get(number) or stock_of(config)).kind
-    listeners: list[Handler] = []
+    stock = STOCK.get(id(config)) or stock_of(config)
+    name = stock.kind
+    listeners: list[Listener] = []
     has_gaps = False
     mask = None
-    for handler in HANDLERS.get():
-        if number in handler.configs:
-            listeners.append(handler)
-            has_gaps = has_gaps or handler.has_gaps
+    for listener in stock.users:
+        if listener.thread == threading.get_ident():
+            listeners.append(listener)
+            has_gaps = has_gaps or listener.has_gaps
     if not has_gaps:
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)
     function = FunctionMask(
@@ -234,52 +213,12 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
         and kwargs.get("allow_is_causal_skip", True)
         and not kwargs.get("allow_is_bidirectional_skip", False),
     )
-    for handler in listeners:
-        handler.functions[function.local] = function
+    for listener in listeners:
+        listener.functions[function.local] = function
     if mask is not None:
         with suppress(AttributeError, TypeError):
             setattr(mask, _FUNCTION, function)
     return mask
-
-
-class PlacedSource(NamedTuple):
-    """What says who sees whom in a layer, and the columns of the first query and of the first key."""
-
-    source: MaskSource
-    first_query: int
-    first_key: int
-
-
-def _source(
-    module: Any, listeners: list[Handler], mask: Any, queries: int, keys: int, settings: dict[str, Any], has_gaps: bool
-) -> PlacedSource:
-    """What says who sees whom in a layer, and where its queries and keys begin."""
-    function: FunctionMask | None = mask if isinstance(mask, FunctionMask) else getattr(mask, _FUNCTION, None)
-    is_whole = isinstance(mask, Tensor) and mask.ndim == 4
-    first_query = keys - queries
-    for handler in listeners:
-        if handler.first_query is not None:
-            first_query = handler.first_query
-        if function is None and not is_whole and handler.functions:
-            function = _of_layer(module, handler.functions, settings)
-    if function is not None:
-        source: MaskSource = function
-        if function.is_skipped and not has_gaps:
-            source = CausalMask()
-        return PlacedSource(source, function.first_query, function.first_key)
-    if isinstance(mask, Tensor) and is_whole:  # one that has a column for each token so far
-        return PlacedSource(TensorMask(mask, first_query), first_query, max(0, mask.shape[-1] - keys))
-    return PlacedSource(CausalMask(), first_query, 0)
-
-
-def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:
-    """The function of the mask of a layer that was given none: that of its window, as the layer itself says it."""
-    if len(functions) == 1:
-        return next(iter(functions.values()))
-    window = settings.get("sliding_window")
-    if window in functions:
-        return functions[window]
-    return functions.get(layer_window(module.config, int(module.layer_idx)), functions[None])
 
 
 def _no_mask(**_: Any) -> None:
@@ -289,44 +228,42 @@ def _no_mask(**_: Any) -> None:
 @contextmanager
 def attention_rows(
     target: Target,
-    observer: VisibleRowObserver,
+    observer: Shown,
     *,
     layers: list[int] | None = None,
     rows_per_chunk: int = 256,
     begin: int = 0,
-    proving: bool = False,
 ) -> Iterator[None]:
     """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
     Args:
         target: The model.
-        observer: Called as `observer(layer, first_query, rows, visible)`; rows `[batch head query key]`, float32, after
-            softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
-            cache: under a cache policy only the ones it keeps, so a key's index is not its position. `visible`,
-            `[batch 1 query key]`, is what the mask shows; of a model that builds its matrices itself it is where some
-            head has attention.
+        observer: Called with `AttentionRows`; of a model that is split over processes, with those of all heads.
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
         begin: The first query whose row is shown.
-        proving: As for `listening`.
 
     A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
     itself builds whole query x key matrices, which are passed on in one piece.
+
+    Raises:
+        UnsupportedError: The model attends by a function of the user's own, or gives no rows.
     """
     wanted = target.attending
     if layers is not None:
         wanted = [layer for layer in wanted if layer in layers]
 
-    if target.processes > 1:
-        observer = partial(_tell_whole, target, observer)
+    def show(rows: AttentionRows) -> None:
+        observer(replace(rows, probs=target.whole_heads(rows.probs, target.n_heads)))
 
     def see(call: Attention) -> None:
         if call.layer in wanted:
-            call.show_visible(observer, first=begin, chunk=rows_per_chunk)
+            call.show(show, first=begin, chunk=rows_per_chunk, gives_output=False)
 
     is_bridge = target.kind == "bridge"
     if not is_bridge and target.adapter.attention_interface:
-        with listening(target, see, proving=proving):
+        check_attention_known(target)
+        with tapped(target, Listener(see)):
             yield
         return
     hooks = list[Hook]()
@@ -334,8 +271,7 @@ def attention_rows(
 
         def read(output: Any, layer: int = layer) -> None:
             rows = output if is_bridge else _returned_rows(target, layer, output)
-            rows = rows[:, :, begin:]
-            observer(layer, begin, rows.float(), (rows > 0).any(1, keepdim=True))
+            observer(AttentionRows(layer, begin, rows[:, :, begin:].float()))
 
         if is_bridge:
             module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
@@ -344,13 +280,6 @@ def attention_rows(
         hooks.append((module, "post", on_output(read)))
     with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
         yield
-
-
-def _tell_whole(
-    target: Target, observer: VisibleRowObserver, layer: int, first: int, rows: Tensor, visible: Tensor
-) -> None:
-    """Tell the rows of all heads where a process holds some of them."""
-    observer(layer, first, target.whole_heads(rows, target.n_heads), visible)
 
 
 def _returned_rows(target: Target, layer: int, output: Any) -> Float[Tensor, "batch head query key"]:

@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.rows import RowState
 from sinkscope.engine.run import Event, Run
-from sinkscope.engine.step import Step, TakeBack
+from sinkscope.engine.step import RowState, Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding

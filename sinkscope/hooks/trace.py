@@ -15,6 +15,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.run import held
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -289,8 +290,8 @@ def _passed(
 
         hooks.append((site.module, site.when, on_input(read) if site.when == "pre" else on_hidden(read)))
 
-    def show(layer: int, _first: int, rows: Tensor, _visible: Tensor) -> None:
-        keep(of_rows[layer], rows)
+    def show(rows: AttentionRows) -> None:
+        keep(of_rows[rows.layer], rows.probs)
 
     last_layer = deepest if 0 <= deepest < target.n_layers else None
     unembed = any(module is target.hf for module, _, _ in hooks)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from sinkscope.engine.rows import TokenPositions
+from sinkscope.engine.step import TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import slots as slots_of
 from sinkscope.kv.slots import Slots

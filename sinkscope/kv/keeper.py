@@ -15,9 +15,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.rows import RowState, TokenPositions
 from sinkscope.engine.run import Reach, Run, runs_here
-from sinkscope.engine.step import Step, TakeBack
+from sinkscope.engine.step import RowState, Step, TakeBack, TokenPositions
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
@@ -223,17 +222,19 @@ def note_layers(step: Step) -> None:
             layers.append(kv)
 
 
-def check_seen(cache: Any) -> None:
-    """Refuse a cache on which attention cannot be seen.
+def check_seen(step: Step) -> None:
+    """Refuse a cache on which attention cannot be seen, and note its layers, which another run may have cut.
 
     Raises:
         UnsupportedError: It holds room for tokens that are still to come.
     """
-    if getattr(cache, "is_compileable", False):
+    if getattr(step.cache, "is_compileable", False):
         raise UnsupportedError(
-            f"the cache is {_named(cache)}, which holds room for tokens that are still to come: "
+            f"the cache is {_named(step.cache)}, which holds room for tokens that are still to come: "
             "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
+    if not step.layers:
+        note_layers(step)
 
 
 def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:

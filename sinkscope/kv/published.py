@@ -18,13 +18,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Share, share_of
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy, rank_from_top, unseen_queries
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.watch import AttentionRows, watch
+from sinkscope.kv.watch import watch
 from sinkscope.models.grouped_heads import in_groups, per_query_head
 from sinkscope.models.target import Target
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.engine.rows import TokenPositions
+from sinkscope.engine.step import TokenPositions
 
 COPY_LIMIT = 512
 """Length from which a copy per token costs more than spare slots."""

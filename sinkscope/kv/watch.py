@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.attention import Attention
+from sinkscope.engine.attention import Attention, AttentionRows, Shown
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.keeper import (
-    CacheKeeper,
-    check_seen,
-    check_servable,
-    note_layers,
-)
-from sinkscope.kv.slots import Slots
-from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.kv.keeper import CacheKeeper, check_seen, check_servable
 from sinkscope.models.inputs import attending_layers
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionRows:
-    """Attention rows of one layer in one call, for a chunk of queries.
-
-    Attributes:
-        layer: Decoder layer.
-        first: Index of the first query among the call's new tokens.
-        probs: `[batch head query slot]`, float32, after softmax.
-        pos: Position of each slot in its row, -1 if it holds no token.
-        kv: The layer's cache; None if it is not a sinkscope cache.
-        step: The forward call.
-    """
-
-    layer: int
-    first: int
-    probs: Float[Tensor, "batch head query slot"]
-    pos: Int[Tensor, "batch kv_head slot"]
-    kv: Slots | None
-    step: Step
-
-    @property
-    def query_pos(self) -> Int[Tensor, "batch query"]:
-        """Position of each query in its row, -1 at padding."""
-        return self.step.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
-
-    def by_position(self, length: int) -> Float[Tensor, "batch head query pos"]:
-        """Return the rows over the positions of a text of a length; a position that no slot holds gets nothing."""
-        pos = per_query_head(self.pos, self.probs.shape[1])[:, :, None]
-        by_position = self.probs.new_zeros(*self.probs.shape[:3], length)
-        return by_position.scatter_add_(3, pos.clamp(min=0).expand_as(self.probs), self.probs * (pos >= 0))
-
-
-Shown = Callable[[AttentionRows], None]
-"""What is shown rows, one chunk of queries at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +35,7 @@ class _Watcher(Actor):
 
     def before(self, step: Step) -> None:
         """Refuse a cache on which attention cannot be seen."""
-        if step.cache is not None:
-            check_seen(step.cache)
-            if not step.layers:  # another run may have cut this cache
-                note_layers(step)
+        check_seen(step)
 
     def attends(self, step: Step) -> bool:
         """Return True: rows are wanted in every call."""
@@ -93,12 +45,7 @@ class _Watcher(Actor):
         """Ask for the rows of a layer."""
         if self.layers is None or attention.layer in self.layers:
             first = 0 if self.last is None else max(0, attention.queries - self.last)
-            attention.show(partial(self._show, step, attention), first=first)
-
-    def _show(self, step: Step, attention: Attention, first: int, probs: Tensor) -> None:
-        kv = step.by_number.get(attention.layer)
-        pos = _positions(step, attention) if kv is None else kv.pos
-        self.fn(AttentionRows(attention.layer, first, probs, pos, kv, step))
+            attention.show(self.fn, step, first=first)
 
 
 def watch(run: Run, fn: Shown, layers: Sequence[int] | None = None, last: int | None = None) -> None:
@@ -109,16 +56,6 @@ def watch(run: Run, fn: Shown, layers: Sequence[int] | None = None, last: int | 
     """
     check_servable(run.target)
     run.act(_Watcher(fn, layers, last))
-
-
-def _positions(step: Step, attention: Attention) -> Int[Tensor, "batch kv_head slot"]:
-    """The position of each slot of a cache that is not ours."""
-    key = attention.key
-    begin = attention.first_key
-    end = attention.first_key + key.shape[2]
-    columns = torch.nn.functional.pad(step.columns, (0, max(0, end - step.columns.shape[1])), value=-1)
-    # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-    return columns[:, begin:end].to(key.device)[:, None].expand(key.shape[:3])
 
 
 @dataclass(frozen=True)
@@ -154,8 +91,8 @@ class Observe(Intervention):
         target = run.target
 
         def whole(rows: AttentionRows) -> None:
-            pos = target.whole_heads(rows.pos, target.n_kv_heads, 1)
-            self.fn(replace(rows, probs=target.whole_heads(rows.probs, target.n_heads, 1), pos=pos))
+            pos = target.whole_heads(cast("Tensor", rows.pos), target.n_kv_heads)
+            self.fn(replace(rows, probs=target.whole_heads(rows.probs, target.n_heads), pos=pos))
 
         layers = None if self.layers is None else attending_layers(target, self.layers)
         watch(run, whole if target.processes > 1 else self.fn, layers, self.last)

@@ -19,12 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
-from sinkscope.kv.watch import AttentionRows, Observe
+from sinkscope.kv.watch import Observe
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation

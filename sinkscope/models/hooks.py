@@ -107,13 +107,14 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
 
     Args:
         hooks: The hooks.
-        owned: Whether they see the calls of this thread alone, whatever other threads do with the model meanwhile.
+        owned: Whether they see the calls of this thread alone, whatever other threads do with the model meanwhile, and
+            none in which it has gone apart since. Others find that out themselves.
     """
     with without_compiler(), ExitStack() as stack:
         for module, when, fn in hooks:
             is_before = when in ("first", "pre")
-            owner = threading.get_ident() if owned else None
-            fn = partial(_in_thread, owner, DEPTH.value, fn, 3 if is_before else 4)
+            if owned:
+                fn = partial(_in_thread, threading.get_ident(), DEPTH.value, fn, 3 if is_before else 4)
             if is_before:
                 handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
             else:
@@ -124,10 +125,10 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
         yield
 
 
-def _in_thread(owner: int | None, depth: int, fn: Callable[..., Any], arguments: int, *values: Any) -> Any:
-    """What a hook does in calls of one thread alone, or of all (None), unless the thread has gone apart since."""
+def _in_thread(owner: int, depth: int, fn: Callable[..., Any], arguments: int, *values: Any) -> Any:
+    """What a hook does in calls of one thread alone, unless it has gone apart since."""
     # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
-    if owner not in (None, threading.get_ident()) or depth < DEPTH.value or len(values) != arguments:
+    if owner != threading.get_ident() or depth < DEPTH.value or len(values) != arguments:
         return None
     return fn(*values)
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.engine.attention import Attention, relative_error
 from sinkscope.engine.stock import eager
-from sinkscope.engine.tap import listening
+from sinkscope.engine.tap import Listener, tapped
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError, layer_kinds, layers_at, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
@@ -113,7 +113,7 @@ def proposed(target: Target, numbers: list[int], row: Adapter | None) -> Found:
 
     layers, values = sorted({*numbers}), dict[int, Values]()
     with suppress(AttributeError, TypeError, UnsupportedError):  # some models cannot run under its name, or are refused
-        values = _read_all(target, layers, listening(target, see, proving=True))
+        values = _read_all(target, layers, tapped(target, Listener(see)))
     if not attends:
         values = _read_all(target, layers, eager(target))
         target = replace(target, adapter=replace(target.adapter, attention_interface=False))

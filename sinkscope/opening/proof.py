@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from sinkscope.engine.attention import Attention, relative_error
 from sinkscope.engine.stock import eager
-from sinkscope.engine.tap import listening
+from sinkscope.engine.tap import Listener, tapped
 from sinkscope.errors import UnsupportedError, first_line
 from sinkscope.models.adapters import PATHS, NotInferredError
 from sinkscope.models.grouped_heads import head_projection, per_query_head
@@ -120,7 +120,7 @@ def _tap(target: Target, checks: dict[int, LayerProof]) -> AbstractContextManage
         if call.layer in checks and call.layer in target.attending:
             checks[call.layer].see(call)
 
-    return listening(target, see, proving=True)
+    return tapped(target, Listener(see))
 
 
 class LayerProof:
@@ -207,12 +207,10 @@ class LayerProof:
         self._compare("v", call.value)
         if call.is_repeated:
             return
-        output = call.recomputed()[0]
-        if call.own.is_known:
-            output = call.stock(call.mask)[0]
+        output = call.stock(call.mask)[0]
         self._own = output.detach().float()
         self._value = call.value.detach().float()
-        call.show(lambda _, rows: self._chunks.append(rows), gives_output=False)
+        call.show(lambda rows: self._chunks.append(rows.probs), gives_output=False)
         generator = torch.Generator().manual_seed(self.layer)
         noise = torch.randn(len(output[0]), output.shape[-1], generator=generator)
         noise -= noise.mean(-1, keepdim=True)  # as norms do

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace import trace
@@ -401,11 +402,10 @@ def attention_from(
         total = torch.full((len(rows), keys.shape[2], target.n_layers, target.n_heads), torch.nan)
         total[:, :, target.attending] = 0
 
-        def add(
-            layer: int, _start: int, probs: Tensor, _: Tensor, total: Tensor = total, kinds: Tensor = kinds
-        ) -> None:
+        def add(rows: AttentionRows, total: Tensor = total, kinds: Tensor = kinds) -> None:
+            probs = rows.probs
             to_kinds = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
-            total[:, :, layer] += to_kinds.transpose(1, 2).cpu()
+            total[:, :, rows.layer] += to_kinds.transpose(1, 2).cpu()
 
         with attention_rows(target, add, begin=begin):
             run(rows)

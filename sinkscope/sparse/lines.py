@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.tap import check_attention_visible, listening
+from sinkscope.engine.tap import Listener, check_attention_known, check_attention_visible, tapped
 from sinkscope.engine.visible import Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import PositiveShare, checked_value
@@ -383,7 +383,8 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
         sinks = None if call.sinks is None else target.whole_heads(call.sinks, target.n_heads, 0)
         observer(call.layer, Scores(query, key, call.scaling, _window(call.visible), call.softcap, sinks))
 
-    with listening(target, see):
+    check_attention_known(target)
+    with tapped(target, Listener(see)):
         yield
 
 

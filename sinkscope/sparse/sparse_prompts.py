@@ -30,7 +30,7 @@ from sinkscope.engine.visible import Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.keeper import check_seen, check_servable, note_layers, own_attention
+from sinkscope.kv.keeper import check_seen, check_servable, own_attention
 from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Copies, Lines
@@ -174,10 +174,7 @@ class PromptReader(Actor):
 
     def before(self, step: Step) -> None:
         """Add the ids of a call to those before it."""
-        if step.cache is not None:
-            check_seen(step.cache)
-            if not step.layers:  # another run may have cut this cache
-                note_layers(step)
+        check_seen(step)
         self._copies = {}
         self._causal = set()
         new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)

@@ -8,9 +8,8 @@ from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.engine import stock
-from sinkscope.engine.tap import HANDLERS
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.trace import attention_rows
+from sinkscope.engine.tap import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
 from sinkscope.opening.parts import structure_of
@@ -25,7 +24,7 @@ def test_a_tap_refuses_a_cut_cache():
     with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
         with StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0]):
             decode(model, *prompts(LENGTHS, STEPS), PROMPT)
-    assert model.config._attn_implementation == "sdpa" and HANDLERS.get() == ()
+    assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
 
 
 def test_only_the_model_that_is_tapped_is_seen():

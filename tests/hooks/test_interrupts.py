@@ -13,7 +13,7 @@ from kv_kit import model_of, prompts
 from organisms.tiny import attention_names
 from torch import nn
 
-from sinkscope.engine.tap import HANDLERS
+from sinkscope.engine.stock import STOCK
 from sinkscope.kv import H2O
 
 IDS, MASK = prompts([9, 6])
@@ -80,7 +80,7 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, model):
         again = generated(model)
         assert same(again, expected)
     assert (count_hooks(model), attention_names(model)) == (hooks, attention)
-    assert HANDLERS.get() == ()
+    assert STOCK == {}
     assert same(generated(model), plain)
     with H2O(budget=6).on(model) as run:  # every later policy came upon what was left
         generated(model)

@@ -23,7 +23,6 @@ from transformers import DynamicCache, StaticCache
 import sinkscope as ss
 from sinkscope.engine import stock
 from sinkscope.engine.run import Run
-from sinkscope.engine.tap import HANDLERS
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.generation.progressive import Progressive
 from sinkscope.kv import TOVA, Full, Observe, SnapKV, StreamingLLM
@@ -51,7 +50,7 @@ def unchanged(model):
 
     def state():
         attributes = [sorted(vars(module)) for module in hf.modules()]
-        return model_state(hf), attributes, dict(stock.STOCK), HANDLERS.get()
+        return model_state(hf), attributes, dict(stock.STOCK)
 
     before = state()
     yield

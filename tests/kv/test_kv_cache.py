@@ -15,7 +15,7 @@ from kv_kit import Drawn, allocated_slots, decode, model_of, prompts
 from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache
 
-from sinkscope.engine.rows import TokenPositions
+from sinkscope.engine.step import TokenPositions
 from sinkscope.generation.progressive import work_on_copy
 from sinkscope.kv import Full, Observe, StreamingLLM, slots
 from sinkscope.kv.cache import CacheLayer

@@ -11,7 +11,7 @@ from kv_kit import prompts, shallow_of
 from organisms import organism
 
 import sinkscope as ss
-from sinkscope.hooks.trace import attention_rows
+from sinkscope.engine.tap import attention_rows
 from sinkscope.kv import H2O, Full, Observe, SnapKV
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of

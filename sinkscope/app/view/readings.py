@@ -12,8 +12,10 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sinkscope.app.view.result import codes_of
+from sinkscope.engine.attention import AttentionRows
+from sinkscope.engine.tap import attention_rows
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.hooks.trace import attention_rows, trace
+from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.neurons import norms_of
@@ -103,7 +105,8 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
     shape = (sink.setup.n_layers, sink.setup.n_heads, length)
     rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
 
-    def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"], _: object) -> None:
+    def see(seen: AttentionRows) -> None:
+        layer, first_query, probs = seen.layer, seen.first, seen.probs
         rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
         received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 

@@ -23,9 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.rows import TokenPositions
 from sinkscope.engine.run import Event, Run
-from sinkscope.engine.step import Step, TakeBack
+from sinkscope.engine.step import Step, TakeBack, TokenPositions
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention

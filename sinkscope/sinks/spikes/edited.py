@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.attention import Attention
+from sinkscope.engine.attention import Attention, AttentionRows
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import attention_rows
@@ -236,8 +236,8 @@ def _read(
     def keep(hidden: Tensor) -> None:
         reading.states[:] = hidden.reshape(*ids.shape, -1)[:, since:].float().cpu()
 
-    def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
-        reading.attention[:, layer] = attention_to(probs, visible, place, since)
+    def attend(rows: AttentionRows) -> None:
+        reading.attention[:, rows.layer] = attention_to(rows.probs, rows.visible, place, since)
 
     begins, last = min([batch.acts_at, *layers]), max([*layers, *(spike.peak for spike in spikes)])
     start, hooks = batch.start(begins), list[Hook]()
@@ -313,8 +313,8 @@ class ReplaceValue(Intervention, Actor):
         values = per_query_head(attention.value, attention.query.shape[1])
         new = values[:, :, ORDINARY:].mean((0, 2)) if self.mean else values.new_zeros(())
 
-        def keep(_first: int, rows: Tensor) -> None:
-            given = rows[..., self.position].clone()
+        def keep(rows: AttentionRows) -> None:
+            given = rows.probs[..., self.position].clone()
             given[..., : self.position + 1] = 0
             self.kept[attention.layer] = given, new - values[:, :, self.position]
 
