@@ -19,13 +19,13 @@ from transformers import DynamicCache, LogitsProcessorList
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import RowState, Step, TakeBack
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.keeper import CacheKeeper, meter_of, refuse_states
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.inputs import check_length, end_ids, read_row
@@ -268,8 +268,7 @@ class Conversation:
         answer = gold or sequences[0, len(whole) :].tolist()
         text = self._text_of(answer, generation.get("eos_token_id", end_ids(target)))
         assert recorder.after_answer is not None
-        usage = meter_of(recorder.after_answer).usage()
-        read = [] if usage is None else usage.mean_read
+        read = run.usage[0].mean_read  # the turn's own cache is the first
         self._keep(cache, len(whole), recorder)
         turn = Turn(
             prompt=tuple(new),
@@ -301,8 +300,12 @@ class Conversation:
 
     def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
         """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
-        refuse_states(cache, "a conversation")
         for layer in cache.layers:
+            if type(layer) is not CacheLayer:
+                raise UnsupportedError(
+                    f"a conversation takes tokens back, and a {type(layer).__name__} of this model's cache keeps a "
+                    "state that cannot go back: use another model"
+                )
             layer.settle()
             if self._answers == "recompute":
                 layer.crop(prompt_tokens - layer.seen)

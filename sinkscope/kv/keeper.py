@@ -8,7 +8,7 @@ is refused when the keeper is made, or when a cache is taken over (`adopt`).
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import DynamicCache
@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Reach, Run, runs_here
-from sinkscope.engine.step import RowState, Step, TakeBack, TokenPositions
+from sinkscope.engine.step import Step, TokenPositions
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
@@ -26,8 +26,6 @@ from sinkscope.models.target import Target
 from sinkscope.models.windows import check_caches_filled, layer_window, layers_with_states
 from sinkscope.results.notation import count_of
 
-_METER = "meter"
-
 
 class CacheKeeper(Actor):
     """Keeps the caches of a block.
@@ -36,7 +34,6 @@ class CacheKeeper(Actor):
         target: The model.
         windows: Sliding window of each layer; None where it sees everything.
         anchors: Number of first positions that the policies and guards of the block keep.
-        meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
     """
 
     reads_logits = False
@@ -45,10 +42,10 @@ class CacheKeeper(Actor):
         self.target = run.target
         self.windows = [layer_window(run.target.config, layer) for layer in range(run.target.n_layers)]
         self.anchors = 0
-        self.meters: list[Meter] = []
         self._queries: QueryKeeper | None = None
         self._policy_name: str | None = None
-        self._caches: WeakSet[Any] = WeakSet()  # those that were used
+        self._meters: WeakKeyDictionary[Any, Meter] = WeakKeyDictionary()  # of the caches in use
+        self._counted: list[Meter] = []  # of all caches
         self._reach: Reach | None = None  # whether a token was decoded, or `generate` called
 
     @classmethod
@@ -65,22 +62,19 @@ class CacheKeeper(Actor):
                 before.
         """
         keepers = [actor for actor in run.actors if isinstance(actor, CacheKeeper)]
-        keeper = keepers[0] if keepers else cls._enter(run)
+        if not keepers:
+            check_servable(run.target)
+            own_attention(run)
+            keepers = [cls(run)]
+            run.stack.callback(keepers[0]._settle)
+            run.act(keepers[0], first=True)  # others find what it says in the record of the call
+        (keeper,) = keepers
         if policy is not None and keeper._policy_name is not None:
             raise UnsupportedError(
                 f"{keeper._policy_name} and {policy} would both choose what the cache keeps: enter one of them"
             )
         keeper._policy_name = policy or keeper._policy_name
         keeper.anchors = max(keeper.anchors, first)
-        return keeper
-
-    @classmethod
-    def _enter(cls, run: Run) -> CacheKeeper:
-        check_servable(run.target)
-        own_attention(run)
-        keeper = cls(run)
-        run.stack.callback(keeper._settle)
-        run.act(keeper, first=True)  # others find what it says in the record of the call
         return keeper
 
     def watch_decoding(self, run: Run) -> None:
@@ -105,12 +99,11 @@ class CacheKeeper(Actor):
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the block; of a model that is split, the bytes of all processes."""
-        usages = [meter.usage() for meter in self.meters]
-        return [usage for usage in usages if usage is not None]
+        return [meter.usage() for meter in self._counted if meter.calls]
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
-        for cache in list(self._caches):
+        for cache in list(self._meters):
             for kv in own_layers(cache):
                 kv.settle()
 
@@ -122,31 +115,28 @@ class CacheKeeper(Actor):
         state = step.state
         if cache is None:
             return
-        meter = state.known.get(_METER)
-        if meter is None:
+        if cache not in self._meters:  # a new one, or a copy
             adopt(cache, self.target, step.earlier)
-            state.known[_METER] = meter = Meter(self.windows, self.target.processes)
-        if cache not in self._caches:  # a new one, or a copy
-            self._caches.add(cache)
-            self.meters.append(meter)
+            self._meters[cache] = Meter(self.windows, self.target.processes)
+            self._counted.append(self._meters[cache])
         step.anchors = self.anchors
-        note_layers(step)
+        for kv in cache.layers:  # a plain loop: every token comes here
+            if isinstance(kv, CacheLayer):
+                kv.upcoming = step.tokens
+                step.layers.append(kv)
+        reach = self._reach
         if not step.layers:
             return
-        if step.new == 1 and step.past and not step.prompting:
-            self._begin_decoding(step)
-        else:
+        if step.new > 1 or not step.past or step.prompting:
             if step.past and step.new > 1:
                 _check_mask(step.arguments.get("attention_mask"), step)
             state.prefilling = True
-            if self._reach is not None and step.prompting:
-                self._reach.is_certain = True
+            if reach is not None and step.prompting:
+                reach.is_certain = True
             for kv in step.layers:
                 kv.settle()
                 kv.reordered = False
-
-    def _begin_decoding(self, step: Step) -> None:
-        state = step.state
+            return
         step.decodes = True
         step.prefill_ended = state.prefilling or not state.prompt  # of a cache that others filled, too
         state.prefilling = False
@@ -154,47 +144,43 @@ class CacheKeeper(Actor):
         if step.prefill_ended:
             state.prompt = tuple(step.before.tolist())
             state.decoded = 0
-        if self._reach is None:
-            return
-        self._reach.is_certain = True
-        if step.layers[0].reordered:
-            raise UnsupportedError(
-                "rows of the cache changed places or number after the prompt, as in beam search, and cache "
-                "policies and guards follow each row: use num_beams=1"
-            )
-        if step.prefill_ended:
-            self._check_ends(step)
-
-    def _check_ends(self, step: Step) -> None:
-        """Refuse rows that end with padding, or have nothing else: their last query is none of theirs."""
-        padded = (step.earlier.pos[:, -1] < 0).nonzero()
-        if len(padded):
-            row = int(padded[0])
-            has = "has no token" if int(step.before[row]) == 0 else "is padded on the right"
-            raise UnsupportedError(
-                f"row {row} of this batch {has}, and cache policies and guards need a prompt in each row, with padding "
-                "on the left (tokenizer.padding_side = 'left')"
-            )
+        if reach is not None:
+            reach.is_certain = True
+            if step.prefill_ended:
+                _check_ends(step)
+            if step.layers[0].reordered:
+                raise UnsupportedError(
+                    "rows of the cache changed places or number after the prompt, as in beam search, and cache "
+                    "policies and guards follow each row: use num_beams=1"
+                )
 
     def attends(self, step: Step) -> bool:
         """Return whether the model's own attention would not see right what is left in the cache."""
-        if step.has_gaps and step.new == 1:
-            return any(not kv.gapless or self.windows[kv.number] is not None for kv in step.layers)
-        return step.has_gaps
+        if not step.has_gaps or step.new > 1:
+            return step.has_gaps
+        for kv in step.layers:
+            if not kv.gapless or self.windows[kv.number] is not None:
+                return True
+        return False
 
-    def after(self, step: Step) -> TakeBack | None:
+    def after(self, step: Step) -> None:
         """Count what the cache holds."""
         if step.layers:
-            known = step.state.known
-            queries = known.get(QueryKeeper.KEY)
+            queries = step.state.known.get(QueryKeeper.KEY)
             beside = 0 if queries is None else queries.nbytes
-            known[_METER].note(step.layers, beside, decodes=step.decodes)
-        return None
+            self._meters[step.cache].note(step.layers, beside, decodes=step.decodes)
 
 
-def meter_of(state: RowState) -> Meter:
-    """Return the counter of the cache on which the rows lie."""
-    return state.known[_METER]
+def _check_ends(step: Step) -> None:
+    """Refuse rows that end with padding, or have nothing else: their last query is none of theirs."""
+    padded = (step.earlier.pos[:, -1] < 0).nonzero()
+    if len(padded):
+        row = int(padded[0])
+        has = "has no token" if int(step.before[row]) == 0 else "is padded on the right"
+        raise UnsupportedError(
+            f"row {row} of this batch {has}, and cache policies and guards need a prompt in each row, with padding "
+            "on the left (tokenizer.padding_side = 'left')"
+        )
 
 
 def own_attention(run: Run) -> None:
@@ -212,16 +198,6 @@ def own_attention(run: Run) -> None:
     run.owns_attention = True
 
 
-def note_layers(step: Step) -> None:
-    """Note the layers of the cache of a call that are ours, and tell them which tokens the call appends."""
-    tokens = step.state.tokens
-    layers = step.layers
-    for kv in getattr(step.cache, "layers", None) or ():  # a plain loop: every token comes here
-        if isinstance(kv, CacheLayer):
-            kv.upcoming = tokens
-            layers.append(kv)
-
-
 def check_seen(step: Step) -> None:
     """Refuse a cache on which attention cannot be seen, and note its layers, which another run may have cut.
 
@@ -234,7 +210,9 @@ def check_seen(step: Step) -> None:
             "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
     if not step.layers:
-        note_layers(step)
+        step.layers += own_layers(step.cache)
+        for kv in step.layers:
+            kv.upcoming = step.tokens
 
 
 def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
@@ -255,7 +233,9 @@ def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
             f"the cache is {_named(cache)}: a cache policy or guard needs a plain DynamicCache; pass `DynamicCache()` "
             "or nothing"
         )
-    ours = _empty_layers(target)
+    ours: list[Any] = list(DynamicCache(config=target.config).layers[: target.n_layers])
+    for number in cache_layers(target):  # others, such as the state of linear attention, are left as they are
+        ours[number] = CacheLayer(number)
     if cache.get_seq_length() > 0:
         layers: list[Any] = cache.layers
         for layer in layers:
@@ -280,33 +260,8 @@ def _named(cache: Any) -> str:
 
 
 def own_layers(cache: Any) -> list[CacheLayer]:
-    """Return the layers of a cache that are ours.
-
-    Others, such as the state of linear attention, are left as they are.
-    """
+    """Return the layers of a cache that are ours."""
     return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
-
-
-def refuse_states(cache: Any, what: str) -> None:
-    """Refuse to take tokens back from a cache with layers that keep a state, which cannot go back.
-
-    Raises:
-        UnsupportedError: There is such a layer.
-    """
-    for layer in cache.layers:
-        if type(layer) is not CacheLayer:
-            raise UnsupportedError(
-                f"{what} takes tokens back, and a {type(layer).__name__} of this model's cache keeps a state that "
-                "cannot go back: use another model"
-            )
-
-
-def _empty_layers(target: Target) -> list[Any]:
-    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
-    layers: list[Any] = list(DynamicCache(config=target.config).layers[: target.n_layers])
-    for number in cache_layers(target):
-        layers[number] = CacheLayer(number)
-    return layers
 
 
 def cache_layers(target: Target) -> list[int]:

@@ -66,43 +66,40 @@ class HeldTokens(NamedTuple):
         held: Tensor | int = 0
         read: Tensor | int = 0
         for kv in layers:
-            here = kv.keys.shape[-2] if kv.gapless else _held(kv, first.device)
+            here = kv.keys.shape[-2]
+            if not kv.gapless:
+                here = here - kv.holes().to(first.device)
             window = windows[kv.number]
-            read = read + (here if window is None else _within(kv, window, first.device))
-            if kv.whole_layer is not None:  # the layer is a copy of a part
-                here = _held(kv.whole_layer, first.device) + kv.seen - kv.whole_layer.seen
+            seen = here
+            if window is not None:
+                is_plain = kv.gapless and kv.slot_positions is None and not isinstance(window, ChunkWindow)
+                seen = min(kv.keys.shape[-2], window) if is_plain else _within(kv, window).to(first.device)
+            read = read + seen
+            whole = kv.whole_layer
+            if whole is not None:  # the layer is a copy of a part
+                here = whole.slots - whole.holes().to(first.device) + kv.seen - whole.seen
             held = held + here
         rows = first.shape[:1]
-        return cls(len(layers), torch.as_tensor(held).expand(rows), torch.as_tensor(read).expand(rows))
+        held = torch.as_tensor(held, dtype=torch.double).expand(rows)
+        return cls(len(layers), held, torch.as_tensor(read, dtype=torch.double).expand(rows))
 
     def held_by_row(self) -> Float[Tensor, " row"]:
         """Return tokens of each row, the mean over layers."""
-        return self.held.cpu().double() / self.layers
+        return self.held.cpu() / self.layers
 
     def read_by_row(self) -> Float[Tensor, " row"]:
         """Return tokens of each row to which a query could attend, the mean over layers."""
-        return self.read.cpu().double() / self.layers
+        return self.read.cpu() / self.layers
 
 
-def _held(layer: CacheLayer, device: torch.device) -> Float[Tensor, " row"] | int:
-    """Tokens of each row in a layer: a plain number if there are no holes."""
-    slots = layer.keys.shape[-2]
-    if layer.gapless:
-        return slots
-    return slots - layer.holes().to(device)
-
-
-def _within(layer: CacheLayer, window: int, device: torch.device) -> Float[Tensor, " row"] | int:
+def _within(layer: CacheLayer, window: int) -> Float[Tensor, " row"]:
     """Tokens of each row in a layer that its newest query sees, its own included."""
-    if layer.gapless and layer.slots == layer.seen and not isinstance(window, ChunkWindow):
-        return min(layer.slots, window)
     pos = layer.pos
     newest = pos.amax((1, 2))[:, None, None]
+    begin = newest - window + 1
     if isinstance(window, ChunkWindow):
         begin = newest - newest % window
-    else:
-        begin = newest - window + 1
-    return ((pos >= 0) & (pos >= begin)).sum(-1).float().mean(1).to(device)
+    return ((pos >= 0) & (pos >= begin)).sum(-1).float().mean(1)
 
 
 def full_read(tokens: int, windows: Sequence[int | None]) -> float:
@@ -118,12 +115,12 @@ def full_read(tokens: int, windows: Sequence[int | None]) -> float:
     return sum(seen) / len(seen)
 
 
-_NO_ROWS = torch.zeros(0, dtype=torch.double)
+_NONE = torch.zeros(1, dtype=torch.double)
 
 
 @dataclass
 class TokenCount:
-    """Tokens of each row over several calls, for as long as there are as many rows; with others it starts again.
+    """Tokens of each row over several calls, summed over layers.
 
     Attributes:
         calls: Number of calls.
@@ -134,26 +131,10 @@ class TokenCount:
     """
 
     calls: int = 0
-    held: Float[Tensor, " row"] = _NO_ROWS
-    read: Float[Tensor, " row"] = _NO_ROWS
-    peak: Float[Tensor, " row"] = _NO_ROWS
+    held: Float[Tensor, " row"] = _NONE
+    read: Float[Tensor, " row"] = _NONE
+    peak: Float[Tensor, " row"] = _NONE
     bytes: int = 0
-
-    def add(self, tokens: HeldTokens, used: int) -> None:
-        """Count the tokens of each row after a call, and the bytes in use."""
-        held = tokens.held_by_row()
-        if len(self.held) != len(held):  # nobody knows which row became which
-            self.calls = 0
-            self.held = self.read = self.peak = torch.zeros_like(held)
-        self.calls += 1
-        self.held = self.held + held
-        self.read = self.read + tokens.read_by_row()
-        self.peak = self.peak.maximum(held)
-        self.bytes = max(self.bytes, used)
-
-
-_WAITING = 64
-"""Calls after which what they held is added up, for which an accelerator has to be waited for."""
 
 
 class Meter:
@@ -167,64 +148,62 @@ class Meter:
     def __init__(self, windows: Sequence[int | None], processes: int = 1) -> None:
         self._windows = windows
         self._processes = processes
-        self._waiting: list[tuple[HeldTokens, int, bool]] = []
         self._token_bytes: dict[int, int] = {}  # by layer
-        self._rows = self._seen = self._most_seen = 0
-        self._all, self._decoding = TokenCount(), TokenCount()
-
-    def take(self, rows: Tensor) -> Meter:
-        """Return itself: it stays with its cache, whatever the rows do."""
-        return self
+        self._rows = self._seen = 0
+        self._prompts, self._decoding = TokenCount(), TokenCount()
 
     def note(self, layers: list[CacheLayer], beside: int, *, decodes: bool) -> None:
         """Count what layers hold after a call, and the bytes `beside` them, if the call appended anything."""
         first = layers[0]
         if first.columns is None or not first.keys.shape[-2]:
             return
-        if not self._token_bytes:
-            for kv in layers:
-                self._token_bytes[kv.number] = kv.keys[0, :, :1].nbytes + kv.values[0, :, :1].nbytes
+        if self._rows != len(first.keys):  # others: nobody knows which row became which
+            self._prompts, self._decoding = TokenCount(), TokenCount()
         self._rows = len(first.keys)
         self._seen = first.columns.seen
-        self._most_seen = max(self._most_seen, self._seen)
         used = beside
         for kv in layers:
+            if kv.number not in self._token_bytes:
+                self._token_bytes[kv.number] = kv.keys[0, :, :1].nbytes + kv.values[0, :, :1].nbytes
             for part in (kv, kv.whole_layer):
                 if part is not None:
                     memory = part if part.room is None else part.room
                     used += memory.keys.nbytes + memory.values.nbytes
-        self._waiting.append((HeldTokens.by(layers, self._windows), used, decodes))
-        if len(self._waiting) >= _WAITING:
-            self._add_up()
+        tokens = HeldTokens.by(layers, self._windows)
+        count = self._decoding if decodes else self._prompts
+        count.calls += 1
+        count.held = count.held.to(tokens.held) + tokens.held
+        count.read = count.read.to(tokens.read) + tokens.read
+        count.peak = count.peak.to(tokens.held).maximum(tokens.held)
+        count.bytes = max(count.bytes, used)
 
-    def _add_up(self) -> None:
-        for tokens, used, decodes in self._waiting:
-            self._all.add(tokens, used)
-            if decodes:
-                self._decoding.add(tokens, used)
-        self._waiting.clear()
+    @property
+    def calls(self) -> int:
+        """Number of calls that were counted."""
+        return self._prompts.calls + self._decoding.calls
 
-    def usage(self) -> Usage | None:
-        """Return the totals so far; None if there was no call."""
-        self._add_up()
-        every = self._all
+    def usage(self) -> Usage:
+        """Return the totals so far."""
+        prompts = self._prompts
         decoding = self._decoding
-        if not every.calls:
-            return None
+        layers = len(self._token_bytes)
         stock = 0
         for number, token_bytes in self._token_bytes.items():
             window = self._windows[number]
             stock += token_bytes * (self._seen if window is None else min(self._seen, window - 1))
+        steps = layers * decoding.calls
+        held = (prompts.held.cpu() + decoding.held.cpu()) / layers / self.calls
+        peak = prompts.peak.cpu().maximum(decoding.peak.cpu()) / layers
         return Usage(
-            decoding_tokens=decoding.peak.tolist(),
+            decoding_tokens=(decoding.peak / layers).tolist() if steps else [],
             decoding_bytes=decoding.bytes * self._processes,
             stock_bytes=self._rows * stock * self._processes,
-            mean_tokens=(every.held / every.calls).tolist(),
-            peak_tokens=every.peak.tolist(),
-            physical_bytes=every.bytes * self._processes,
-            read_tokens=self._most_seen,
-            mean_read=(decoding.read / decoding.calls).tolist(),
-            mean_held=(decoding.held / decoding.calls).tolist(),
+            mean_tokens=held.tolist(),
+            peak_tokens=peak.tolist(),
+            physical_bytes=max(prompts.bytes, decoding.bytes) * self._processes,
+            read_tokens=self._seen,
+            mean_read=(decoding.read / steps).tolist() if steps else [],
+            mean_held=(decoding.held / steps).tolist() if steps else [],
         )
 
 

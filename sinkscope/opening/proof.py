@@ -208,7 +208,8 @@ class LayerProof:
         if call.is_repeated:
             return
         output = call.stock(call.mask)[0]
-        self._own = output.detach().float()
+        if call.own.is_known:  # a function of the user's own has no part in the proof
+            self._own = output.detach().float()
         self._value = call.value.detach().float()
         call.show(lambda rows: self._chunks.append(rows.probs), gives_output=False)
         generator = torch.Generator().manual_seed(self.layer)

@@ -8,8 +8,8 @@ from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.engine import stock
-from sinkscope.errors import UnsupportedError
 from sinkscope.engine.tap import attention_rows
+from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
 from sinkscope.opening.parts import structure_of

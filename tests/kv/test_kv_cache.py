@@ -19,7 +19,6 @@ from sinkscope.engine.step import TokenPositions
 from sinkscope.generation.progressive import work_on_copy
 from sinkscope.kv import Full, Observe, StreamingLLM, slots
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.usage import HeldTokens, TokenCount
 
 HEADS = 2
 TABLE = """
@@ -248,10 +247,8 @@ def test_an_edited_cache_is_refused_outside(model):
         model(input_ids=ids[:, :1], past_key_values=cache)
 
 
-@pytest.mark.parametrize("waiting", [1, 3, 64])
-def test_usage_is_counted_by_hand(waiting, model, monkeypatch):
+def test_usage_is_counted_by_hand(model):
     """Two layers hold the whole prompt in its own call, and 8 tokens and the new one in each of the six after it."""
-    monkeypatch.setattr("sinkscope.kv.usage._WAITING", waiting)
     ids, mask = prompts([20, 13], 6)
     with Drawn(budget=8).on(model) as run:
         decode(model, ids, mask, 20)
@@ -288,9 +285,12 @@ def test_a_window_reads_what_is_in_it_and_the_models_own_cache_holds_no_more(pol
     assert run.usage[0].stock_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
 
 
-def test_tokens_are_counted_since_the_number_of_rows_changed():
+def test_tokens_are_counted_since_the_number_of_rows_changed(model):
     """By `batch_repeat_interleave`, say: nobody knows which row became which."""
-    count = TokenCount()
-    for held in ([5.0], [6.0, 8.0], [8.0, 8.0]):
-        count.add(HeldTokens(2, torch.tensor(held), torch.tensor(held)), 0)
-    assert (count.calls, (count.held / count.calls).tolist(), count.peak.tolist()) == (2, [3.5, 4.0], [4.0, 4.0])
+    cache = DynamicCache()
+    with torch.no_grad(), Full().on(model) as run:
+        model(prompts([9])[0], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        for new in (2, 1):
+            model(prompts([new])[0].repeat(2, 1), past_key_values=cache)
+    assert (run.usage[0].mean_tokens, run.usage[0].peak_tokens) == ([11.5, 11.5], [12.0, 12.0])
