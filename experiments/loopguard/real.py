@@ -25,8 +25,7 @@ from experiments.loopguard.real_openings import openings_of
 from experiments.loopguard.variants import MONITORS
 from experiments.record import Row, read_rows
 from experiments.script import run
-from sinkscope.generation.decode import decoding, to_end
-from sinkscope.generation.generate import padded
+from sinkscope.generation.decode import decoding, padded, to_end
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import under
 from sinkscope.loops import Tail

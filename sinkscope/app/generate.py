@@ -49,8 +49,8 @@ def print_generated(
         chat: Whether the prompt is a message in the tokenizer's chat template. By default it is if there is one.
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, snapkv:0.25:window=64 or package.module:Class:512.
-        guard: Break repetition loops with LoopGuard, and remove them from the text, which is shown once it is complete.
-            The guard as published is --policy loopguard:paper.
+        guard: Break repetition loops with LoopGuard, and remove them from the text. The guard as published is --policy
+            loopguard:paper.
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
@@ -67,10 +67,6 @@ def print_generated(
     progress = progress or silent
     progress("writing", 0, 0)
 
-    def show(_: int, piece: str) -> None:
-        end_bar(progress)
-        print(visible(piece), end="", flush=True)  # stays on the screen after Ctrl-C
-
     (answer,) = generate(
         loaded,
         prompt,
@@ -80,9 +76,8 @@ def print_generated(
         seed=seed,
         bos=bos,
         chat="auto" if chat is None else chat,
-        on_text=show,
     )
-    end_bar(progress)  # of an answer without text
-    print()
+    end_bar(progress)
+    print(visible(answer.text))
     if edit is not None:
         note(answer.summary)

@@ -20,8 +20,7 @@ from sinkscope.engine.run import Event
 from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
-from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, to_end
-from sinkscope.generation.generate import padded
+from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, padded, to_end
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.usage import HeldTokens, full_read

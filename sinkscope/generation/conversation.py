@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Event, Run
@@ -233,10 +233,9 @@ class Conversation:
     ) -> Turn:
         """Read the prompt, generate an answer (`gold`, if given), and keep the cache for the next turn."""
         target = self.target
+        tokenizer = target.available_tokenizer
         new = self._new_ids(prompt)
         whole = [*self.ids, *new]
-        if gold is not None:
-            generation = {"logits_processor": LogitsProcessorList([ForcedAnswer([gold], len(whole))])}
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         check_length(target, turn_name, len(whole), max_new_tokens, "ask something shorter")
         _check_generation(generation)
@@ -247,27 +246,23 @@ class Conversation:
         seen = cache.get_seq_length()
         recorder = TurnRecorder(cache, self._sequence)
         edit = recorder if self._edit is None else recorder | self._edit
+        ends = generation.get("eos_token_id", end_ids(target))
+        settings = {"do_sample": False, "pad_token_id": min(end_ids(target), default=0), **generation}
+        if gold is not None:
+            settings["logits_processor"] = [ForcedAnswer([gold], len(whole))]
         # The prompt is read in one pass, on this cache.
-        ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-        settings = decoding(
-            target, **{"do_sample": False, "pad_token_id": min(end_ids(target), default=0), **generation, **ours}
-        )
+        settings |= {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
+        settings = decoding(target, **settings)
         ids = torch.tensor([whole], device=target.device)
+        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "cache": cache}
         with under(edit, target) as run, torch.no_grad():
-            output = write(
-                run,
-                target.hf,
-                ids,
-                attention_mask=torch.ones_like(ids),
-                cache=cache,
-                max_new_tokens=max_new_tokens,
-                fixed=gold is not None,
-                **settings,
-            )
+            output = write(run, target.hf, ids, **told, fixed=gold is not None, **settings)
         sequences: Tensor = getattr(output, "sequences", output)
         answer = gold or sequences[0, len(whole) :].tolist()
-        text = self._text_of(answer, generation.get("eos_token_id", end_ids(target)))
-        assert recorder.after_answer is not None
+        text = None
+        if tokenizer is not None:  # not every tokenizer knows that the token that ends a text is special
+            is_ended = answer[-1] in torch.as_tensor([] if ends is None else ends)
+            text = str(tokenizer.decode(answer[:-1] if is_ended else answer, skip_special_tokens=True))
         read = run.usage[0].mean_read  # the turn's own cache is the first
         self._keep(cache, len(whole), recorder)
         turn = Turn(
@@ -284,19 +279,8 @@ class Conversation:
         self.turns = [*self.turns, turn]
         if isinstance(prompt, str):
             asked = {"role": "user", "content": prompt}
-            answered = {"role": "assistant", "content": text or ""}
-            self._messages = [*self._messages, asked, answered]
+            self._messages = [*self._messages, asked, {"role": "assistant", "content": text or ""}]
         return turn
-
-    def _text_of(self, answer: list[int], ends: Any) -> str | None:
-        """The text of an answer without its end, which is one of some ids; None without a tokenizer."""
-        tokenizer = self.target.available_tokenizer
-        if tokenizer is None:
-            return None
-        # Not every tokenizer knows that this token is special.
-        if answer and answer[-1] in torch.as_tensor([] if ends is None else ends):
-            answer = answer[:-1]
-        return str(tokenizer.decode(answer, skip_special_tokens=True))
 
     def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
         """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
@@ -316,15 +300,15 @@ class Conversation:
     def _new_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """What a turn reads: the prompt, or what the chat template adds to the conversation with it."""
         target = self.target
+        tokenizer = target.available_tokenizer
         ids = self._encode(prompt, "prompt", special=not self.turns)
-        if not isinstance(prompt, str):
-            return ids
-        if not self.turns:
-            self._chat = uses_template(target.available_tokenizer, prompt, self._chat, target.name)
-        if not self._chat:
-            return ids
-        messages = [*self._messages, {"role": "user", "content": prompt}]
-        return chat_ids(target.available_tokenizer, messages, target.name, self.ids)
+        if isinstance(prompt, str):
+            if not self.turns:
+                self._chat = uses_template(tokenizer, prompt, self._chat, target.name)
+            if self._chat:
+                messages = [*self._messages, {"role": "user", "content": prompt}]
+                return chat_ids(tokenizer, messages, target.name, self.ids)
+        return ids
 
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
         return read_row(self.target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor
 
-from sinkscope.engine.run import Event
+from sinkscope.engine.run import Run
 from sinkscope.errors import warn
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
@@ -73,6 +75,7 @@ def noted_decoding() -> Iterator[dict[str, Any]]:
         _RECORD.reset(token)
 
 
+@dataclass
 class ForcedAnswer(LogitsProcessor):
     """Forbids every token except the next one of a given answer, so that `generate` returns this answer.
 
@@ -84,15 +87,14 @@ class ForcedAnswer(LogitsProcessor):
         pad: Token for rows whose answer has ended.
     """
 
-    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
-        self._answers = answers
-        self._start = start
-        self._pad = pad
+    answers: list[list[int]]
+    start: int
+    pad: int = 0
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Scores `[row vocab]`; in each row all but one are minus infinity."""
-        step = input_ids.shape[1] - self._start
-        tokens = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
+        step = input_ids.shape[1] - self.start
+        tokens = [answer[step] if step < len(answer) else self.pad for answer in self.answers]
         return allow_only(scores, torch.tensor(tokens, device=scores.device))
 
 
@@ -101,49 +103,64 @@ def allow_only(scores: Any, tokens: Any) -> Any:
     return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
+def padded(
+    rows: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Int[Tensor, "row pos"], Int[Tensor, "row pos"]]:
+    """Return rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
+    ids = [torch.tensor(row, device=device) for row in rows]
+    real = [torch.ones_like(row) for row in ids]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
+        pad_sequence(real, batch_first=True, padding_side="left"),
+    )
+
+
 @torch.no_grad()
 def decode(
     target: Target,
-    prompts: Int[Tensor, "row pos"] | list[list[int]],
+    prompts: Sequence[Sequence[int]],
     new: int,
     edit: Intervention | None = None,
     forced: list[list[int]] | None = None,
     cache: Any = None,
-) -> tuple[list[list[int]], list[Event]]:
-    """Continue prompts by the likeliest tokens, or by given ones.
+    **options: Any,
+) -> tuple[list[list[int]], Run | None]:
+    """Continue prompts, by the likeliest tokens by default, or by given ones.
 
     Args:
         target: The model, with all its layers.
-        prompts: Token ids, of equal length.
+        prompts: Token ids.
         new: Maximum number of new tokens.
         edit: Interventions and observers to apply.
         forced: Tokens to use instead of the likeliest ones, at least `new` of them for each prompt.
         cache: A cache that has read the beginnings of the prompts, and is written on.
+        options: Further arguments of `model.generate`.
 
     Returns:
-        The new ids of each row, up to and including the end-of-sequence token unless tokens were given; and what
-        interventions did, where an event's step is that of the call, 0 for the prompt.
+        The new ids of each row, up to and including the end-of-sequence token unless tokens were given; and the run of
+        the edit, where the step of an event is that of the call, 0 for the prompt.
     """
-    ids = torch.as_tensor(prompts, device=target.device)
     ends = end_ids(target)
-    options: dict[str, Any] = {}
+    pad = max(0, min(ends, default=0))
+    ids, mask = padded(prompts, pad, target.device)
     if forced is not None:
         options |= {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
+    settings = decoding(target, **{"do_sample": False, "pad_token_id": pad, **options})
     with under(edit, target) as run:
         out = write(
             run,
             target.hf,
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             max_new_tokens=new,
             cache=cache,
             fixed=forced is not None,
-            **decoding(target, do_sample=False, pad_token_id=min(ends, default=0), **options),
+            **settings,
         )
-        answers = out[:, ids.shape[1] :].tolist()
-        if forced is None:
-            answers = [to_end(answer, ends) for answer in answers]
-        return answers, [] if run is None else run.events
+    answers = out[:, ids.shape[1] :].tolist()
+    if forced is None:
+        answers = [to_end(answer, ends) for answer in answers]
+    return answers, run
 
 
 def to_end(answer: list[int], ends: Collection[int]) -> list[int]:

@@ -228,7 +228,7 @@ class LoopedText:
                 removed[row, removals[name]] = True
             remove = RemoveTokens(removed)
             edit = remove if self.setup.edit is None else self.setup.edit | remove
-            rows = torch.tensor([self.ids[:cut]] * len(written))
+            rows = [self.ids[:cut]] * len(written)
             continued, _ = decode(self.setup.target, rows, self.new_tokens, edit)
             for name, tokens in zip(written, continued, strict=True):
                 written[name].append(tokens)

@@ -63,20 +63,6 @@ def test_the_shell_completes(typed, word):
     assert done.stdout.split() == [f"plain,{word}"] and done.stderr == ""
 
 
-# What arrives and what comes back
-
-
-def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):
-    def fake(_, __, *, on_text, **___):
-        on_text(0, "so far")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sinkscope.app.generate, "generate", fake)
-    monkeypatch.setattr(sinkscope.app.generate, "load", lambda *_, **__: None)
-    (tmp_path / "p.txt").write_text("x")
-    assert typed(["generate", "--prompt-file", str(tmp_path / "p.txt")], 130) == ("so far", "\ninterrupted\n")
-
-
 # What goes wrong
 
 

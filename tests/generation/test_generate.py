@@ -22,14 +22,12 @@ SITES = loud_model()[2]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 
 
-def test_pieces_arrive_in_order(tmp_path):
+def test_a_patch_is_given_as_it_is_or_by_its_path(tmp_path):
     model, tokenizer, _ = loud_model()
     settings = {"tokenizer": tokenizer, "max_new_tokens": 8}
-    patch, pieces = SinkPatch(sites=SITES), []
+    patch = SinkPatch(sites=SITES)
     patch.save(tmp_path / "patch.json")
-    results = generate(model, PROMPTS, patch=tmp_path / "patch.json", on_text=lambda *p: pieces.append(p), **settings)
-    assert ["".join(t for i, t in pieces if i == k).strip() for k in range(3)] == [r.text.strip() for r in results]
-    assert [i for i, _ in pieces] == sorted(i for i, _ in pieces) and len(pieces) > 6
+    results = generate(model, PROMPTS, patch=tmp_path / "patch.json", **settings)
     assert [r.tokens for r in results] == [r.tokens for r in generate(model, PROMPTS, patch=patch, **settings)]
     assert any(r.events for r in results)
 

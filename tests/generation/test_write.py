@@ -11,7 +11,6 @@ import transformers.generation.stopping_criteria as criteria
 from organisms import loop_organism
 from transformers import LogitsProcessor, LogitsProcessorList
 
-import sinkscope as ss
 from sinkscope.generation.write import write
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard, Steer
@@ -95,20 +94,3 @@ def test_a_clock_is_that_of_the_request(monkeypatch):
     monkeypatch.setattr(criteria, "time", Clock)
     written(logits_processor=LogitsProcessorList([Tick()]), max_time=80.5)
     assert Clock.now == 81
-
-
-def test_a_stop_text_ends_a_row():
-    model = ss.load("bundled")
-    tokenizer, ids = model.tokenizer, model.tokenizer(LOOPS, return_tensors="pt")["input_ids"]
-
-    def ask(**more: Any) -> str:
-        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 140}
-        with LoopGuard(steer=Steer(temperature=0.0)).on(model) as run, torch.no_grad():
-            output = write(run, model, ids, **settings, **more)
-        assert any(event.data["taken_back"] for event in run.events)
-        return tokenizer.decode(output[0, ids.shape[1] :])
-
-    plain = ask()
-    stop = plain[-40:-30]
-    stopped = ask(stop_strings=[stop], tokenizer=tokenizer)
-    assert plain.startswith(stopped) and 0 <= len(stopped) - (plain.index(stop) + len(stop)) < 10, "the token's end"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-import pytest
 import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
 from transformers import LogitsProcessor
 
-from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.conversation import Conversation
-from sinkscope.generation.generate import generate, padded
+from sinkscope.generation.decode import padded
+from sinkscope.generation.generate import generate
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit import Event
 from sinkscope.loops import MonitorSettings, tail_period
@@ -65,11 +64,9 @@ def test_a_loop_is_taken_back_from_the_output():
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)
     text = o.tokenizer.decode(prompt.ids[0, 1:])
-    shown = []
-    options = {"tokenizer": o.tokenizer, "max_new_tokens": REWOUND, "on_text": lambda *piece: shown.append(piece)}
+    options = {"tokenizer": o.tokenizer, "max_new_tokens": REWOUND}
     (output,) = generate(o.model, text, guard=LoopGuard(monitor=EAGER), **options)
     tokens, first = output.tokens, output.events[0].data
-    assert shown == [(0, output.text)], "shown when nothing is taken back any more"
     assert first["taken_back"] >= 2 * 12
     stays = first["generated"] - first["taken_back"]
     assert stays <= prompt.onset + 12 + 1, "one copy of the cycle stays"
@@ -116,17 +113,13 @@ def test_what_was_taken_back_is_not_seen_by_penalties():
     assert {len(text) for text in seen.texts} == set(range(ids.shape[1], ids.shape[1] + 48))
 
 
-def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end():
+def test_nothing_is_taken_back_from_a_text_whose_scores_are_asked_for():
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250).ids[0].tolist()
-
-    def scores(act: str):
-        chat = Conversation(o.model, LoopGuard(act=act, monitor=EAGER), tokenizer=o.tokenizer)
-        return chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True).output.scores
-
-    with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act='cut'"):
-        assert scores("rewind") is None
-    assert len(scores("cut")) == REWOUND
+    chat = Conversation(o.model, LoopGuard(monitor=EAGER), tokenizer=o.tokenizer)
+    turn = chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True)
+    assert len(turn.output.scores) == len(turn.ids) == REWOUND
+    assert turn.events and not any(event.data["taken_back"] for event in turn.events)
 
 
 def test_a_row_that_is_taken_back_reads_its_own_last_token_again():

@@ -40,7 +40,6 @@ REFUSED = {
     "generate('the ' * 1024)": ["1025 tokens", "1024", "shorten"],
     "generate('the ' * 1000, max_new_tokens=50)": ["1001 tokens and 50 more", "context", "1024", "at most 23"],
     "generate('the', temperature=-0.5)": ["temperature=-0.5"],
-    "generate('the', batch_size=2, on_text=print)": ["batch_size=1"],
     "generate('the', tokenizer=None)": ["no tokenizer"],
 }
 
