@@ -122,7 +122,6 @@ def decode(
     new: int,
     edit: Intervention | None = None,
     forced: list[list[int]] | None = None,
-    cache: Any = None,
     **options: Any,
 ) -> tuple[list[list[int]], Run | None]:
     """Continue prompts, by the likeliest tokens by default, or by given ones.
@@ -133,7 +132,6 @@ def decode(
         new: Maximum number of new tokens.
         edit: Interventions and observers to apply.
         forced: Tokens to use instead of the likeliest ones, at least `new` of them for each prompt.
-        cache: A cache that has read the beginnings of the prompts, and is written on.
         options: Further arguments of `model.generate`.
 
     Returns:
@@ -153,7 +151,6 @@ def decode(
             ids,
             attention_mask=mask,
             max_new_tokens=new,
-            cache=cache,
             fixed=forced is not None,
             **settings,
         )
