@@ -61,7 +61,7 @@ def test_a_budget_is_what_every_use_that_evicts_asks_for():
     assert ss.check_cache(needs_much, only=BUDGETS).least == 24
     result = ss.check_cache(needs_much, only=BUDGETS, budget=40)
     assert [one.verdict for one in result.checks] == ["passes"] * 2
-    assert result.checks[0].seen.startswith("at most 41 tokens and ") and result.checks[0].lengths[1] >= 3 * 40
+    assert result.checks[0].seen.startswith("at most the budget") and result.checks[0].longest >= 3 * 40
     quarter = ss.check_cache(good, only=BUDGETS[:1], budget=0.25)
     assert quarter.checks[0].verdict == "passes" and quarter.checks[0].evicted > 0
     with refused("--budget 301: expected up to 300 tokens"):
@@ -73,7 +73,7 @@ def test_a_budget_is_what_every_use_that_evicts_asks_for():
 def test_facts_are_asked_of_texts_of_any_length():
     """Words that filled a question were not in the vocabulary of the recall model."""
     (row,) = ss.check_cache("snapkv", only=["what_is_kept_stands_at_its_place"], budget=40).checks
-    assert row.verdict == "passes" and row.lengths[1] > 96
+    assert row.verdict == "passes" and row.longest > 96
 
 
 def test_exit_status_and_bad_input(typed):

@@ -45,7 +45,6 @@ check_cache = command(
         Several(["--only"], metavar="CHECK,..."),
         click.Option(["--tolerance"], default=0.001),
         click.Option(["--budget"], metavar="BUDGET"),
-        click.Option(["--thorough"], is_flag=True),
         click.Option(["--seed"], default=0),
     ],
     kinds=["check-cache"],
