@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,7 +11,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from experiments.record import Row
-from sinkscope.errors import SinkscopeError
 
 DRAWS = 4000
 Measured = TypeVar("Measured")
@@ -64,22 +59,6 @@ def interleaved(arms: Mapping[str, Callable[[], Measured]], rounds: int) -> dict
             if number >= 0:
                 measured[name].append(value)
     return measured
-
-
-def child(module: str, *words: str, python: str = sys.executable) -> Any:
-    """What a script prints as JSON in its last line, in a process of its own on one thread.
-
-    Args:
-        module: Of `experiments`.
-        words: Of its command line.
-        python: The interpreter, maybe of another environment.
-    """
-    command = [python, "-m", f"experiments.{module}", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SinkscopeError(f"python -m experiments.{module} {' '.join(words)} failed; see above")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def ratio(arm: Sequence[float], base: Sequence[float]) -> Row:

@@ -68,7 +68,7 @@ COMMANDS = {
     "why": "sinkscope why-loop",
 }
 LONG = {
-    "bench_kv": "python -m experiments.bench_kv --only overhead --out figures/bench_kv.json --page figures/bench_kv.md",
+    "bench_kv": "python -m experiments.bench_kv --page figures/bench_kv.md",
     "loopbench_small": BENCH,
     "needle_recall": BENCH,
     "needle_recall_2hop": BENCH,
