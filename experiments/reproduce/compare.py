@@ -2,7 +2,6 @@
 
     python -m experiments.reproduce.compare                               # lists what is published
     python -m experiments.reproduce.compare llama-2-7b --dtype float16    # measures what is published about one model
-    python -m experiments.reproduce.compare ./mine --records mine.toml    # results of your own
 
 The exit code is 1 if a measured value does not agree.
 """
@@ -15,7 +14,7 @@ from typing import Any
 
 from experiments.record import Row, write_record
 from experiments.reproduce.protocols import PROTOCOLS
-from experiments.reproduce.published import Published, published, read_published
+from experiments.reproduce.published import Published, published
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
@@ -29,7 +28,6 @@ from sinkscope.sinks.spikes.survey import Survey, read_survey
 def main(
     model: str | None = None,
     *,
-    records: Path | None = None,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
@@ -39,21 +37,19 @@ def main(
 
     Args:
         model: A short name, hub id, folder or .gguf file. By default everything that is published is listed.
-        records: TOML file with published results to compare with instead.
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
         out: JSON file for the rows.
     """
-    known = published() if records is None else read_published(records)
-    rows = [row_of(one) for one in known]
+    rows = [row_of(one) for one in published()]
     if model is not None:
-        rows = compared(model, known, revision=revision, device=device, dtype=dtype)
+        rows = compared(model, published(), revision=revision, device=device, dtype=dtype)
     print_rows(rows)
     if model is not None:
         print(conclusion(rows))
     if out is not None:
-        settings = {"model": model, "records": records, "revision": revision}
+        settings = {"model": model, "revision": revision}
         write_record(out, "reproduce", {"records": rows}, settings)
     if any(row["agrees"] is False for row in rows):
         raise SystemExit(1)
@@ -76,7 +72,7 @@ def compared(model: object, known: Sequence[Published], **opening: Any) -> list[
     name = known_as(target.name)
     rows = [measured(one, setup, survey) for one in known if known_as(one.model) == name]
     if not rows:
-        raise SinkscopeError(f"nothing is published here about {target.name}: give --records FILE")
+        raise SinkscopeError(f"nothing is published here about {target.name}: give a model of the list")
     return rows
 
 

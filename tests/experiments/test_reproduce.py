@@ -16,9 +16,10 @@ from organisms import organism
 from raw_kit import attention, norms, residuals
 
 import sinkscope as ss
-from experiments.reproduce.compare import compared, main
+from experiments.reproduce import compare
+from experiments.reproduce.compare import compared
 from experiments.reproduce.protocols import PROTOCOLS
-from experiments.reproduce.published import QUANTITIES, Published, published
+from experiments.reproduce.published import Published, published
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.locate import find, list_models
@@ -28,7 +29,7 @@ from sinkscope.models.text import typical_text
 
 
 def test_every_record_has_a_source_a_model_and_a_quantity_that_is_measured_or_a_note():
-    assert {*PROTOCOLS, "note"} == set(QUANTITIES)
+    assert {*PROTOCOLS, "note"} == {one.quantity for one in published()}
     names = {entry.name for entry in list_models()}
     seen = set()
     for record in published():
@@ -74,35 +75,6 @@ def test_table_1_of_the_paper_is_there_as_it_is_printed():
 )
 def test_a_set_is_to_be_contained_and_a_number_to_be_within_the_tolerance(quantity, value, tolerance, measured, fits):
     assert Published("m", quantity, value, "s", tolerance=tolerance).fits(measured) is fits
-
-
-# --- Files of records
-
-
-def record(**change: str) -> str:
-    """A good record with a change, as TOML; "" leaves a field out."""
-    fields = {"model": '"m"', "quantity": '"repeats"', "value": "10", "source": '"me"'} | change
-    return "\n".join(["[[record]]", *(f"{name} = {value}" for name, value in fields.items() if value)])
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (record(quantity='"sink_rat"'), "quantity 'sink_rat' is unknown, expected one of layers, neurons, "),
-        (record(value='"ten"'), "repeats is 'ten': expected a whole number from 1"),
-        (record(source=""), "record[0].source is missing"),
-        (record(quantity='"neurons"', value='["1.7890"]'), "[0] is '1.7890': String should match pattern"),
-        ("record = []", "at least 1 item"),
-        ("a b", "mine.toml is not TOML: "),
-    ],
-)
-def test_a_bad_file_of_records_is_refused_in_one_line(text, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.toml").write_text(text)
-    with pytest.raises(SinkscopeError) as error:
-        main("bundled", records=Path("mine.toml"))
-    message = str(error.value)
-    assert message.startswith("mine.toml") and said in message and "\n" not in message
 
 
 # --- Protocols against plain hooks
@@ -206,35 +178,36 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_result_that_does_not_agree_ends_with_1(folder, capsys):
+def test_a_result_that_does_not_agree_ends_with_1(folder, capsys, monkeypatch):
     layer = planted("llama").truth.sink_layer
-    agreeing = record(model='"org/Tiny"', quantity='"layers"', value=f"[{layer}]", source='"first paper"')
-    other = record(model='"another"', quantity='"layers"', value="[0]", source='"third paper"')
-    note = record(model='"tiny"', quantity='"note"', value='"a word"', source='"a note"')
-    absent = record(model='"tiny"', quantity='"neurons"', value='["L99.N1"]')
-    Path("mine.toml").write_text("\n".join([agreeing, other, note, absent]))
-    main("./tiny", records=Path("mine.toml"), out=Path("found.json"))
+    known = [
+        Published("org/Tiny", "layers", [layer], "first paper"),
+        Published("another", "layers", [0], "third paper"),
+        Published("tiny", "note", "a word", "a note"),
+        Published("tiny", "neurons", ["L99.N1"], "me"),
+    ]
+    monkeypatch.setattr(compare, "published", lambda: known)
+    compare.main("./tiny", out=Path("found.json"))
     said = capsys.readouterr().out
     assert "Measured values agree with 1 of 1 published ones; 2 more were not measured." in said
     assert f"layers {layer} (first paper); measured {layer}, agrees" in said and "third paper" not in said
     assert "no protocol here" in said and "not measured: layer 99 is not in tiny" in said
     rows = json.loads(Path("found.json").read_text())["result"]["records"]
     assert [row["agrees"] for row in rows] == [True, None, None]
-    disagreeing = record(model='"tiny"', quantity='"layers"', value=f"[{layer + 1}]")
-    Path("mine.toml").write_text(agreeing + "\n" + disagreeing)
+    known[1:] = [Published("tiny", "layers", [layer + 1], "me")]
     with pytest.raises(SystemExit) as end:
-        main("./tiny", records=Path("mine.toml"))
+        compare.main("./tiny")
     assert end.value.code == 1
     assert "Measured values agree with 1 of 2 published ones." in capsys.readouterr().out
 
 
 def test_a_model_of_which_nothing_is_published_is_refused(folder):
-    with pytest.raises(SinkscopeError, match="nothing is published here about tiny: give --records FILE"):
-        main("./tiny")
+    with pytest.raises(SinkscopeError, match="nothing is published here about tiny: give a model of the list"):
+        compare.main("./tiny")
 
 
 def test_the_list_shows_every_record_with_its_source(capsys):
-    main()
+    compare.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(published())
     assert all(one.source in line for one, line in zip(published(), lines, strict=True))
