@@ -112,7 +112,7 @@ def resampled_margin(
         return number(sample.reshape(-1, texts)).reshape(sample.shape[:-1])
 
     drawn = bootstrap(
-        (np.arange(texts),), statistic, n_resamples=RESAMPLED, batch=100, vectorized=True, method="percentile",
+        (np.arange(texts),), statistic, n_resamples=RESAMPLED, vectorized=True, method="percentile",
         confidence_level=SURE, rng=np.random.default_rng(0),
     )  # fmt: skip
     low, high = map(float, drawn.confidence_interval)
