@@ -115,7 +115,7 @@ def main(name: Literal[*RUNS], *, only: str = "", work: Path = Path("runs"), out
     rows = table.rows()
     if chosen.task.startswith("recall"):  # a colour for each kind of needle, or place of the question
         done = read_run(work / name)
-        records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done]
+        records = [replace(one, set=one.part) for one in done]
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
         if chosen.measure == "loop_paper":

@@ -60,7 +60,6 @@ def untimed(records: list[BenchRecord]) -> list[BenchRecord]:
 def made_record(method: str = "full", prompt: str = "p0", **changes) -> BenchRecord:
     """A record made by hand."""
     metrics = {"score": 1.0, "read": 9.0, "cells": None, "cached_peak": 10.0, "seconds": 1.0}
-    settings = {"set": "s", "part": "a", "temperature": 0.0, **changes.pop("settings", {})}
     record = BenchRecord(
         model="f00",
         task="file",
@@ -68,7 +67,8 @@ def made_record(method: str = "full", prompt: str = "p0", **changes) -> BenchRec
         prompt=prompt,
         turn=0,
         seed=0,
-        settings=settings,
+        set="s",
+        part="a",
         metrics={**metrics, **changes.pop("metrics", {})},
         tokens=(1, 2),
         text="text",

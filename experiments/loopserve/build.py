@@ -206,9 +206,8 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
             turns: list[Row] = []
             for turn in dialogue:
                 answers = [*turn.answers, *(each for each in classes if each not in turn.answers)]
-                turns.append({"prompt": turn.prompts[position], "answers": answers})
-            row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": SETS[name][1]}
-            rows.append({**row, "turns": turns})
+                turns.append({"prompt": turn.prompts[position], "answers": answers, "metric": SETS[name][1]})
+            rows.append({"id": f"{name}-{number} {position}", "set": name, "part": position, "turns": turns})
     return rows
 
 

@@ -102,7 +102,6 @@ class Batch:
 
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """Return the record of an answer."""
-        settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
         answered: dict[str, Any] = vars(answer) | {"metrics": metrics | answer.metrics}
         return BenchRecord(
             model=self.model,
@@ -111,7 +110,8 @@ class Batch:
             prompt=prompt.id,
             turn=turn,
             seed=self.seed,
-            settings=settings,
+            set=prompt.set,
+            part=prompt.part,
             **answered,
         )
 

@@ -106,10 +106,10 @@ def run(
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
                 for method in batch.methods:
-                    if method not in warm:  # what is made at first use is not of the time of the first answer
-                        first = [conversation_ids(target, batch.prompts[0], 0, task.chat)]
-                        answer_rows(target, first, 2, method.make())
-                        warm.add(method)
+                    if method in warm:
+                        continue  # what is made at first use is not of the time of an answer
+                    answer_rows(target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, method.make())
+                    warm.add(method)
                 folder.append(task.answers(target, batch))
             (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
@@ -122,15 +122,12 @@ def check_sampling(task: Task, methods: Sequence[Method], temperature: float, se
         SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
     """
     draws = temperature or any(method.temperature for method in methods)
-    if task.together and (draws or seed or any(method.name in SAMPLERS for method in methods)):
+    if task.together and (draws or any(method.name in SAMPLERS for method in methods)):
         raise SinkscopeError(
-            f"--task {task.name} feeds the same text to every method, and nothing is drawn: leave out --temperature, "
-            "--seed and methods that sample"
+            f"--task {task.name} feeds the same text to every method: leave out --temperature and methods that sample"
         )
     if seed and not draws:
-        raise SinkscopeError(
-            "--seed has no effect on greedy answers: give --temperature or a method that samples, or leave it out"
-        )
+        raise SinkscopeError("--seed has no effect where nothing is drawn: give --temperature, or leave it out")
 
 
 @partial(checks_arguments, others=run)
@@ -166,11 +163,13 @@ def bench(
         SinkscopeError: Neither folders nor a task and methods are given, or both; or as for `run`.
     """
     if folders:
-        given = {"task": task, "model": model, **settings}
-        unused = [name for name, value in given.items() if value is not None and name != "progress"]
-        if unused:
-            option = unused[0].replace("_", "-")
-            raise SinkscopeError(f"--{option} has no effect on {folders[0]}, earlier answers: leave one of both out")
+        given = {"task": task, "model": model, **settings, "progress": None}
+        for name, value in given.items():
+            if value is not None:
+                option = name.replace("_", "-")
+                raise SinkscopeError(
+                    f"--{option} has no effect on {folders[0]}, earlier answers: leave one of both out"
+                )
         return bench_table(folders, beside=beside)
     if task is None or not settings.get("methods"):
         raise SinkscopeError("give --task and --methods for a run, or folders of earlier runs, to show their table")
@@ -181,7 +180,7 @@ def bench(
     return tabulate_records([answers], beside=beside)
 
 
-def _prompts(task: Task, target: Target, edits: Sequence[Any], new: int) -> Sequence[Prompt]:
+def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], new: int) -> Sequence[Prompt]:
     """The prompts of a task, each with an id of its own, which fit the model and every method."""
     prompts = task.prompts(target)
     if not prompts or len({prompt.id for prompt in prompts}) < len(prompts):
@@ -190,7 +189,6 @@ def _prompts(task: Task, target: Target, edits: Sequence[Any], new: int) -> Sequ
         for turn in range(len(prompt.turns)):
             tokens = len(conversation_ids(target, prompt, turn, task.chat))
             check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
-            for edit in edits:
-                if isinstance(edit, Intervention):
-                    edit.check_prompt(tokens)
+            for edit in filter(None, edits):
+                edit.check_prompt(tokens)
     return prompts

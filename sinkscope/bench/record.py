@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from sinkscope.bench.methods import Method
@@ -17,29 +17,16 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import ModelInfo
-from sinkscope.files.records import Finite, Wording, build, checked_value, read_rows
+from sinkscope.files.records import Finite, Wording, build, read_rows
 from sinkscope.files.store import RECORDS, SETTINGS, Keyed, read_lines
 
 PROMPT_FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
 COMMAND = "bench"
-VERSION = 9
+VERSION = 10
 """Version of the records; a change of what they hold is another setting."""
 EndReason = Literal["eos", "cap"]
 Metrics = dict[str, Finite | int | None]
 """Numbers by name; None where a number does not exist."""
-
-
-class _PromptSettings(TypedDict):
-    """What tables ask of every record's settings; prompts may have more."""
-
-    set: str
-    temperature: Finite
-
-
-class _Costs(TypedDict):
-    """What tables ask of every record's metrics; tasks have more."""
-
-    seconds: Finite | None
 
 
 class _RunSettings(TypedDict):
@@ -50,16 +37,6 @@ class _RunSettings(TypedDict):
     device: str
     dtype: str
     attention: str
-
-
-def _checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    checked_value(_PromptSettings, settings, "", strict=True)
-    return settings
-
-
-def _checked_metrics(metrics: Metrics) -> Metrics:
-    checked_value(_Costs, metrics, "", strict=True)
-    return metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +60,7 @@ class Answer:
     tokens: tuple[int, ...]
     text: str
     ended: EndReason
-    metrics: Annotated[Metrics, AfterValidator(_checked_metrics)]
+    metrics: Metrics
     events: tuple[dict[str, Any], ...] = ()
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
@@ -99,7 +76,8 @@ class BenchRecord(Answer, Keyed):
         prompt: Id of the prompt.
         turn: Number of the turn, from 0.
         seed: Seed of the sampling.
-        settings: The prompt's set, part and other properties, and the temperature.
+        set: Set of the prompt.
+        part: Part of the set.
     """
 
     identity = ("model", "task", "method", "prompt", "turn", "seed")
@@ -110,7 +88,8 @@ class BenchRecord(Answer, Keyed):
     prompt: str
     turn: int
     seed: int
-    settings: Annotated[dict[str, Any], AfterValidator(_checked_settings)]
+    set: str
+    part: str = ""
 
 
 class BenchRun(list[BenchRecord]):
@@ -132,19 +111,14 @@ def read_run(folder: PathName) -> BenchRun:
         SinkscopeError: The folder is missing or belongs to another command, or a file in it is damaged.
     """
     remedy = "give what --out was given"
-    path = path_of(folder, remedy)
-    name = pathless(str(folder))
+    path, name = path_of(folder, remedy), pathless(str(folder))
     settings = read_json(path / SETTINGS, remedy)
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:
         raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: {remedy}")
     if settings.get("version") != VERSION:
-        raise SinkscopeError(
-            f"{name} was written by another version of sinkscope: run its command again with a new --out"
-        )
+        raise SinkscopeError(f"{name} was written by another version of sinkscope: run its command with a new --out")
     build(_RunSettings, settings, f"{name}/{SETTINGS}", "a new --out to its command, because this file is damaged")
-    records: list[BenchRecord] = []
-    if (path / RECORDS).is_file():
-        records, _ = read_lines(path / RECORDS, name, BenchRecord)
+    records, _ = read_lines(path / RECORDS, name, BenchRecord)
     return BenchRun(records, settings)
 
 
@@ -159,7 +133,7 @@ class Turn:
         control: Correct answers of another prompt, against which the answer is scored as a control.
     """
 
-    text: str
+    text: Annotated[str, Field(validation_alias="prompt", pattern=r"\S"), Wording("a text")]
     answers: tuple[str, ...] = ()
     metric: str = ""
     control: tuple[str, ...] = ()
@@ -174,14 +148,12 @@ class Prompt:
         turns: The turns in order.
         set: Set that the prompt belongs to; tables have separate rows for each set.
         part: Part of the set, such as a position of the question; tables have a column for each part.
-        about: Further properties by which a table can group.
     """
 
     id: str
-    turns: tuple[Turn, ...]
+    turns: Annotated[tuple[Turn, ...], Field(min_length=1)]
     set: str
     part: str = ""
-    about: dict[str, Any] = field(default_factory=dict)
 
 
 def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -191,46 +163,26 @@ def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
     """
     controlled: list[Prompt] = []
     for index, prompt in enumerate(prompts):
-        other = prompts[index - 1]
+        others = prompts[index - 1].turns
         turns: list[Turn] = []
         for number, turn in enumerate(prompt.turns):
-            control = other.turns[min(number, len(other.turns) - 1)].answers
-            if control == turn.answers:
-                control = ()
-            turns.append(replace(turn, control=control))
+            control = others[min(number, len(others) - 1)].answers
+            turns.append(replace(turn, control=() if control == turn.answers else control))
         controlled.append(replace(prompt, turns=tuple(turns)))
     return controlled
-
-
-class TurnRow(TypedDict):
-    """A turn as a file has it; other fields are ignored here."""
-
-    prompt: Annotated[str, Field(pattern=r"\S"), Wording("a text")]
-    answers: NotRequired[tuple[str, ...]]
-    metric: NotRequired[str]
 
 
 def read_prompts(path: PathName) -> list[Prompt]:
     """Read prompts from JSON lines.
 
-    A line has `prompt` and `answers`, or `turns`, each of which has them. It may have `id`, `set`, `part` and `metric`;
-    all other fields become properties of the prompt.
+    A line has `prompt`, `answers` and `metric`, or `turns`, each of which has them. It may have `id`, `set` and `part`.
 
     Raises:
         SinkscopeError: The file cannot be read, or a line has no prompt (names the line).
     """
     prompts: list[Prompt] = []
     for where, row in read_rows(path, PROMPT_FILE):
-        if not isinstance(row, dict):
-            raise SinkscopeError(f"{where} is no object: give {PROMPT_FILE}")
-        turns: list[Turn] = []
-        for turn in checked_value(list[TurnRow], row.get("turns", [row]), where, then=f": give {PROMPT_FILE}"):
-            metric = str(turn.get("metric", row.get("metric", "")))
-            turns.append(Turn(turn["prompt"], turn.get("answers", ()), metric))
-        for name in ("turns", "prompt", "answers", "metric"):
-            row.pop(name, None)
-        id = str(row.pop("id", len(prompts)))
-        set = str(row.pop("set", "file"))
-        part = str(row.pop("part", ""))
-        prompts.append(Prompt(id, tuple(turns), set, part, about=row))
+        if isinstance(row, dict):
+            row = {"set": "file", "turns": [row], **row, "id": str(row.get("id", len(prompts)))}
+        prompts.append(build(Prompt, row, where, PROMPT_FILE))
     return prompts

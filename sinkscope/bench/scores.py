@@ -6,10 +6,9 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pkgutil import resolve_name
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.kv.registry import import_object
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -24,18 +23,14 @@ def score(metric: str, text: str, answers: Sequence[str]) -> float:
         answers: Correct answers, at least one.
 
     Raises:
-        SinkscopeError: The metric is unknown.
+        SinkscopeError: The metric is unknown, or no number from 0 to 1.
     """
-    if metric in METRICS:
-        return METRICS[metric](text, answers)
-    try:
-        own = resolve_name(metric)
-    except (ImportError, AttributeError, ValueError):
-        own = None
-    if not callable(own):
-        raise SinkscopeError(f"metric {metric!r} is unknown: expected {', '.join(METRICS)} or package.module:function")
-    score: Any = own(text, answers)
-    return float(score)
+    expected = f"; expected {', '.join(METRICS)} or package.module:function"
+    own = METRICS[metric] if metric in METRICS else import_object(metric, f"metric {metric!r}", expected)
+    value = float(own(text, answers))
+    if not 0 <= value <= 1:
+        raise SinkscopeError(f"metric {metric!r} is {value}: expected a number from 0 to 1")
+    return value
 
 
 def normalised(text: str) -> list[str]:
@@ -45,30 +40,16 @@ def normalised(text: str) -> list[str]:
 
 def f1(text: str, answers: Sequence[str]) -> float:
     """Return the best harmonic mean of precision and recall over words of the output and of an answer (LongBench)."""
-    best = 0.0
-    words = normalised(text)
-    for answer in answers:
-        wanted = normalised(answer)
-        common = sum((Counter(words) & Counter(wanted)).values())
-        if common:
-            precision = common / len(words)
-            recall = common / len(wanted)
-            best = max(best, 2 * precision * recall / (precision + recall))
+    best, words = 0.0, normalised(text)
+    for wanted in map(normalised, answers):
+        common = (Counter(words) & Counter(wanted)).total()
+        best = max(best, 2 * common / max(1, len(words) + len(wanted)))
     return best
 
 
 def contains(text: str, answers: Sequence[str]) -> float:
     """Return 1 if an answer occurs in the output, ignoring case."""
-    return float(share(text, answers) > 0)
+    return float(any(answer.lower() in text.lower() for answer in answers))
 
 
-def share(text: str, answers: Sequence[str]) -> float:
-    """Return the share of the answers that occur in the output, ignoring case (RULER's `string_match_all`)."""
-    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
-
-
-METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
-    "f1": f1,
-    "contains": contains,
-    "share": share,
-}
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {"f1": f1, "contains": contains}

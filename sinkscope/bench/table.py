@@ -257,8 +257,8 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     names = {task.main: None, **dict.fromkeys(["seconds", "read", "cells", "cached_peak", *task.columns])}
     answers: Table = []
     for record in records.values():
-        about = {"set": record.settings["set"], "part": str(record.settings.get("part", ""))}
-        about |= {"method": str(record.method), "prompt": record.prompt, "tokens": len(record.tokens)}
+        about = {"set": record.set, "part": record.part, "prompt": record.prompt}
+        about |= {"method": str(record.method), "tokens": len(record.tokens)}
         answers.append(names | record.metrics | about)
     frame: Any = pd.DataFrame(answers, columns=["set", "part", "method", "prompt", "tokens", *names])
     frame = frame.astype(dict.fromkeys(names, float))

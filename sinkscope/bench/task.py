@@ -98,16 +98,14 @@ class Task(ABC):
 
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
-        method = batch.methods[0]
-        temperature = method.temperature or batch.temperature
-        records: list[BenchRecord] = []
+        method, records = batch.methods[0], list[BenchRecord]()
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
             rows = [conversation_ids(target, prompt, number, self.chat) for prompt in prompts]
-            sampler: RowSampler | None = None
+            processors = method.processors(target)
+            temperature, sampler = method.temperature or batch.temperature, None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            processors = method.processors(target)
             written = answer_rows(target, rows, batch.new, method.make(), processors=processors, sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
                 metrics = self.score(target, batch, prompt.turns[number], answer)
@@ -132,20 +130,18 @@ class PromptFile(Task):
     """The user's own prompts (see `read_prompts`).
 
     Attributes:
-        file: Path of the file; empty if the prompts are given.
         given: The prompts.
         new: Maximum length of an answer.
     """
 
     name = "file"
 
-    file: str = ""
-    given: tuple[Prompt, ...] = ()
+    given: tuple[Prompt, ...]
     new: Size = 64
 
     def prompts(self, target: Target) -> list[Prompt]:
-        """Return the prompts of the file."""
-        return with_controls(self.given or read_prompts(self.file))
+        """Return the prompts, each with the answers of another one."""
+        return with_controls(self.given)
 
     def new_tokens(self, target: Target) -> int:
         """Return `new`."""
@@ -166,11 +162,6 @@ def register_task(task: TaskClass) -> TaskClass:
     return task
 
 
-def tasks() -> dict[str, type[Task]]:
-    """Return every registered task, by name."""
-    return dict(sorted(_REGISTERED.items()))
-
-
 def read_task(spec: str) -> Task:
     """Parse a text such as `recall:lengths=640,1024` or `prompts.jsonl:chat=true`.
 
@@ -181,18 +172,15 @@ def read_task(spec: str) -> Task:
         SinkscopeError: The task or a setting is unknown, or a value has the wrong type.
     """
     name, *parts = spec.split(":")
-    if name == "needle":
-        raise SinkscopeError("--task needle: give recall:kinds=needle, or other kinds, with the same settings")
     cls: Any = task_class(name)
     types = setting_types(cls)
-    for field in ("file", "given"):
-        types.pop(field, None)
-    options = read_settings(parts, types, f"--task {name}")
+    given: dict[str, Any] = {}
     if cls is PromptFile:
         if not path_of(name, "give a file of prompts").is_file():
-            raise SinkscopeError(f"--task {name!r}: expected {', '.join(tasks())}, or a file of prompts")
-        options["file"] = name
-    return cls(**options)
+            raise SinkscopeError(f"--task {name!r}: expected {', '.join(sorted(_REGISTERED))}, or a file of prompts")
+        given["given"] = tuple(read_prompts(name))
+        types.pop("given")
+    return cls(**given, **read_settings(parts, types, f"--task {name}"))
 
 
 def task_class(name: str) -> type[Task]:

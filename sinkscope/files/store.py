@@ -137,12 +137,10 @@ class Folder(Generic[R]):
     def _read_or_begin(self, folder: Path) -> None:
         """Compare the settings and read the records of an earlier run, or write the settings of a new one."""
         path = folder / RECORDS
-        complete = 0
-        if path.exists():
-            records, complete = read_lines(path, self.name, self._kind)
-            self.records = {record.key: record for record in records}
-            if complete < path.stat().st_size:  # a kill cut the last line short; the next must not be glued to it
-                os.truncate(path, complete)
+        records, complete = read_lines(path, self.name, self._kind)
+        self.records = {record.key: record for record in records}
+        if path.exists() and complete < path.stat().st_size:
+            os.truncate(path, complete)  # a kill cut the last line short; the next must not be glued to it
         if (folder / SETTINGS).exists():
             earlier = read_json(folder / SETTINGS, "give another folder")
             if not isinstance(earlier, dict):
@@ -190,7 +188,7 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     Raises:
         SinkscopeError: Any other line is damaged.
     """
-    *whole, _ = read_bytes(path, "give another folder").split(b"\n")
+    *whole, _ = read_bytes(path, "give another folder").split(b"\n") if path.exists() else [b""]
     records: list[R] = []
     for number, line in enumerate(whole, 1):
         where, remedy = f"{name}/{path.name} line {number}", "delete that line, and run the same command again"

@@ -42,13 +42,14 @@ def record(prompt: str, method: str, score: float) -> dict[str, Any]:
         "prompt": prompt,
         "turn": 0,
         "seed": 0,
-        "settings": {"set": "file", "part": "late", "temperature": 0.0, "depth": 0.5},
+        "set": "file",
+        "part": "late",
         "metrics": {"score": score, "chance": None, "read": 6.0, "cells": None, "cached_peak": 7, "seconds": 0.1},
         "tokens": [4, 5],
         "text": "a b",
         "ended": "cap",
         "events": [{"row": 0, "step": 1, "position": 2, "layer": None, "head": None, "kind": "guard", "data": {}}],
-        "steps": {"top1": [0.25, 0.5]},
+        "steps": {"kl": [0.25, 0.5]},
     }
 
 

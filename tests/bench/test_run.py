@@ -41,7 +41,7 @@ def test_answers_are_those_of_generate_after_right_answers():
         assert length == len(tiny()[1](text)["input_ids"])
         assert full.metrics["read"] == length + 3 and full.metrics["cached_peak"] == length + 5
         assert h2o.metrics["read"] == h2o.metrics["cached_peak"] == 17  # after decoding steps; the prompt took more
-        assert full.settings["part"] == prompt.part and full.ended == "cap"
+        assert full.part == prompt.part and full.ended == "cap"
 
 
 def test_no_arm_pays_for_what_is_made_once(monkeypatch):

@@ -21,12 +21,12 @@ def table(*records, task: str = "file", beside: str | None = None) -> BenchTable
     return tabulate_records([BenchRun(list(records), SETTINGS | {"task": task})], beside)  # type: ignore[arg-type]
 
 
-FULL = [made_record("full", f"p{i}", settings={"part": "ab"[i % 2]}) for i in range(4)]
+FULL = [made_record("full", f"p{i}", part="ab"[i % 2]) for i in range(4)]
 H2O = [
     made_record(
         "h2o:8",
         f"p{i}",
-        settings={"part": "ab"[i % 2], "depth": 0.5 * (i // 2)},
+        part="ab"[i % 2],
         metrics={"score": float(i == 1), "read": 4.0 + i, "cells": 0.5, "seconds": 3.0, "chance": 0.25},
         tokens=(1, 2) if i else (1, 3, 4, 5),
         turn=i // 2,
@@ -48,7 +48,7 @@ def test_a_group_is_recomputed():
 
 
 def test_details_of_a_table():
-    result = table(*FULL, *H2O, made_record("tova:8", settings={"part": "b"}))
+    result = table(*FULL, *H2O, made_record("tova:8", part="b"))
     assert Result.from_dict(json.loads(result.to_json())) == result
     assert list(result.to_frame()["score"]) == [1.0, 0.25, 1.0]
     (drawn,) = result.figure().data
@@ -74,8 +74,7 @@ def scored(task: str, answers: str) -> list[BenchRecord]:
     records = []
     for number, value in enumerate(values):
         metrics[task_class(task).main] = value
-        about = {"set": of_set}
-        records.append(made_record(method, f"{of_set}{number}", task=task, settings=about, metrics=metrics))
+        records.append(made_record(method, f"{of_set}{number}", task=task, set=of_set, metrics=metrics))
     return records
 
 

@@ -111,7 +111,7 @@ def needle_prompt(
         hay.insert(round(count * (depth + (1 - depth) * step / steps)), parts.needles[step])
     text = " ".join([parts.head, *hay, parts.tail]).lstrip()
     turn = Turn(text, (parts.answer,), metric="contains")
-    return Prompt(name, (turn,), "needle", kind, {"length": length, "depth": depth})
+    return Prompt(name, (turn,), "needle", kind)
 
 
 def _facts(kind: str, rng: random.Random) -> Haystack:

@@ -169,8 +169,7 @@ def recall_dialogue(
         answer = " ".join(word for key in chained for word in facts[key][2:])
         words = _context(rng, own, length - _FRAME, [ASK, chained[0], *QUESTION_END], position)
         questions.append(Turn(f"{name} {words} {ANSWER}", (answer,)))
-    about = {"length": sum(tokens)}
-    return Prompt(f"recall-{seed} {position} {sum(tokens)}", tuple(questions), "recall", position, about)
+    return Prompt(f"recall-{seed} {position} {sum(tokens)}", tuple(questions), "recall", position)
 
 
 def _fact(rng: random.Random, key: str, link: str) -> list[str]:
