@@ -54,10 +54,6 @@ def error_bars(rows: Sequence[Row], name: str, **style: Any) -> Row:
     return {"array": above, "arrayminus": below, "thickness": 1, **style}
 
 
-PLACES = {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}
-"""The positions of a question in words."""
-
-
 def pictures(folder: Path) -> list[Path]:
     """The pictures of a folder that were drawn from a JSON file beside them."""
     return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())

@@ -35,9 +35,9 @@ from experiments.gpu.steps import Steps, model_of
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
-from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.attention import Scores, sample_queries
 from sinkscope.sparse.bands import NEAR, TILE, BlockGrid, Lines
-from sinkscope.sparse.choice import sampled_rows, select_bands
+from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.serve import LoopServe
 
 
@@ -88,9 +88,8 @@ def dense(scores: Scores, value: Tensor, backend: SDPBackend) -> Tensor:
 
 def chooser(scores: Scores, alpha: float) -> Callable[[], Lines]:
     """The whole choice from the scores of one layer."""
-    rows = sampled_rows(BlockGrid(scores.queries, scores.keys), LoopServe.sample, 0, LoopServe.dense_rows)
     settings: Row = {"begin": LoopServe.begin, "checked": LoopServe.checked, "dense_rows": LoopServe.dense_rows}
-    return partial(select_bands, scores, alpha, rows=rows, **settings, dense_above=0.75)
+    return partial(select_bands, scores, alpha, sample=LoopServe.sample, **settings, dense_above=0.75)
 
 
 @torch.no_grad()
@@ -99,7 +98,7 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
     from sinkscope.sparse import triton_sums
 
     scores, _ = drawn(heads, kv, n, n, 128, dtype, device)
-    rows = sampled_rows(BlockGrid(n, n), 64, 0, 16).to(device)
+    rows = sample_queries(BlockGrid(n, n).sparse_queries(16), 64, 0).to(device)
     time_of = partial(milliseconds, device=device, rounds=rounds)
     choose = chooser(scores, 0.95)
     found: Row = {"n": n, "kv_heads": kv, "ms": time_of(choose)}

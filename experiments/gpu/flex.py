@@ -1,7 +1,7 @@
 """Attention on columns and bands as one call of FlexAttention, to be timed beside the package's Triton kernel.
 
 1. The columns of each query head are gathered and stand in front of its keys, filled up to whole blocks of 64.
-2. Four bands are one block of 64 keys, as tiles of queries are. The prompt has whole tiles, and no copies.
+2. Four bands are one block of 64 keys, as tiles of queries are. The prompt has whole tiles.
 3. A tile lists the blocks of columns before it, of which it sees those that exist, come before the query, and are in no
    band of its own; the blocks of which all four bands are chosen, whole; and those of which some are chosen, and its
    own, under the mask.

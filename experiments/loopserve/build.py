@@ -101,16 +101,10 @@ def build(
 
 
 def split_at_middle(text: str) -> tuple[str, str]:
-    """Split a text in two at the line break nearest to the middle or, if none is near, at the nearest space."""
-    middle = len(text) // 2
-    reach = max(len(text) // 10, 1)
-    for gap, far in (("\n", reach), (" ", len(text))):
-        places = [text.rfind(gap, 0, middle), text.find(gap, middle)]
-        near = [place for place in places if place >= 0 and abs(place - middle) <= far]
-        if near:
-            at = min(near, key=lambda place: abs(place - middle))
-            return text[:at].rstrip(), text[at:].lstrip()
-    return text[:middle], text[middle:]
+    """Split a text in two at the line break nearest to the middle; if there is none, at the nearest space."""
+    gaps = [gap.start() for gap in re.finditer("\n" if "\n" in text else " ", text)]
+    at = min(gaps, key=lambda place: abs(place - len(text) // 2), default=len(text) // 2)
+    return text[:at].rstrip(), text[at:].lstrip()
 
 
 def variants(question: str, halves: tuple[str, str], whole: str, glue: str, before: str = "") -> dict[str, str]:

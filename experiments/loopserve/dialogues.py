@@ -22,9 +22,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from plotly.subplots import make_subplots
+import pandas as pd
+import plotly.express as px
 
-from experiments.drawn import PLACES, draw, error_bars
+from experiments.drawn import draw
 from experiments.loopserve.runs import (
     ALL,
     CHAIN,
@@ -40,10 +41,9 @@ from experiments.loopserve.runs import (
     rows_of,
     specs,
 )
-from experiments.record import Row, earlier, value_of_each, write_record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run
-from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.results.style import COLOURS, figure_of
+from sinkscope.results.style import figure_of
 
 PRINTED, DRAWN = "as printed", "bands from the printed sample"
 FEW = (0.75, 0.5)
@@ -146,54 +146,21 @@ def measured(panels: Sequence[Panel], work: Path, only: str) -> list[Row]:
 
 def figure(data: Row) -> Any:
     """A panel for each measurement: bars by position of the question, or curves over turns."""
-    panels = FIGURES[data["settings"]["figure"]]
-    rows = data["result"]["rows"]
-    by_turn = panels[0].by_turn
-    shape: Row = {"shared_yaxes": not by_turn, "horizontal_spacing": 0.05 if by_turn else 0.02}
-    fig: Any = make_subplots(1, len(panels), subplot_titles=[panel.title for panel in panels], **shape)
-    share: Row = {"range": [-0.03, 1.06], "tickformat": ".0%"}
-    for column, panel in enumerate(panels, 1):
-        add = curves if by_turn else bars
-        own = [row for row in rows if row["panel"] == panel.title and row["at"] != ALL]
-        add(fig, panel, own, showlegend=column == 1, row=1, col=column)
-    style: Row = {"barmode": "group", "font": {"size": 13}}
-    if by_turn:
-        fig.update_xaxes(type="category", title_text="turn").update_yaxes(share)
-        style |= {"legend": -0.2, "height": 640, "bottom": 150}
-    else:
-        fig.update_xaxes(share).update_yaxes(autorange="reversed", ticksuffix=" ")
-        style |= {"legend": -0.05, "height": 1000, "bottom": 90}
-    return figure_of(fig, None, finding(panels[0], rows), width=1750, **style)
-
-
-def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
-    """A group of bars for each method, a colour for each position of the question."""
-    for place, colour in zip(POSITIONS, COLOURS, strict=False):
-        mine = [row for row in rows if row["at"] == place]
-        error = None
-        if panel.key == "score":
-            error = error_bars(mine, panel.key, width=2, color="#888")
-        labels = [{"full": "whole cache"}.get(label, label) for label in value_of_each(mine, "label")]
-        style: Row = {"name": f"question {PLACES[place]}", "marker_color": colour, "orientation": "h"}
-        fig.add_bar(y=labels, x=value_of_each(mine, panel.key), error_x=error, **style, **at)
-
-
-def curves(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
-    """A curve for each label; those that lie on one another show their markers inside each other."""
-    for number, label in enumerate(TURNS):  # a method looks the same in every panel
-        mine = [row for row in rows if row["label"] == label]
-        marker = {"size": 17 - 2 * (number % 6), "symbol": number % 6}
-        line = {"color": COLOURS[number % len(COLOURS)], "dash": ("solid", "dash")[number % 2]}
-        style = {"name": label, "mode": "lines+markers", "line": line, "marker": marker}
-        fig.add_scatter(x=value_of_each(mine, "at"), y=value_of_each(mine, panel.key), **style, **at)
-
-
-def finding(panel: Panel, rows: Sequence[Row]) -> str:
-    """The best and the worst point of the first panel."""
-    mine = [row for row in rows if row["panel"] == panel.title and row["at"] == ALL]
-    mine.sort(key=lambda row: row[panel.key])
-    said = [f"{row[panel.key]:.0%} ({row['label']})" for row in (mine[0], mine[-1])]
-    return f"{panel.title}: from {said[0]} to {said[1]}"
+    panels = {panel.title: panel for panel in FIGURES[data["settings"]["figure"]]}
+    rows = [row for row in data["result"]["rows"] if row["at"] != ALL]
+    for row in rows:
+        key = panels[row["panel"]].key
+        bounds = (row["low"], row["high"]) if key == "score" else (row[key], row[key])
+        row |= {"answers": row[key], "below": row[key] - bounds[0], "above": bounds[1] - row[key]}
+    frame = pd.DataFrame(rows)
+    style: Row = {"facet_col": "panel"}
+    if "turns" in data["settings"]["figure"]:
+        fig = px.line(frame, x="at", y="answers", color="label", symbol="label", **style).update_yaxes(tickformat=".0%")
+        return figure_of(fig, None, width=1750, height=640, bottom=150)
+    errors: Row = {"error_x": "above", "error_x_minus": "below"}
+    fig = px.bar(frame, x="answers", y="label", color="at", barmode="group", **errors, **style)
+    fig.update_xaxes(tickformat=".0%").update_yaxes(autorange="reversed", col=1)
+    return figure_of(fig, None, width=1750, height=1000, legend=-0.08)
 
 
 def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), out: Path = Path("figures")) -> None:

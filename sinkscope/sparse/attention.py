@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.engine.attention import attention_probs
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.draws import draws
 
 ROWS = 64  # queries whose attention is computed at a time
 
@@ -75,23 +73,25 @@ class Scores:
         return replace(self, query=self.query[:, start - self.past : stop - self.past], key=self.key[:, :stop])
 
 
-def attention_of(scores: Scores, rows: Int[Tensor, " row"]) -> Float[Tensor, "head row key"]:
+def attention_of(
+    scores: Scores, rows: Int[Tensor, " row"], seen: Bool[Tensor, "head row key"] | None = None
+) -> Float[Tensor, "head row key"]:
     """Compute causal attention of some queries in float32.
 
     Args:
         scores: The scores of a layer.
         rows: Indices of the queries.
+        seen: Which keys they see. None: all up to their own, or within the window.
     """
     rows = rows.to(scores.query.device, non_blocking=True)
-    key = torch.arange(scores.keys, device=rows.device)
-    at = (rows + scores.past)[:, None]
-    sees = key <= at
-    if scores.window is not None:
-        sees &= key > at - scores.window
+    if seen is None:
+        key = torch.arange(scores.keys, device=rows.device)
+        at = (rows + scores.past)[:, None]
+        seen = ((key <= at) & (key > at - (scores.window or scores.keys)))[None]
     return attention_probs(
         scores.query[None, :, rows],
         scores.key[None],
-        sees[None, None],
+        seen[None],
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=scores.sinks,
@@ -106,25 +106,16 @@ def slash_sums(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]) ->
     return falling.flip(1)
 
 
-def sample_queries(
-    queries: int, sample: int, seed: int, copies: Int[Tensor, " copy"] | None = None
-) -> Int[Tensor, " row"]:
+def sample_queries(queries: int, sample: int, seed: int) -> Int[Tensor, " row"]:
     """Draw indices of the sampled queries, ascending.
 
     Args:
         queries: Number of queries.
         sample: Number of sampled queries; all are taken if there are fewer.
         seed: Seed of the draws.
-        copies: Indices of queries at which the text copies itself. Half of the sample are drawn among these, because a
-            random sample seldom has one.
     """
     generator = torch.Generator().manual_seed(seed)
-    copies = torch.arange(0) if copies is None else copies[copies < queries]
-    order = torch.randperm(len(copies), generator=draws(seed, "queries at copies"))
-    copied = copies[order[: sample // 2]]
-    others = torch.ones(queries, dtype=torch.bool).index_fill_(0, copied, False).nonzero().flatten()
-    order = torch.randperm(len(others), generator=generator)
-    return torch.cat([copied, others[order[: sample - len(copied)]]]).sort().values
+    return torch.randperm(queries, generator=generator)[:sample].sort().values
 
 
 def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key"]:
@@ -139,17 +130,11 @@ def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key
         learned sinks and of keys before `since`.
     """
     sums = torch.zeros(scores.heads, 2, scores.keys - since, device=scores.query.device)
-    for at, probs in in_blocks(scores):
-        probs = probs[:, :, since:]
-        seen = probs.shape[2]
-        sums[:, 0, :seen] += probs.sum(1)
-        sums[:, 1, :seen] += slash_sums(probs, at - since)
-    return sums
-
-
-def in_blocks(scores: Scores) -> Iterator[tuple[Int[Tensor, " row"], Float[Tensor, "head row key"]]]:
-    """Positions of some queries, and their attention to the keys up to the last of them; then of the next ones."""
     for start in range(scores.past, scores.keys, ROWS):
         part = scores.part(start, min(start + ROWS, scores.keys))
-        rows = torch.arange(part.queries, device=scores.query.device)
-        yield rows + part.past, attention_of(part, rows)
+        rows = torch.arange(part.queries, device=sums.device)
+        probs = attention_of(part, rows)[:, :, since:]
+        seen = probs.shape[2]
+        sums[:, 0, :seen] += probs.sum(1)
+        sums[:, 1, :seen] += slash_sums(probs, rows + part.past - since)
+    return sums

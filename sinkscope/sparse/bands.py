@@ -1,4 +1,4 @@
-"""Columns and bands of attention, and the blocks of keys that a text which copies itself needs.
+"""Columns and bands of attention, or single vertical and slash lines, and which cells are theirs.
 
 A *column* is a key position, a vertical line (Li et al. 2025, LoopServe, section 3.1). A *band* is what slash lines
 become if attention is computed in blocks of 64 queries and 64 keys: band b is all blocks whose keys lie b blocks before
@@ -24,11 +24,6 @@ PER = TILE // BAND
 """Bands that lie in the diagonal block."""
 NEAR = 2 * PER
 """Bands that are always chosen: each query sees the 64 keys before it."""
-FAR = 256
-"""Tokens between the end of a phrase and the end of its copy, at least."""
-AROUND = (-1, 2)
-"""First and last key that a copy needs, counted from the last token of the original."""
-_ID_BITS = 21  # of an id: three fit into 63
 ByBand = Float[Tensor, "head block"]
 
 
@@ -110,31 +105,18 @@ class BlockGrid:
         return every[..., self.lead : self.lead + self.keys]
 
 
-@dataclass(frozen=True, eq=False)
-class Lengths:
-    """How long the lines of a grid are, on a device.
-
-    Attributes:
-        columns: Number of causal cells of each column.
-        own: Number of these in the tile of its own.
-        bands: Number of causal cells of each band.
-    """
-
-    columns: Int[Tensor, " key"]
-    own: Int[Tensor, " key"]
-    bands: Int[Tensor, " block"]
-
-
 @lru_cache(4)  # the layers of a prompt are of one grid
-def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
-    """Return the lengths of a grid's lines."""
+def lengths_of(
+    grid: BlockGrid, device: torch.device
+) -> tuple[Int[Tensor, " key"], Int[Tensor, " key"], Int[Tensor, " block"]]:
+    """Count the causal cells of each column, those of them in the tile of its own, and those of each band."""
     position = torch.arange(grid.keys)
     to_end = torch.minimum(grid.tile - (position - grid.past) % grid.tile, grid.keys - position)
     own = torch.where(position >= grid.past, to_end, 0)
     near = grid.blocked(own)[grid.before :].sum(1).view(-1, grid.per).sum(0).flip(0)
     far = crossed(grid, grid.blocked(torch.ones_like(position)).sum(1))
     columns = torch.arange(grid.keys, 0, -1).clamp(max=grid.queries)
-    return Lengths(columns.to(device), own.to(device), torch.cat([near, far[grid.per :]]).to(device))
+    return columns.to(device), own.to(device), torch.cat([near, far[grid.per :]]).to(device)
 
 
 def crossed(grid: BlockGrid, counts: Shaped[Tensor, "*n block"]) -> Shaped[Tensor, "*n block"]:
@@ -156,67 +138,6 @@ def crossed(grid: BlockGrid, counts: Shaped[Tensor, "*n block"]) -> Shaped[Tenso
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """Queries that are copies, and the single blocks of keys that all heads see because the text copies itself there.
-
-    Attributes:
-        at: Indices of these queries, on the CPU.
-        tile: The tile of queries that sees a block, ascending.
-        block: The block of keys; none of its keys comes after a query of the tile.
-        start: Number of pieces in the tiles before each tile, and in all tiles.
-    """
-
-    at: Int[Tensor, " copy"]
-    tile: Int[Tensor, " piece"]
-    block: Int[Tensor, " piece"]
-    start: Int[Tensor, " more_than_tiles"]
-
-    @classmethod
-    def of(cls, ids: Int[Tensor, " pos"], queries: int, device: torch.device) -> Copies:
-        """Find the copies among the last `queries` tokens of a text.
-
-        Args:
-            ids: Ids of the whole text, on the CPU; those below 0 are unknown, and no copies.
-            queries: Number of queries.
-            device: Device of the prompt.
-        """
-        grid = BlockGrid(queries, len(ids))
-        at, original = copies_in(ids)
-        at, original = at[at >= grid.past] - grid.past, original[at >= grid.past]
-        keys = (original[:, None] + torch.tensor(AROUND)).clamp(min=0) + grid.lead
-        tile = (at // TILE)[:, None]  # the first and the last key are in one block or two
-        return cls.at_blocks(at, tile * grid.blocks + keys // BAND, grid, device)
-
-    @classmethod
-    def at_blocks(cls, at: Tensor, pieces: Int[Tensor, "*n"], grid: BlockGrid, device: torch.device) -> Copies:
-        """Return these pairs of tiles and blocks, each once; a pair is the tile times the number of blocks and one."""
-        pieces = pieces.unique()
-        tile = pieces // grid.blocks
-        start = torch.searchsorted(tile, torch.arange(grid.tiles + 1))
-        return cls(at, tile.to(device), (pieces % grid.blocks).to(device), start.to(device))
-
-    def rows(self, tiles: Int[Tensor, " row"], grid: BlockGrid) -> Bool[Tensor, "row block"]:
-        """Return which blocks the queries of these tiles see."""
-        own = (tiles[:, None] == self.tile).int()
-        return own.new_zeros(len(tiles), grid.blocks).scatter_add_(1, self.block.expand_as(own), own) > 0
-
-
-def copies_in(ids: Int[Tensor, " pos"]) -> tuple[Int[Tensor, " copy"], Int[Tensor, " copy"]]:
-    """Find the positions of copies, ascending, and of their originals.
-
-    Args:
-        ids: Ids of a text; those below 0 are unknown, and no copies.
-    """
-    phrase = pad(ids, (2, 0), value=-1).unfold(0, 3, 1)  # of each token and the two before it
-    places = (phrase >= 0).all(1).nonzero()[:, 0]
-    code, order = (phrase[places] << torch.tensor([2, 1, 0]) * _ID_BITS).sum(1).sort(stable=True)
-    places = places[order]  # equal phrases side by side, in the order of the text
-    is_copy = (code.diff() == 0) & (places.diff() >= FAR)
-    at = places[1:][is_copy].sort()
-    return at.values, places[:-1][is_copy][at.indices]
-
-
-@dataclass(frozen=True, eq=False)
 class Lines:
     """The lines chosen for every head of a layer in one sequence, or several such choices.
 
@@ -229,14 +150,12 @@ class Lines:
             have 16 keys, all heads have the first `PER` bands.
         grid: The tiles.
         dense_rows: So many queries at the end see everything, as do those of the same tile.
-        copies: Single blocks that all heads see besides.
     """
 
     columns: Bool[Tensor, "*choice head key"]
     offsets: Bool[Tensor, "*choice head block"]
     grid: BlockGrid
     dense_rows: int = 0
-    copies: Copies | None = None
 
     @classmethod
     def of(cls, columns: Tensor, offsets: Tensor, queries: int, dense_rows: int = 0) -> Lines:
@@ -253,11 +172,6 @@ class Lines:
         """Which heads have all lines of a kind, and so all cells."""
         return self.offsets.all(-1) | self.columns.all(-1)
 
-    @property
-    def sparse_tiles(self) -> int:
-        """Number of tiles before those that see everything."""
-        return -(-self.grid.sparse_queries(self.dense_rows) // self.grid.tile)
-
     def attended(self) -> Float[Tensor, "*choice head"]:
         """Return the share of the causal cells that is computed, with the dense rows."""
         grid = self.grid
@@ -265,36 +179,23 @@ class Lines:
         if not sparse:
             return torch.ones(self.offsets.shape[:-1], device=self.offsets.device)
         before = replace(grid, queries=sparse, keys=grid.past + sparse)
-        part = Lines(self.columns[..., : before.keys], self.offsets[..., : before.blocks], before, copies=self.copies)
+        part = Lines(self.columns[..., : before.keys], self.offsets[..., : before.blocks], before)
         return (part.cells() + grid.cells - before.cells) / grid.cells
 
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Return the number of cells on the lines, each counted once, without what dense rows see besides."""
-        grid = self.grid
-        lengths = lengths_of(grid, self.columns.device)
-        near = self.offsets[..., : grid.per].all(-1, keepdim=True)
+        columns, own, bands = lengths_of(self.grid, self.columns.device)
+        near = self.offsets[..., : self.grid.per].all(-1, keepdim=True)
         far = self.offsets.long()
-        far[..., : grid.per].zero_()
-        left = lengths.columns - lengths.own * near - grid.by_key(crossed(grid, far))
-        on_lines = (self.offsets * lengths.bands).sum(-1) + (self.columns * left).sum(-1)
-        if self.copies is None:
-            return on_lines
-        copies = self.copies
-        inside = copies.tile < grid.tiles
-        back = grid.before + copies.tile * PER + PER - 1 - copies.block
-        alone = inside & ~self.offsets[:, back * inside]
-        others = grid.blocked((~self.columns).long()).sum(2)[:, copies.block * inside]
-        queries = (grid.queries - copies.tile * TILE).clamp(max=TILE)
-        return on_lines + (alone * others * queries).sum(1)
+        far[..., : self.grid.per].zero_()
+        left = columns - own * near - self.grid.by_key(crossed(self.grid, far))
+        return (self.offsets * bands).sum(-1) + (self.columns * left).sum(-1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Return which keys the queries at these positions see."""
         grid = self.grid
         back = grid.last_block(at)[:, None] - torch.arange(grid.blocks, device=at.device)
-        tile = (at - grid.past) // grid.tile
-        more = (tile >= self.sparse_tiles)[:, None]
-        if self.copies is not None:
-            more = more | self.copies.rows(tile, grid)
-        on_offset = grid.by_key(self.offsets[..., back.clamp(min=0)] | more)
+        is_dense = at - grid.past >= grid.sparse_queries(self.dense_rows)
+        on_offset = grid.by_key(self.offsets[..., back.clamp(min=0)] | is_dense[:, None])
         causal = at[:, None] >= torch.arange(grid.keys, device=at.device)
         return (self.columns[..., None, :] | on_offset) & causal

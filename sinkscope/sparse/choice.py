@@ -12,7 +12,7 @@ The second search is needed: without it the chosen lines held as much attention 
 Cells on lines of both kinds count once throughout. Nothing depends on an order of additions that varies, and no step
 needs to know on the host what an earlier one found.
 
-Sampled queries are drawn uniformly without replacement, from a seed, or half of them where the text copies itself. If
+Sampled queries are drawn uniformly without replacement, from a seed. If
 there are fewer queries than the sample size, all are taken. With alpha = 1 everything is chosen, because a sample says
 nothing certain about rows outside it.
 """
@@ -20,7 +20,6 @@ nothing certain about rows outside it.
 from __future__ import annotations
 
 import math
-import random
 
 import torch
 from einops import rearrange
@@ -29,13 +28,11 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, check_values
 from sinkscope.sparse.attention import Scores, attention_of, sample_queries
-from sinkscope.sparse.bands import NEAR, BlockGrid, ByBand, Copies, Lines, crossed, lengths_of
+from sinkscope.sparse.bands import NEAR, BlockGrid, ByBand, Lines, crossed, lengths_of
 from sinkscope.sparse.sparse import triton_module
 
 SOUGHT = 0.5
 """Share of a query's attention from which on it seeks a key."""
-HELD_OUT = 16
-"""Queries outside the sample on which it is measured what lines hold."""
 ByColumn = Float[Tensor, "head key"]
 ByThreshold = Float[Tensor, "head threshold"]
 _BELOW = 12  # octaves below the density of even attention: what lies on lines below that is left out
@@ -47,29 +44,24 @@ def select_bands(
     scores: Scores,
     alpha: float = 0.98,
     *,
-    rows: Int[Tensor, " row"] | None = None,
     sample: int = 64,
     seed: int = 0,
     begin: int = 4,
     checked: int = 0,
     dense_rows: int = 0,
     dense_above: float = math.inf,
-    copies: Copies | None = None,
 ) -> Lines:
     """Choose columns and bands that hold alpha of the attention, for all heads of a layer; nothing waits for a GPU.
 
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
         alpha: Share of the sampled attention that columns and bands of each head hold. With 1 all heads are dense.
-        rows: Indices of the sampled queries; if there are none, everything is chosen. None: they are drawn.
-        sample: Number of queries in the sample.
+        sample: Number of queries in the sample; if there are none to sample, all heads are dense.
         seed: Seed of the sample.
         begin: Number of first positions that are always kept.
         checked: Number of queries of each head that are checked for a single key (`kept_columns`).
         dense_rows: Number of queries at the end that see everything, with those of the same tile; they are not sampled.
         dense_above: Share of the causal cells above which a head is dense: it gets all bands.
-        copies: Queries at which the text copies itself: half of the sample are drawn among them, and all heads see
-            the blocks of keys that they need. None: all queries are drawn alike.
 
     Raises:
         SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
@@ -80,41 +72,23 @@ def select_bands(
     scores.check_plain()
     grid = BlockGrid(scores.queries, scores.keys)
     device = scores.key.device
-    if rows is None:
-        rows = sampled_rows(grid, sample, seed, dense_rows, copies)
+    columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
+    bands = torch.zeros(scores.heads, grid.blocks, dtype=torch.bool, device=device)
+    rows = sample_queries(grid.sparse_queries(dense_rows), sample, seed)  # none of those that see everything
     if alpha == 1 or not len(rows):
-        columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
-        bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
-        return Lines(columns, bands, grid, dense_rows)
+        return Lines(columns, ~bands, grid, dense_rows)
+    module = triton_module(device, "triton_sums")  # on a GPU attention is computed anew for each sum
+    sampled = (StoredRows if module is None else module.ComputedRows)(scores, rows)
     always = kept_columns(scores, grid.sparse_queries(dense_rows), begin, checked)
-    return choose_bands(query_rows(scores, rows), alpha, always, dense_above, dense_rows, copies)
-
-
-def query_rows(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
-    """Return the attention of queries with these indices: stored, or computed anew for each sum on a GPU."""
-    module = triton_module(scores.key.device, "triton_sums")
-    kind = StoredRows if module is None else module.ComputedRows
-    return kind(scores, rows)
-
-
-def sampled_rows(
-    grid: BlockGrid, sample: int, seed: int, dense_rows: int, copies: Copies | None = None
-) -> Int[Tensor, " row"]:
-    """Draw the queries from which columns and bands are chosen: none of those that see everything."""
-    return sample_queries(grid.sparse_queries(dense_rows), sample, seed, None if copies is None else copies.at)
-
-
-def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
-    """Make the seed of one prompt in one layer: draws differ by seed, by layer, and by turn of a conversation."""
-    return random.Random(f"{seed} {layer} {queries} {keys}").getrandbits(62)
-
-
-def unsampled_queries(queries: int, sampled: Int[Tensor, " sampled"], seed: int) -> Int[Tensor, " row"]:
-    """Draw indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
-    outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
-    if not len(outside):
-        return sampled
-    return outside[sample_queries(len(outside), HELD_OUT, seed)]
+    otherwise = ~bands  # attention that is not a number: such heads are dense, as without a choice
+    for _ in range(2):
+        of_columns, of_bands = densities(sampled, Lines(columns, bands, grid), always)
+        least, enough = _threshold(sampled, of_columns, of_bands, alpha)
+        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays.
+        columns = torch.where(enough, of_columns >= least, columns)
+        bands = otherwise = torch.where(enough, of_bands >= least, otherwise)
+    dense = (Lines(columns, bands, grid).cells() > dense_above * grid.cells)[:, None]
+    return Lines(columns & ~dense, bands | dense, grid, dense_rows)
 
 
 def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool[Tensor, "head key"]:
@@ -134,18 +108,15 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
     group = scores.heads // len(scores.key)
     sought = torch.zeros(scores.heads, scores.keys, device=scores.key.device)
     sought[:, :begin].fill_(1.0)
-    if checked == 0:
-        return sought > 0
-    first = scores.key[:, : max(1, begin)].repeat_interleave(group, 0)  # "kv_head key d -> (kv_head group) key d"
-    sinks = (scores.query[:, :queries] @ first.mT).float() * scores.scaling
-    rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices[..., None]
-    position = torch.arange(scores.keys, device=rows.device)
-    for kv_head, key in enumerate(scores.key):
-        heads = slice(kv_head * group, (kv_head + 1) * group)
-        own = scores.query[heads].gather(1, rows[heads].expand(-1, -1, key.shape[1])).float() * scores.scaling
-        logits = own @ key.float().T
-        weight, place = logits.masked_fill_(position > rows[heads] + scores.past, -torch.inf).softmax(2).max(2)
-        sought[heads].scatter_add_(1, place, (weight >= SOUGHT).float())
+    position = torch.arange(scores.keys, device=scores.key.device)
+    for key, query, own in zip(scores.key, scores.query.split(group), sought.split(group), strict=True):
+        if checked:
+            sinks = (query[:, :queries] @ key[: max(1, begin)].mT).float() * scores.scaling
+            rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices[..., None]
+            asked = query.gather(1, rows.expand(-1, -1, key.shape[1])).float() * scores.scaling
+            logits = (asked @ key.float().mT).masked_fill_(position > rows + scores.past, -torch.inf)
+            weight, place = logits.softmax(2).max(2)
+            own.scatter_add_(1, place, (weight >= SOUGHT).float())
     return sought > 0
 
 
@@ -153,8 +124,7 @@ class StoredRows:
     """Attention of some queries, in memory, of which only sums are asked.
 
     Attributes:
-        scores: The scores of the layer.
-        grid: Its blocks.
+        grid: Blocks of the layer.
         rows: Number of these queries.
         thresholds: Number of thresholds that are tried at a time.
 
@@ -166,7 +136,6 @@ class StoredRows:
     thresholds = 512
 
     def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
-        self.scores = scores
         self.rows = len(rows)
         self.grid = grid = BlockGrid(scores.queries, scores.keys)
         blocked = grid.blocked(attention_of(scores, rows))
@@ -200,39 +169,6 @@ class StoredRows:
         return held
 
 
-def choose_bands(
-    sample: StoredRows,
-    alpha: float,
-    always: Bool[Tensor, "head key"],
-    dense_above: float,
-    dense_rows: int,
-    copies: Copies | None = None,
-) -> Lines:
-    """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
-
-    Args:
-        sample: The sampled attention.
-        alpha: Share of the sampled weight.
-        always: Columns that are chosen whatever they weigh.
-        dense_above: Share of the causal cells above which a head is dense.
-        dense_rows: Number of queries at the end that see everything.
-        copies: Single blocks that all heads see besides; the search does not count on them.
-    """
-    grid = sample.grid
-    device = always.device
-    columns = torch.zeros_like(always)
-    bands = torch.zeros(len(always), grid.blocks, dtype=torch.bool, device=device)
-    otherwise = torch.ones_like(bands)  # attention that is not a number: such heads are dense, as without a choice
-    for _ in range(2):
-        of_columns, of_bands = densities(sample, Lines(columns, bands, grid), always)
-        least, enough = _threshold(sample, of_columns, of_bands, alpha)
-        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays.
-        columns = torch.where(enough, of_columns >= least, columns)
-        bands = otherwise = torch.where(enough, of_bands >= least, otherwise)
-    dense = (Lines(columns, bands, grid, copies=copies).cells() > dense_above * grid.cells)[:, None]
-    return Lines(columns & ~dense, bands | dense, grid, dense_rows, copies)
-
-
 def densities(sample: StoredRows, chosen: Lines, always: Bool[Tensor, "head key"]) -> tuple[ByColumn, ByBand]:
     """Return the weight per cell of each line outside the chosen lines of the other kind; infinite for what stays.
 
@@ -242,10 +178,10 @@ def densities(sample: StoredRows, chosen: Lines, always: Bool[Tensor, "head key"
         always: Columns that are chosen whatever they weigh.
     """
     grid = sample.grid
-    lengths = lengths_of(grid, always.device)
+    columns, _, bands = lengths_of(grid, always.device)
     column_weight, band_weight = sample.sums(chosen)
-    column_left = lengths.columns - grid.by_key(crossed(grid, chosen.offsets.float()))
-    band_left = lengths.bands - crossed(grid, grid.blocked(chosen.columns.float()).sum(2))
+    column_left = columns - grid.by_key(crossed(grid, chosen.offsets.float()))
+    band_left = bands - crossed(grid, grid.blocked(chosen.columns.float()).sum(2))
     of_columns = column_weight / column_left.clamp(min=1)
     of_bands = band_weight / band_left.clamp(min=1)
     of_columns.masked_fill_(always, torch.inf)

@@ -6,8 +6,7 @@ Where algorithm 5 of LoopServe (Li et al. 2025, appendix A.6) leaves points open
   size, all are taken.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
-- *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin`.
-- *alpha = 1* is dense by definition, because a sample says nothing certain about rows outside it.
+- *Always chosen*: the main diagonal, so that every query sees something.
 - One overlap for all lines of a kind, as printed. `w^max` is read as the largest sampled cell of a line, because two
   lines share at most one cell; `sum` then never exceeds what is recovered. Chosen lines are removed from their list. A
   gain below 0 counts as 0, a denominator below 1 as 1. If the lists are exhausted before `sum` reaches its target, the
@@ -27,16 +26,10 @@ from torch.nn.functional import pad
 
 from sinkscope.files.records import Natural, PositiveShare, check_values
 from sinkscope.sparse.attention import Scores, attention_of, line_sums, sample_queries, slash_sums
-from sinkscope.sparse.bands import Lines, lengths_of
+from sinkscope.sparse.bands import Lines
 
 # MInference's numbers of lines, and how many of them are always the first columns and the nearest offsets.
 VERTICAL, SLASH, EARLIEST, NEAREST = 1000, 6096, 30, 100
-
-
-def near_lines(scores: Scores, first: int, local: int, dense_rows: int = 0) -> Lines:
-    """Choose the first columns and the nearest offsets of every head, and the last rows."""
-    index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
-    return Lines.of(index < first, index < local, scores.queries, dense_rows)
 
 
 def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> Lines:
@@ -55,55 +48,62 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
     return Lines.of(columns, offsets, keys)
 
 
-def last_votes(scores: Scores, last: int) -> tuple[Tensor, ...]:
-    """Sum the attention of the last queries along vertical lines and along slash lines: "head key" of each."""
-    scores.check_plain()
-    return line_sums(scores.part(max(scores.past, scores.keys - last), scores.keys)).unbind(1)
+def heaviest(
+    weights: Float[Tensor, "head line"],
+    count: Int[Tensor, "*choice _ 1"],
+    always: int | Int[Tensor, "*choice _ 1"],
+) -> Bool[Tensor, "*choice head line"]:
+    """Choose the first `always` lines of each head, and the heaviest others, `count` together; for several counts."""
+    index = torch.arange(weights.shape[1], device=weights.device)
+    weights = weights.masked_fill(index < always, torch.inf)
+    return weights.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < count
 
 
 @torch.no_grad()
 def minference_lines(
-    scores: Scores,
-    vertical: int = VERTICAL,
-    slash: int = SLASH,
-    *,
-    last: int = 64,
-    first: int = EARLIEST,
-    local: int = NEAREST,
+    scores: Scores, vertical: int = VERTICAL, slash: int = SLASH, *, last: int = 64, share: float | Tensor | None = None
 ) -> Lines:
     """Choose fixed numbers of lines by the votes of the last queries: MInference's pattern (Jiang et al. 2024).
 
-    The authors' kernel computes whole blocks around the slash lines; here only the lines themselves are kept.
+    In its proportion the first positions and the nearest offsets are always among them: 30 of 1,000 vertical lines and
+    100 of 6,096 slash lines, of these at least one. The authors' kernel computes whole blocks around the slash lines;
+    here only the lines themselves are kept.
 
     Args:
-        scores: As for `select_lines`.
+        scores: The scores of a layer.
         vertical: Number of vertical lines to keep.
         slash: Number of slash lines to keep.
         last: Number of last queries that vote.
-        first: Number of first positions that are always kept; they count towards `vertical`.
-        local: Number of offsets from 0 that are always kept; they count towards `slash`.
+        share: Share of the causal cells, of all heads or "*choice head", that takes the place of the numbers: each head
+            gets as many lines in the usual proportion as do not exceed it, and at least one of each kind.
 
     Raises:
         SinkscopeError: A number is below 1.
     """
-    check_values(Natural, vertical=vertical, slash=slash, last=last, local=local)
-    column_votes, offset_votes = last_votes(scores, last)
-    columns = heaviest(column_votes, vertical, min(first, vertical))
-    return Lines.of(columns, heaviest(offset_votes, slash, min(local, slash)), scores.queries)
+    check_values(Natural, vertical=vertical, slash=slash, last=last)
+    voting = scores.part(max(scores.past, scores.keys - last), scores.keys)
+    column_votes, offset_votes = line_sums(voting).unbind(1)
 
+    def lines(vertical: Int[Tensor, "*choice _ 1"], slash: Int[Tensor, "*choice _ 1"]) -> Lines:
+        columns = heaviest(column_votes, vertical.clamp(min=1), vertical * EARLIEST // VERTICAL)
+        offsets = heaviest(offset_votes, slash, (slash * NEAREST // SLASH).clamp(min=1))
+        return Lines.of(columns, offsets, scores.queries)
 
-def heaviest(
-    weights: Float[Tensor, "head line"], count: int | Int[Tensor, "*choice _ 1"], always: int | Int[Tensor, "head 1"]
-) -> Bool[Tensor, "*choice head line"]:
-    """Choose the first `always` lines of each head, and the heaviest others, `count` together; for several counts."""
-    index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
-    weights = weights.masked_fill(index < always, torch.inf)
-    rank = weights.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return rank < count
+    if share is None:
+        return lines(torch.tensor([[vertical]]), torch.tensor([[slash]]))
+    fits = torch.ones(scores.heads, 1, dtype=torch.long, device=column_votes.device)
+    too_many = fits + scores.keys  # all slash lines and one
+    limit = share * lines(fits, fits).grid.cells
+    while bool((too_many - fits > 1).any()):
+        middle = (fits + too_many) // 2
+        within = (lines(middle * VERTICAL // SLASH, middle).cells() <= limit)[..., None]
+        fits = torch.where(within, middle, fits)
+        too_many = torch.where(within, too_many, middle)
+    return lines(fits * VERTICAL // SLASH, fits)
 
 
 @torch.no_grad()
-def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed: int = 0, begin: int = 1) -> Lines:
+def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed: int = 0) -> Lines:
     """Run algorithm 5 as printed for all heads of a layer: vertical and slash lines that hold alpha of the attention.
 
     Args:
@@ -111,7 +111,6 @@ def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed
         alpha: Minimum share of the sampled attention weight that the lines hold.
         sample: Number of queries in the sample.
         seed: Seed of the sample.
-        begin: Number of first positions that are always kept.
 
     Raises:
         SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
@@ -119,16 +118,17 @@ def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed
     check_values(PositiveShare, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
-    start = near_lines(scores, begin, 1)
-    if alpha == 1:
-        start.columns[:] = True
-        return start
-    rows = sample_queries(scores.queries, sample, seed)
-    return faithful_lines(attention_of(scores, rows), (rows + scores.past).to(scores.key.device), alpha, start)
+    rows = sample_queries(scores.queries, sample, seed)  # 1
+    probs = attention_of(scores, rows)  # 2 to 4
+    at = (rows + scores.past).to(probs.device)
+    chosen = torch.stack([faithful_lines(own, at, scores.queries, alpha) for own in probs.split(1)])
+    return Lines.of(chosen[:, 1], chosen[:, 0], scores.queries)
 
 
-def faithful_lines(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"], alpha: float, lines: Lines) -> Lines:
-    """Run algorithm 5: add lines to those of each head until they hold `alpha` of the sample; else it becomes dense.
+def faithful_lines(
+    probs: Float[Tensor, "1 row key"], at: Int[Tensor, " row"], queries: int, alpha: float
+) -> Bool[Tensor, "2 key"]:
+    """Run algorithm 5 for one head; if it finds no lines that hold `alpha` of the sample, all are chosen.
 
     Numbers in comments are lines of the algorithm. `w` are weights of lines in the sample, `l` their lengths in the
     matrix, and `ol` the sums of the largest cells (`w_max`) of the lines chosen so far. `_s` stands for slash lines,
@@ -137,38 +137,38 @@ def faithful_lines(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]
     Args:
         probs: Attention of the sampled queries (lines 1 to 4).
         at: Positions of these queries.
+        queries: Number of all queries.
         alpha: Share of the sampled weight.
-        lines: Lines that are always chosen; they are changed in place.
+
+    Returns:
+        Which slash lines are chosen, and which vertical ones.
     """
-    offset = (at[:, None] - torch.arange(probs.shape[2], device=at.device)).clamp(min=0)  # the future has no weight
-    largest_s = torch.zeros_like(probs[:, 0])
-    largest_s.scatter_reduce_(1, offset.flatten().expand(len(probs), -1), probs.flatten(1), "amax")
-    weight = torch.stack([probs.sum(1), slash_sums(probs, at)], 1)  # 5
-    order = weight.masked_fill(lines.both, torch.inf).argsort(dim=2, descending=True, stable=True)  # 6
-    w = pad(weight.gather(2, order), (0, 1), value=-torch.inf)  # a list that has ended offers nothing
-    w_max = torch.stack([probs.amax(1), largest_s], 1).double().gather(2, order)
-    ol = pad(w_max.cumsum(2), (1, 0))  # 8: after so many lines of the list
-    length = pad(lengths_of(lines.grid, at.device).columns[order], (0, 1))
-    totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
-    targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
-    for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
-        w_v, w_s = w[head].tolist()
-        ol_v, ol_s = ol[head].tolist()
-        l_v, l_s = length[head].tolist()
-        v = int(lines.columns[head].sum())  # 7: numbers of chosen lines, and where the lists begin
-        s = int(lines.offsets[head].sum())
-        while total < target and min(v, s) < probs.shape[2]:  # 9
-            dw_s = w_s[s] - ol_v[v]  # 10 and 11
-            dw_v = w_v[v] - ol_s[s]
-            if dw_s / max(1, l_s[s] - v) >= dw_v / max(1, l_v[v] - s):  # 12
-                s += 1  # 13
-                total += max(0.0, dw_s)  # 14
-            else:
-                v += 1  # 16
-                total += max(0.0, dw_v)  # 17
-        if total >= target:
-            lines.columns[head, order[head, 0, :v]] = True
-            lines.offsets[head, order[head, 1, :s]] = True
-        else:  # the lists ended, or the attention is not a number
-            lines.columns[head] = True
-    return lines  # 18
+    keys = probs.shape[2]
+    offset = (at[:, None] - torch.arange(keys, device=at.device)).clamp(min=0)  # the future has no weight
+    largest = torch.zeros_like(probs[:, 0]).scatter_reduce_(1, offset.view(1, -1), probs.flatten(1), "amax")
+    weight = torch.cat([slash_sums(probs, at), probs.sum(1)])  # 5
+    first = weight.clone()
+    first[0, 0] = torch.inf  # the main diagonal
+    order = first.argsort(dim=1, descending=True, stable=True)  # 6
+    w_s, w_v = pad(weight.gather(1, order), (0, 1), value=-torch.inf).tolist()  # a list that has ended offers nothing
+    l_s, l_v = pad((keys - order).clamp(max=queries), (0, 1)).tolist()
+    w_max_s, w_max_v = torch.cat([largest, probs.amax(1)]).gather(1, order).tolist()
+    s, v = 1, 0  # 7: numbers of chosen lines, with which the lists begin
+    ol_s, ol_v = w_max_s[0], 0.0  # 8
+    total = float(probs[0, torch.arange(len(at)), at].sum(dtype=torch.float64))
+    target = alpha * float(probs.sum(dtype=torch.float64))
+    while total < target and s + v < 2 * keys:  # 9
+        dw_s = w_s[s] - ol_v  # 10 and 11
+        dw_v = w_v[v] - ol_s
+        if dw_s / max(1, l_s[s] - v) >= dw_v / max(1, l_v[v] - s):  # 12
+            ol_s += w_max_s[s]  # 13
+            total += max(0.0, dw_s)  # 14
+            s += 1
+        else:
+            ol_v += w_max_v[v]  # 16
+            total += max(0.0, dw_v)  # 17
+            v += 1
+    chosen = torch.full_like(order, not total >= target, dtype=torch.bool)  # of what is not a number, too
+    chosen[0, order[0, :s]] = True
+    chosen[1, order[1, :v]] = True
+    return chosen  # 18

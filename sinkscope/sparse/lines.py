@@ -7,61 +7,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float, Int
-from plotly.subplots import make_subplots
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.tap import Listener, check_attention_known, check_attention_visible, tapped
-from sinkscope.engine.visible import Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import check_data, texts_of
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.draws import draws
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
-from sinkscope.results.notation import count_of
-from sinkscope.results.row import row_beside
-from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
-from sinkscope.sparse.attention import Scores, in_blocks, line_sums
+from sinkscope.results.row import row_beside, with_texts
+from sinkscope.results.style import COLOURS, figure_of, long_table
+from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Lines, lengths_of
-from sinkscope.sparse.head_lines import top_lines
+from sinkscope.sparse.head_lines import minference_lines, top_lines
+from sinkscope.sparse.sparse import recovered
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
-CONTROLS = {"other_mass": "another text's lines", "near_mass": "the first column and the nearest diagonals"}
+PAPER_ETA = 0.1  # the paper: a tenth of the lines carries about 90 % of the attention
+CONTROLS = {
+    "other_mass": "another text's lines",
+    "near_mass": "the first column and the nearest diagonals",
+    "last_mass": "lines of the last 64 queries (MInference)",
+}
 """Fields with the attention on other lines, and what these are."""
 SHARED = {
-    "inputs": ("lines that two texts share", "inputs_random"),
-    "segments": ("lines of a text's second half that are also its first half's", "segments_random"),
+    "inputs": "lines that two texts share",
+    "segments": "lines of a text's second half that are also its first half's",
 }
-"""Fields that say how far lines agree, what they are, and what random lines give."""
-CURVES = (
-    ("mass", "heaviest lines", BLUE, "solid", 1),
-    ("other_mass", "lines of another text", ORANGE, "dash", 1),
-    ("near_mass", "first column and nearest diagonals, as many cells", GREEN, "dash", 1),
-    ("cells", "cells covered", GREEN, "dot", 1),
-    ("inputs", "between texts", BLUE, "solid", 2),
-    ("inputs_random", "between texts, random lines", BLUE, "dot", 2),
-    ("segments", "first half in second", ORANGE, "solid", 2),
-    ("segments_relative", "within each half", ORANGE, "dash", 2),
-    ("segments_random", "halves, random lines", ORANGE, "dot", 2),
-)
-"""What is drawn: a field, its name, colour and dash, and its panel."""
+"""Fields that say how far lines agree, and what they are."""
+ON_LINES = ("mass", *CONTROLS, "cells")
+AGREEMENT = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
+PerHead = Float[np.ndarray, "eta layer head"]
 ByHead = Float[Tensor, "eta head"]
+Chosen = Bool[Tensor, "eta head kind _"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,46 +68,40 @@ class LineWeights(Result):
         layers: The layers that were measured.
         mass: Share of the attention that lies on the chosen lines; cells at crossings count once.
         near_mass: `mass` of the first column and the nearest offsets, as few as cover at least as many cells.
+        last_mass: `mass` of vertical and slash lines that the last 64 queries choose, in MInference's proportion, of at
+            most as many cells.
         other_mass: `mass` of the lines that were chosen in the text before, mean over all texts but the first; None
             with a single text.
         cells: Share of all cells that the chosen lines cover.
         inputs: Number of lines chosen in both of two texts divided by the number chosen in either (observation 2); mean
             over pairs of different texts. None with a single text.
-        inputs_random: `inputs` for the same number of random lines of each kind.
+        inputs_random: `inputs` as chance has it, for the same number of random lines of each kind.
         segments: Number of lines chosen in both halves of a text divided by the number chosen in the second
             (observation 3); vertical lines are key positions of the text.
         segments_relative: The same within each half: the second half's sums leave out keys of the first, and its
             vertical lines are counted from its beginning.
-        segments_random: `segments` for the same number of random lines of each kind.
+        segments_random: `segments` as chance has it, for the same number of random lines of each kind.
         text_mass: `mass` of each text, mean over heads.
     """
 
     page = "measure/lines"
     glossary: ClassVar[dict[str, str]] = {"eta": "Share of all lines that were chosen."}
-    percent = (
-        "mass",
-        *CONTROLS,
-        "cells",
-        "inputs",
-        "inputs_random",
-        "segments",
-        "segments_relative",
-        "segments_random",
-    )
-    columns = ("head", "mass", "other_mass", "near_mass", "cells", "inputs", "inputs_random", "segments")
+    percent = (*ON_LINES, *AGREEMENT)
+    columns = ("head", *ON_LINES)
 
     etas: tuple[float, ...]
     tokens: tuple[int, ...]
     layers: tuple[int, ...]
-    mass: Float[np.ndarray, "eta layer head"]
-    near_mass: Float[np.ndarray, "eta layer head"]
-    other_mass: Float[np.ndarray, "eta layer head"] | None = None
-    cells: Float[np.ndarray, "eta layer head"]
-    inputs: Float[np.ndarray, "eta layer head"] | None = None
-    inputs_random: Float[np.ndarray, "eta layer head"] | None = None
-    segments: Float[np.ndarray, "eta layer head"]
-    segments_relative: Float[np.ndarray, "eta layer head"]
-    segments_random: Float[np.ndarray, "eta layer head"]
+    mass: PerHead
+    near_mass: PerHead
+    last_mass: PerHead
+    other_mass: PerHead | None = None
+    cells: PerHead
+    inputs: PerHead | None = None
+    inputs_random: PerHead | None = None
+    segments: PerHead
+    segments_relative: PerHead
+    segments_random: PerHead
     text_mass: Float[np.ndarray, "eta text"]
 
     @property
@@ -125,9 +113,9 @@ class LineWeights(Result):
         """Return the mean of a field over all heads."""
         return getattr(self, name).mean((1, 2))
 
-    def shown(self, name: str) -> float:
+    def shown(self, name: str) -> Mean:
         """Return the mean of a field over all heads, at the eta that is shown."""
-        return float(self.mean(name)[self.shown_eta])
+        return Mean(float(self.mean(name)[self.shown_eta]), kind="share")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
@@ -135,65 +123,36 @@ class LineWeights(Result):
         rows = long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
         return sorted(rows, key=lambda row: (row["eta"] != self.etas[self.shown_eta], row["mass"]))
 
-    @property
-    def controls(self) -> dict[str, float]:
-        """Attention on other lines, by what they are; the largest first."""
-        shares = {what: self.shown(name) for name, what in CONTROLS.items() if getattr(self, name) is not None}
-        return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-    def conclusion(self) -> str:
-        """Return the attention on the heaviest lines, compared with the control that carries most."""
-        (control, most), *_ = self.controls.items()
-        heaviest = f"The heaviest {self.etas[self.shown_eta]:.0%} of vertical and slash lines"
-        return (
-            f"{heaviest} carry {self.shown('mass'):.1%} of the attention; {control}, the strongest control, {most:.1%}."
-        )
-
     def details(self) -> list[str]:
-        """Return the cells, how many heads reach the paper's share, and how far lines agree."""
-        heads = self.mass[self.shown_eta]
-        return [
-            f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads, of which "
-            f"{(heads >= PAPER_MASS).sum()} reach {PAPER_MASS:.0%}.",
-            f"The lines cover {self.shown('cells'):.1%} of the cells.",
-            *(f"{row.name}: {row.words()}.".capitalize() for row in self.findings()[1:]),
-        ]
+        """Return how far lines agree, and their cells."""
+        return [f"{row.name}: {row.words()}." for row in self.findings()[1:]]
 
     def findings(self) -> list[Row]:
         """Return the mass on the heaviest lines beside the strongest control, and how many of them are shared."""
-        (control, most), *_ = self.controls.items()
         heaviest = f"heaviest {self.etas[self.shown_eta]:.0%}"
         by_text = self.text_mass[self.shown_eta]
-        mass = Mean(self.shown("mass"), margin_of(by_text), tuple(by_text.tolist()), "share")
-        texts = [f"text {number}" for number in range(len(by_text))]
-        rows = [row_beside(f"attention on the {heaviest} of lines", mass, most, control, texts=texts)]
-        for name, (said, random) in SHARED.items():
+        mass = Mean(self.shown("mass").value, margin_of(by_text), tuple(by_text.tolist()), "share")
+        masses = {what: self.shown(name).value for name, what in CONTROLS.items() if getattr(self, name) is not None}
+        strongest = max(masses, key=masses.__getitem__)
+        most = row_beside(f"Attention on the {heaviest} of lines", mass, masses[strongest], strongest)
+        rows = [with_texts(most)]
+        for name, said in SHARED.items():
             if getattr(self, name) is not None:
-                share = Mean(self.shown(name), kind="share")
-                rows.append(row_beside(f"{heaviest} of {said}", share, self.shown(random), "random lines"))
-        return rows
+                chance = self.shown(f"{name}_random").value
+                rows.append(row_beside(f"{heaviest} of {said}", self.shown(name), chance, "random lines"))
+        return [*rows, row_beside("cells that the lines cover", self.shown("cells"), None)]
 
 
 def draw(result: LineWeights) -> go.Figure:
     """Draw mass and agreement of the lines by eta."""
-    titles = ("Attention on the lines, mean over heads", "Lines shared, mean over heads")
-    fig: Any = make_subplots(2, 1, subplot_titles=titles, vertical_spacing=0.12)
-    for field_name, name, color, dash, row in CURVES:
-        if getattr(result, field_name) is not None:
-            line = {"color": color, "dash": dash}
-            fig.add_scatter(x=result.etas, y=result.mean(field_name), name=name, line=line, row=row, col=1)
-    fig.add_hline(PAPER_MASS, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
-    fig.update_yaxes(tickformat=".0%", rangemode="tozero")
+    shares = {name: result.mean(name) for name in result.percent if getattr(result, name) is not None}
+    fig = px.line(pd.DataFrame(shares, index=result.etas), color_discrete_sequence=COLOURS)
+    fig.update_yaxes(tickformat=".0%", rangemode="tozero", title_text="mean over heads")
     fig.update_xaxes(title_text="share of all lines chosen (eta)")
-    return figure_of(fig, result, width=900, height=1000, legend=-0.07, bottom=90)
+    return figure_of(fig, result, width=900, height=700)
 
 
-@measurement(
-    figure=draw,
-    loading="whole",
-    edits=True,
-    check=check_data,
-)
+@measurement(figure=draw, loading="whole", edits=True, check=check_data)
 def lines(
     setup: Setup,
     texts: Any = None,
@@ -227,46 +186,43 @@ def lines(
     for eta in shares or (None,):
         checked_value(PositiveShare, eta, "--etas ", strict=True)
     setup.record(etas=shares)
+    check_attention_visible(setup.target)
+    check_attention_known(setup.target)
     wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
     every = len(wanted)
-    seen: list[Weighed] = []  # of one text after the other, layer by layer
+    seen: list[tuple[Chosen, dict[str, ByHead]]] = []  # of one text after the other, layer by layer
 
-    def see(layer: int, scores: Scores) -> None:
-        before = seen[-every].lines if len(seen) >= every else None
-        seen.append(weighed(scores, shares, before, setup.seed, f"lines of layer {layer} in text {len(seen) // every}"))
-        setup.progress("layers", len(seen), every * len(rows))
+    @torch.no_grad()
+    def see(call: Attention) -> None:
+        if call.layer in wanted and not call.is_repeated:
+            before = seen[-every][0] if len(seen) >= every else None
+            seen.append(weighed(scores_of(setup.target, call), shares, before))
+            setup.progress("layers", len(seen), every * len(rows))
 
-    with setup.edited(), scores_of(setup.target, see, wanted):
+    with setup.edited(), tapped(setup.target, Listener(see)):
         for ids in rows:
             setup.target.forward(ids[None])
-    by_layer = [over_texts(seen[layer::every]) for layer in range(every)]
     arrays: dict[str, Any] = {}
-    for name in by_layer[0]:
-        arrays[name] = torch.stack([each[name] for each in by_layer], 1).numpy()
-    by_text = [torch.stack([one.numbers["mass"] for one in seen[n : n + every]]) for n in range(0, len(seen), every)]
-    text_mass = torch.stack([mass.mean((0, 2)) for mass in by_text], 1).numpy()
-    tokens = tuple(map(len, rows))
-    return LineWeights(etas=shares, tokens=tokens, layers=tuple(wanted), text_mass=text_mass, **arrays)
+    for name in seen[-1][1]:
+        values = torch.stack([numbers[name] for _, numbers in seen if name in numbers])  # no text is before the first
+        by_text = values.unflatten(0, (-1, every))
+        arrays[name] = by_text.mean(0).transpose(0, 1).numpy()
+        if name == "mass":
+            arrays["text_mass"] = by_text.mean((1, 3)).T.numpy()
+    if len(rows) > 1:
+        for name, count in (("inputs", in_both), ("inputs_random", by_chance)):
+            by_layer = [agreement([chosen for chosen, _ in seen[n::every]], count) for n in range(every)]
+            arrays[name] = torch.stack(by_layer, 1).numpy()
+    return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """What is measured of one layer and text.
+def weighed(scores: Scores, etas: Sequence[float], before: Chosen | None) -> tuple[Chosen, dict[str, ByHead]]:
+    """Weigh the heaviest lines of one layer and text, and those that were heaviest in the text before.
 
-    Attributes:
-        lines: The heaviest lines, for each eta.
-        random: As many random ones of each kind.
-        numbers: What they carry, under the names of `LineWeights`.
+    Returns:
+        The heaviest lines, and what is measured of them under the names of `LineWeights`.
     """
-
-    lines: Lines
-    random: Lines
-    numbers: dict[str, ByHead]
-
-
-def weighed(scores: Scores, etas: Sequence[float], before: Lines | None, seed: int, purpose: str) -> Weighed:
-    """Weigh the heaviest lines of one layer and text, and those that were heaviest in the text before."""
     keys = scores.keys
     half = keys // 2
     first_sums = line_sums(scores.part(0, half))
@@ -274,130 +230,67 @@ def weighed(scores: Scores, etas: Sequence[float], before: Lines | None, seed: i
     second_sums = line_sums(late)
     sums = second_sums + pad(first_sums, (0, keys - half))
     own = top_lines(sums, etas)
-    others = {"mass": own, "near_mass": nearest_of(own)}
-    if before is not None:
-        others["other_mass"] = of_length(before, keys)
-    on_lines = torch.zeros(len(others), len(etas), scores.heads, device=sums.device)
-    for at, probs in in_blocks(scores):
-        for total, chosen in zip(on_lines, others.values(), strict=True):
-            for eta, seen in enumerate(chosen.rows(at)[..., : probs.shape[2]]):
-                total[eta] += (probs * seen).sum((1, 2))
-    numbers = dict(zip(others, on_lines / sums[:, 0].sum(1), strict=True))
-    first = top_lines(first_sums, etas)
-    second = top_lines(second_sums, etas, keys - half)
-    halves = (
-        drawn_like(part, seed, f"{purpose}, {name} half") for name, part in (("first", first), ("second", second))
-    )
+    as_many = (own.cells() + 0.5) / own.grid.cells  # whatever is rounded
+    others = {"mass": own, "near_mass": nearest_of(own), "last_mass": minference_lines(scores, share=as_many)}
+    if before is not None:  # what a text of another length has, too
+        others["other_mass"] = Lines.of(*pad(before, (0, keys - before.shape[-1])).unbind(-2), keys)
+    numbers = {name: recovered(scores, lines) for name, lines in others.items()}
     numbers["cells"] = own.attended()
-    numbers["segments"] = shared_by_second(first, second)
-    numbers["segments_relative"] = shared_by_second(first, top_lines(line_sums(late, since=half), etas))
-    numbers["segments_random"] = shared_by_second(*halves)
-    random = drawn_like(own, seed, purpose)
-    return Weighed(own, random, {name: values.double().cpu() for name, values in numbers.items()})
-
-
-def over_texts(texts: Sequence[Weighed]) -> dict[str, ByHead]:
-    """Return means over the texts, and how far their lines agree, under the names of `LineWeights`."""
-    means: dict[str, ByHead] = {}
-    for name in texts[-1].numbers:  # the first text has none before it
-        means[name] = torch.stack([text.numbers[name] for text in texts if name in text.numbers]).mean(0)
-    if len(texts) > 1:
-        means["inputs"] = agreement([text.lines for text in texts])
-        means["inputs_random"] = agreement([text.random for text in texts])
-    return means
-
-
-def drawn_like(lines: Lines, seed: int, purpose: str) -> Lines:
-    """Draw as many random lines of each kind; seed and purpose are those of `models.draws.draws`."""
-    heads, keys = lines.columns.shape[-2:]
-    order = torch.rand(2, heads, keys, generator=draws(seed, purpose)).argsort(-1).transpose(0, 1)
-    wanted = lines.both.sum(-1, keepdim=True).cpu()
-    taken = torch.zeros(lines.both.shape, dtype=torch.bool)
-    taken.scatter_(-1, order.expand_as(taken), torch.arange(keys) < wanted)
-    columns, offsets = taken.to(lines.columns.device).unbind(-2)
-    return Lines.of(columns, offsets, lines.grid.queries)
+    first = top_lines(first_sums, etas).both
+    second = top_lines(second_sums, etas, keys - half).both
+    count = in_both(second, second).clamp(min=1)
+    numbers["segments"] = in_both(first, second) / count
+    numbers["segments_random"] = by_chance(first, second) / count
+    inside = top_lines(line_sums(late, since=half), etas).both
+    numbers["segments_relative"] = in_both(first, inside) / in_both(inside, inside).clamp(min=1)
+    return own.both, {name: values.double().cpu() for name, values in numbers.items()}
 
 
 def nearest_of(lines: Lines) -> Lines:
     """Return the first column and the nearest offsets, as few as cover at least as many cells as the lines."""
-    length = lengths_of(lines.grid, lines.columns.device).columns
+    length, _, _ = lengths_of(lines.grid, lines.columns.device)
     with_column = len(length) + (length - 1).cumsum(0)  # each offset crosses the first column once
     number = (with_column < lines.cells()[..., None]).sum(-1, keepdim=True) + 1
     index = torch.arange(len(length), device=length.device)
     return Lines.of((index == 0).expand_as(lines.columns), index < number, lines.grid.queries)
 
 
-def of_length(lines: Lines, keys: int) -> Lines:
-    """Return the lines that a text of another length has, too."""
-    missing = keys - lines.columns.shape[-1]
-    return Lines.of(pad(lines.columns, (0, missing)), pad(lines.offsets, (0, missing)), keys)
-
-
-def in_both(a: Lines, b: Lines) -> Int[Tensor, "eta head"]:
+def in_both(a: Chosen, b: Chosen) -> Int[Tensor, "eta head"]:
     """Count the lines that are in both; a line that only the longer text has is not."""
-    return (a.both & of_length(b, a.columns.shape[-1]).both).sum((-2, -1))
+    keys = min(a.shape[-1], b.shape[-1])
+    return (a[..., :keys] & b[..., :keys]).sum((-2, -1))
 
 
-def agreement(texts: Sequence[Lines]) -> ByHead:
+def by_chance(a: Chosen, b: Chosen) -> Float[Tensor, "eta head"]:
+    """Return the same for random lines, as many of each kind, on average."""
+    return (a.sum(-1) * b.sum(-1) / max(a.shape[-1], b.shape[-1])).sum(-1)
+
+
+def agreement(texts: Sequence[Chosen], count: Callable[[Chosen, Chosen], Tensor]) -> ByHead:
     """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
     shares: list[Tensor] = []
     for one, other in combinations(texts, 2):
-        both = in_both(one, other)
-        either = in_both(one, one) + in_both(other, other) - both
+        both = count(one, other)
+        either = one.sum((-2, -1)) + other.sum((-2, -1)) - both
         shares.append(both / either.clamp(min=1))
     return torch.stack(shares).double().mean(0).cpu()
 
 
-def shared_by_second(a: Lines, b: Lines) -> ByHead:
-    """Return the number of lines in both over number of lines of `b`."""
-    return in_both(a, b) / in_both(b, b).clamp(min=1)
-
-
-@contextmanager
-def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: list[int]) -> Iterator[None]:
-    """Show, as a context manager, the parts of the scores of every forward pass of one sequence to `observer`.
-
-    Args:
-        target: The model; plain or nnsight.
-        observer: Called as `observer(layer, scores)`.
-        layers: The layers to watch.
+def scores_of(target: Target, call: Attention) -> Scores:
+    """Return the parts of the scores of a layer in a forward pass of one text.
 
     Raises:
-        UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
-            attention interface (BLOOM, Falcon, GPT-J, MPT); attention is neither causal nor a sliding window; or tokens
-            were evicted from the cache.
+        UnsupportedError: Attention is neither causal nor a sliding window.
     """
-    check_attention_visible(target)
-
-    @torch.no_grad()
-    def see(call: Attention) -> None:
-        if call.layer not in layers or call.is_repeated:
-            return
-        if call.slots_of is not None:
-            raise UnsupportedError(
-                "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
-                "anything was generated"
-            )
-        query = target.whole_heads(call.query[0], target.n_heads, 0)
-        key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
-        sinks = None if call.sinks is None else target.whole_heads(call.sinks, target.n_heads, 0)
-        observer(call.layer, Scores(query, key, call.scaling, _window(call.visible), call.softcap, sinks))
-
-    check_attention_known(target)
-    with tapped(target, Listener(see)):
-        yield
-
-
-def _window(visible: Visible) -> int | None:
-    """The number of last keys that a query sees; None: all earlier keys."""
-    if visible.is_causal:
-        return None
-    seen = visible.sees()[0, 0]
+    seen = call.visible.sees()[0, 0]
     keys = seen.shape[1]
     past = keys - len(seen)
     window = int(seen[-1].sum())
     if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):
         raise UnsupportedError(
-            "lines are of causal attention, with or without a window; this mask is neither: give texts without padding"
+            "lines are of causal attention, with or without a window; this mask is neither: leave out what hides keys"
         )
-    return None if window == keys else window
+    query = target.whole_heads(call.query[0], target.n_heads, 0)
+    key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
+    sinks = None if call.sinks is None else target.whole_heads(call.sinks, target.n_heads, 0)
+    return Scores(query, key, call.scaling, None if window == keys else window, call.softcap, sinks)

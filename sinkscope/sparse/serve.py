@@ -11,7 +11,8 @@ Algorithm 4, whose turns are those of `Conversation`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import random
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
@@ -24,9 +25,9 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
 from sinkscope.generation.progressive import Progressive, steps_summary
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BlockGrid, Copies, Lines
-from sinkscope.sparse.choice import draw_of, sampled_rows, select_bands, unsampled_queries
+from sinkscope.sparse.attention import Scores, sample_queries
+from sinkscope.sparse.bands import BlockGrid, Lines
+from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.head_lines import select_lines
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 
@@ -42,6 +43,8 @@ TOLERATED = 0.02
 """How much less than alpha a head's lines may hold for 16 queries outside the sample before it counts."""
 MEASURED_EVERY = 8
 """In one of so many layers it is measured what lines hold for queries outside the sample."""
+HELD_OUT = 16
+"""Queries outside the sample on which that is measured."""
 GPU_LAYER_BYTES = 1 << 30
 """Keys and values of a layer on a GPU below which a token takes longer if it reads a part of them: on an H100 1.26 and
 1.07 times as long as with stock attention at 134 and 537 MB a layer, and 0.7 times at 1,082 MB
@@ -60,9 +63,7 @@ class LoopServeDecoding(Progressive):
 
     def pays(self, layer: CacheLayer) -> bool:
         """Return whether reading less can save more than the choice costs."""
-        keys = layer.keys
-        values = layer.values
-        return self.everywhere or not keys.is_cuda or keys.nbytes + values.nbytes >= GPU_LAYER_BYTES
+        return self.everywhere or not layer.keys.is_cuda or layer.keys.nbytes + layer.values.nbytes >= GPU_LAYER_BYTES
 
     @property
     def shown_name(self) -> str:
@@ -94,13 +95,12 @@ class LoopServe(SparsePrompts):
             main results, which finds 0.99 to 1 best in its own sweep).
         budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
         interval: Tokens between selections, and number of queries that vote (n_d).
-        sample: Number of queries whose attention decides which columns and bands are chosen; half of them are at tokens
-            that repeat a phrase from far (`bands.Copies`), if the prompt has such tokens and is given by ids.
+        sample: Number of queries, drawn at random, whose attention decides which columns and bands are chosen.
         checked: Number of other queries of each head that are checked for a single key which they seek: those that
             score the first tokens lowest. A key that holds half of the attention of one is kept.
-        dense_rows: Number of queries at the end of the prompt that attend to everything, with those of the same 64.
-            They are not sampled. With 0, as in the paper, keys to which only the end of the prompt attends may be lost,
-            for instance the facts that a question is about.
+        dense_rows: Number of queries at the end of the prompt that attend to everything in bands, with those of the
+            same 64. They are not sampled. With 0, as in the paper, keys to which only the end of the prompt attends may
+            be lost, for instance the facts that a question is about.
         first: Number of initial decoding steps that read everything; 0 selects as soon as the prompt has been read.
         prefill: Read prompts sparsely. With `decode=False` this is the paper's "-P".
         decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
@@ -114,7 +114,7 @@ class LoopServe(SparsePrompts):
             with 57 % of the cells takes 0.75 of that time; alpha was chosen with 55 %.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
-        begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.
+        begin: Number of first tokens that all queries see in bands; algorithm 5 begins with two empty sets.
 
     Raises:
         SinkscopeError: alpha is outside (0, 1], an interval or sample is below 1, or a policy setting is wrong.
@@ -160,9 +160,9 @@ class LoopServe(SparsePrompts):
             >>> LoopServe.paper(budget=512).variant
             'faithful'
         """
-        printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
-        printed |= {"begin": 0, "sample": 48, "checked": 0}
-        return cls(budget, **(printed | changed))
+        printed = {"alpha": 0.955, "sample": 48, "variant": "faithful", "shortest": 0}
+        of_bands = {"checked": 0, "begin": 0, "dense_rows": 0}
+        return cls(budget, **{**printed, **of_bands, **changed})
 
     @property
     def decoding(self) -> Progressive:
@@ -188,28 +188,25 @@ class LoopServe(SparsePrompts):
         if self.decode:
             self.decoding.enter(run, key)
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
+    def lines(self, scores: Scores, layer: int) -> Lines:
         """Return columns and bands that hold `alpha` of the sampled attention, or what algorithm 5 chooses."""
+        seed = self.seed_of(scores, layer)
         if self.variant == "faithful":
-            seed = draw_of(self.seed, layer, scores.queries, scores.keys)
-            lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
-            return replace(lines, dense_rows=self.dense_rows)
+            return select_lines(scores, self.alpha, sample=self.sample, seed=seed)
         return select_bands(
             scores,
             self.alpha,
-            rows=self._sampled(scores, layer, copies),
+            sample=self.sample,
+            seed=seed,
             begin=self.begin,
             checked=self.checked,
             dense_rows=self.dense_rows,
             dense_above=self.dense_above,
-            copies=copies,
         )
 
-    def _sampled(self, scores: Scores, layer: int, copies: Copies | None) -> Int[Tensor, " row"]:
-        """The queries from which bands are chosen."""
-        seed = draw_of(self.seed, layer, scores.queries, scores.keys)
-        grid = BlockGrid(scores.queries, scores.keys)
-        return sampled_rows(grid, self.sample, seed, self.dense_rows, copies)
+    def seed_of(self, scores: Scores, layer: int) -> int:
+        """Return the seed of one prompt in one layer: draws differ by layer, and by turn of a conversation."""
+        return random.Random(f"{self.seed} {layer} {scores.queries} {scores.keys}").getrandbits(62)
 
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
         """Why a prompt is too short for lines, or its new part; None if it is not."""
@@ -222,15 +219,17 @@ class LoopServe(SparsePrompts):
             return f"{queries} new tokens are too few to pay for a choice of lines"
         return None
 
-    def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
+    def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines, in one layer of `MEASURED_EVERY`."""
         if layer % MEASURED_EVERY:
-            return None
-        if self.variant == "faithful":
-            copies = None
-        queries = BlockGrid(scores.queries, scores.keys).sparse_queries(self.dense_rows)
-        seed = draw_of(self.seed, layer, scores.queries, scores.keys)
-        return unsampled_queries(queries, self._sampled(scores, layer, copies), seed)
+            return torch.arange(0)
+        seed = self.seed_of(scores, layer)
+        grid = BlockGrid(scores.queries, scores.keys)
+        queries = grid.sparse_queries(self.dense_rows)
+        chose = sample_queries(queries, self.sample, seed)
+        outside = torch.ones(queries, dtype=torch.bool)
+        others = outside.index_fill_(0, chose, False).nonzero().flatten()
+        return others[sample_queries(len(others), HELD_OUT, seed)] if len(others) else chose
 
     def summary(self, run: Run) -> str:
         """Return the share of attention that prompts computed, and the tokens that a decoding step read."""
@@ -239,9 +238,7 @@ class LoopServe(SparsePrompts):
 
     def _warn(self, run: Run) -> None:
         """Warn if lines of a run's prompts hold less than they should for queries that did not choose them."""
-        shares: list[float] = []
-        for event in run.events:
-            shares += event.data.get("recovered", ())
+        shares = [share for event in run.events for share in event.data.get("recovered", ())]
         below = sum(share < self.alpha - TOLERATED for share in shares)
         if below > len(shares) / 4:
             warn(

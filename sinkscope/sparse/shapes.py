@@ -20,22 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Copies, Lines
-from sinkscope.sparse.head_lines import (
-    EARLIEST,
-    NEAREST,
-    SLASH,
-    VERTICAL,
-    heaviest,
-    last_votes,
-    minference_lines,
-    near_lines,
-)
+from sinkscope.sparse.bands import Lines
+from sinkscope.sparse.head_lines import SLASH, VERTICAL, minference_lines
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 
 FIRST, LOCAL = 128, 4096  # LoopServe's table 7
@@ -69,13 +58,16 @@ class AShape(Shape):
     dense_rows: Whole = 0
     budget: PositiveShare | None = None
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
+    def lines(self, scores: Scores, layer: int) -> Lines:
         """Return the first columns and the nearest offsets, and the last rows."""
-        if self.budget is None:
-            return near_lines(scores, self.first, self.local, self.dense_rows)
-        tokens = max(1, share_of(self.budget, scores.keys))
-        first = max(tokens * FIRST // (FIRST + LOCAL), min(_LEAST_FIRST, tokens - 1))
-        return near_lines(scores, first, tokens - first, first if self.dense_rows else 0)
+        first, local, dense_rows = self.first, self.local, self.dense_rows
+        if self.budget is not None:
+            tokens = max(1, share_of(self.budget, scores.keys))
+            first = max(tokens * FIRST // (FIRST + LOCAL), min(_LEAST_FIRST, tokens - 1))
+            local = tokens - first
+            dense_rows = first if self.dense_rows else 0
+        index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
+        return Lines.of(index < first, index < local, scores.queries, dense_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,37 +114,6 @@ class MInference(Shape):
         """The queries that vote."""
         return self.last
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
+    def lines(self, scores: Scores, layer: int) -> Lines:
         """Return the heaviest lines of each head, as many of each kind as given."""
-        if self.budget is None:
-            return minference_lines(scores, self.vertical, self.slash, last=self.last)
-        return share_lines(scores, self.budget, self.last)
-
-
-def share_lines(scores: Scores, share: float, last: int) -> Lines:
-    """Choose lines like `minference_lines`, both numbers scaled so that their cells take up the given share.
-
-    As many of the first positions and nearest offsets are always among them: 30 of 1,000 and 100 of 6,096.
-
-    Args:
-        scores: As for `select_lines`.
-        share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
-        last: Number of last queries that vote.
-    """
-    column_votes, offset_votes = last_votes(scores, last)
-
-    def lines(slash: Int[Tensor, "head 1"]) -> Lines:
-        vertical = slash * VERTICAL // SLASH
-        nearest = (slash * NEAREST // SLASH).clamp(min=1)
-        columns = heaviest(column_votes, vertical.clamp(min=1), vertical * EARLIEST // VERTICAL)
-        return Lines.of(columns, heaviest(offset_votes, slash, nearest), scores.queries)
-
-    fits = torch.ones(scores.heads, 1, dtype=torch.long, device=scores.key.device)
-    too_many = torch.full_like(fits, scores.keys + 1)  # all slash lines and one
-    limit = share * lines(fits).grid.cells
-    while bool((too_many - fits > 1).any()):
-        middle = (fits + too_many) // 2
-        within = lines(middle).cells()[:, None] <= limit
-        fits = torch.where(within, middle, fits)
-        too_many = torch.where(within, too_many, middle)
-    return lines(fits)
+        return minference_lines(scores, self.vertical, self.slash, last=self.last, share=self.budget)

@@ -18,27 +18,25 @@ from typing import Any
 from weakref import ref
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
+from transformers.masking_utils import causal_mask_function
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention, AttentionOutput
 from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import Step
-from sinkscope.engine.visible import Visible
+from sinkscope.engine.visible import CausalMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.keeper import check_seen, check_servable, own_attention
 from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Copies, Lines
+from sinkscope.sparse.bands import Lines
 from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.sparse import lack_of_library, line_attention, recovered
 
-_MASK_ROWS = 1024  # queries at a time for which a mask is compared
-_UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
 Read = Callable[[], dict[str, Any]]
 """Gives the data of an event, for which a GPU has to be waited for."""
 
@@ -54,11 +52,12 @@ class SparsePrompts(Intervention):
         check_fields(self)
 
     @abstractmethod
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Lines:
-        """Return lines along which queries of a layer attend, or columns and bands; some queries are at copies."""
+    def lines(self, scores: Scores, layer: int) -> Lines:
+        """Return lines along which queries of a layer attend, or columns and bands."""
 
-    def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
-        """Queries on which to measure how much attention the lines of a layer hold; None: on none."""
+    def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"]:
+        """Return queries on which to measure how much attention the lines of a layer hold, by default none."""
+        return torch.arange(0)
 
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
         """Why a prompt is too short for lines; None if it is not."""
@@ -86,22 +85,22 @@ class SparsePrompts(Intervention):
             if isinstance(actor, PromptReader):
                 other = type(actor.prompts).__name__
                 raise UnsupportedError(f"{other} and {name} would both decide how prompts are read: enter one of them")
-        run.act(PromptReader(self, run, key))
+        run.act(PromptReader(self, run))
 
     def summary(self, run: Run) -> str:
         """Return how much of the prompts' attention was computed, or why all; "" if there was no prompt."""
         prompts = [event.data for event in run.events if event.kind == "prefill"]
-        reasons = dict.fromkeys(data["dense"] for data in prompts if "dense" in data)
-        name = type(self).__name__
         if not prompts:
             return ""
+        name = type(self).__name__
+        reasons = ", ".join(dict.fromkeys(data["dense"] for data in prompts if "dense" in data))
         if all("dense" in data for data in prompts):
-            return f"{name} left prompts to the model's own attention: {', '.join(reasons)}."
+            return f"{name} left prompts to the model's own attention: {reasons}."
         share = fmean(data.get("cells", 1.0) for data in prompts)
         return f"{name} computed {share:.0%} of the attention of prompts, the choice of lines included."
 
     def read(
-        self, scores: Scores, value: Float[Tensor, "kv_head key d_value"], layer: int, copies: Copies
+        self, scores: Scores, value: Float[Tensor, "kv_head key d_value"], layer: int
     ) -> tuple[Float[Tensor, "head query d_value"], Read]:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts.
 
@@ -109,80 +108,60 @@ class SparsePrompts(Intervention):
             scores: Its scores, without padding and holes.
             value: Values of its keys.
             layer: Decoder layer.
-            copies: Where the text copies itself.
 
         Returns:
             What attention gives, and what computes the data of the event of kind "prefill".
         """
+        rows = 0
+        numbers: dict[str, Tensor] = {}
         if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
-            lines = self.lines(scores, layer, copies)
-            rows = min(self.choice_rows, scores.queries)
-            held_out = self.held_out(scores, layer, copies)
+            lines = self.lines(scores, layer)
+            held_out = self.held_out(scores, layer)
+            rows = min(self.choice_rows, scores.queries) + len(held_out)
+            if len(held_out):
+                numbers["recovered"] = recovered(scores, lines, held_out)
         else:
             lines = select_bands(scores, 1)
-            rows = 0
-            held_out = None
-        shares = None
-        numbers = (lines.attended(), lines.dense)
-        if held_out is not None and len(held_out):
-            shares = recovered(scores, lines, held_out)
-            rows += len(held_out)
+        attended = lines.attended()
+        dense = lines.dense
         choice = rows * scores.keys / lines.grid.cells
 
         def data() -> dict[str, Any]:
-            attended, dense = (number.tolist() for number in numbers)
-            share = fmean(attended)
-            found = {"cells": share + choice, "attended": share, "dense_heads": sum(dense)}
-            return found if shares is None else found | {"recovered": shares.tolist()}
+            share = fmean(attended.tolist())
+            found = {name: number.tolist() for name, number in numbers.items()}
+            return {"cells": share + choice, "attended": share, "dense_heads": int(dense.sum()), **found}
 
         return line_attention(scores, value, lines), data
 
     def why_dense(self, prompt: Attention) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
         device = prompt.query.device
-        keys = prompt.key.shape[2]
-        config = prompt.module.config
-        window = layer_window(config, prompt.layer)
-        why_no_kernel = lack_of_library(device)
+        lack = lack_of_library(device)
         reasons = {
-            f"on {device.type}: {why_no_kernel}": why_no_kernel is not None,
-            "sliding window": window is not None and keys > window,
+            f"on {device.type}: {lack}": lack is not None,
+            "sliding window": layer_window(prompt.module.config, prompt.layer) is not None,
             "soft cap": prompt.softcap is not None,
             "learned sinks": prompt.sinks is not None,
         }
-        short = self.too_short(prompt.queries, keys, device)
+        short = self.too_short(prompt.queries, prompt.key.shape[2], device)
         return short or next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class PromptReader(Actor):
     """Reads the prompts of a block along lines.
 
-    Ids are kept with the rows of each cache, so that a turn's copies reach into it.
-
     Args:
         prompts: What chooses the lines.
         run: The block.
-        key: Key of the edit in the block.
     """
 
-    def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
+    def __init__(self, prompts: SparsePrompts, run: Run) -> None:
         self.prompts = prompts
         self._run = ref(run)
-        self._ids = (key, "ids")  # by what the ids of the rows are known
-        self._copies: dict[tuple[int, torch.device], Copies] = {}  # of the rows of a call
-        self._causal: set[int] = set()  # masks of a call, by their identity
 
     def before(self, step: Step) -> None:
-        """Add the ids of a call to those before it."""
+        """Look at the cache that is read."""
         check_seen(step)
-        self._copies = {}
-        self._causal = set()
-        new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
-        if step.ids is not None:
-            new = step.ids.to(new.device)
-        earlier = step.state.known.get(self._ids, new[:, :0])[:, : step.past]
-        earlier = pad(earlier, (0, step.past - earlier.shape[1]), value=_UNKNOWN)
-        step.state.known[self._ids] = torch.cat([earlier, new], 1)
 
     def attends(self, step: Step) -> bool:
         """Return whether the call reads several tokens."""
@@ -196,74 +175,41 @@ class PromptReader(Actor):
         """Read the rows of a layer along lines; None if the model's own attention reads it."""
         run = self._run()
         assert run is not None
-        device = prompt.key.device
-        keys = prompt.key.shape[2]
-        index = step.on(device)
-        columns = step.columns[:, prompt.first_key : prompt.first_key + keys].to(device)
-        number = step.number  # events hold neither the cache nor its keys
-        layer = prompt.layer
+        query, key, value = prompt.query, prompt.key, prompt.value
+        at = step.on(key.device)
+        real = at >= 0
+        there = step.columns[:, prompt.first_key : prompt.first_key + key.shape[2]].to(key.device) >= 0
         reads: list[Read] = []
-        rows: list[Float[Tensor, "query head d_value"]] = []
+        output = None
         why = self.prompts.why_dense(prompt)
-        if prompt.own.kind == "eager" and asks_attention(step, prompt.module.config):
-            why = why or "its rows are asked for"
         if why is None:
             self._check(step, prompt)
-            for row in range(step.rows):
-                attended, read = self._row(step, prompt, row, index[row] >= 0, columns[row] >= 0)
-                rows.append(attended)
+            rows, heads, queries, _ = query.shape
+            output = query.new_zeros(rows, queries, heads, value.shape[-1])  # nothing attends at padding
+            for row in range(rows):
+                own = seen = slice(None)
+                if step.tokens.padded:
+                    own, seen = real[row], there[row]
+                scores = Scores(query[row, :, own], key[row, :, seen], prompt.scaling)
+                if not scores.queries:
+                    reads.append(dict)
+                    continue
+                attended, read = self.prompts.read(scores, value[row, :, seen], prompt.layer)
+                output[row, own] = attended.transpose(0, 1)
                 reads.append(read)
+        number, layer = step.number, prompt.layer  # events hold neither the cache nor its keys
 
         def events() -> list[Event]:
             logged: list[Event] = []
-            for row in range(len(index)):
-                queries = int((index[row] >= 0).sum())
+            for row, queries in enumerate(real.sum(1).tolist()):
                 if queries:
-                    data = {"keys": int((columns[row] >= 0).sum()), "queries": queries}
+                    data = {"keys": int(there[row].sum()), "queries": queries}
                     data |= reads[row]() if reads else {"dense": why}
-                    logged.append(Event(row, number, int(index[row].max()), layer, None, "prefill", data))
+                    logged.append(Event(row, number, int(at[row].max()), layer, None, "prefill", data))
             return logged
 
         run.log(events)
-        if why is not None:
-            return None
-        return (rows[0][None] if len(rows) == 1 else torch.stack(rows)), None
-
-    def _row(
-        self,
-        step: Step,
-        prompt: Attention,
-        row: int,
-        real: Bool[Tensor, " query"],
-        there: Bool[Tensor, " key"],
-    ) -> tuple[Float[Tensor, "query head d_value"], Read]:
-        """Read a row whose real queries and keys are these along lines; nothing attends where there is padding."""
-        query = prompt.query[row]
-        key = prompt.key[row]
-        value = prompt.value[row]
-        output = None
-        if step.tokens.padded:
-            output = query.new_zeros(query.shape[1], len(query), value.shape[-1])
-            if not bool(real.any()):
-                return output, dict
-            query = query[:, real]
-            key = key[:, there]
-            value = value[:, there]
-        copies = self._copies_in(step, row, key.device)
-        attended, read = self.prompts.read(Scores(query, key, prompt.scaling), value, prompt.layer, copies)
-        attended = attended.transpose(0, 1)
-        if output is None:
-            return attended, read
-        output[real] = attended
-        return output, read
-
-    def _copies_in(self, step: Step, row: int, device: torch.device) -> Copies:
-        """Find the copies in a row of a prompt; the first layer waits for the device."""
-        copies = self._copies
-        if (row, device) not in copies:
-            ids = step.state.known[self._ids][row][step.columns[row] >= 0].cpu()
-            copies[row, device] = Copies.of(ids, int((step.index[row] >= 0).sum()), device)
-        return copies[row, device]
+        return None if output is None else (output, None)
 
     def _check(self, step: Step, prompt: Attention) -> None:
         """Refuse a cache that lacks tokens, and a mask that is not that of a causal model with padding.
@@ -272,39 +218,16 @@ class PromptReader(Actor):
             UnsupportedError: The layer has either.
         """
         name = type(self.prompts).__name__
-        visible = prompt.visible
         kv = step.by_number.get(prompt.layer)
         if kv is not None and kv.edited:
             raise UnsupportedError(
                 f"{name} reads prompts along lines of all tokens, and the cache has lost some: begin a new cache"
             )
-        known = visible.is_causal and not step.is_padded
-        if known or (id(prompt.mask) in self._causal and not visible.hidden):
-            return
-        if not _is_causal(step, visible):
+        is_causal = (
+            isinstance(prompt.source, CausalMask) or getattr(prompt.source, "function", None) is causal_mask_function
+        )
+        if prompt.hidden or not is_causal:
             raise UnsupportedError(
                 f"{name} reads prompts under causal masks, with padding or without, and this mask hides or shows other "
                 "keys: leave out what hides them, or read such prompts without it"
             )
-        self._causal.add(id(prompt.mask))
-
-
-def asks_attention(step: Step, config: Any) -> bool:
-    """Return whether the caller asks for rows of attention, which only the model's own attention gives."""
-    asked = step.arguments.get("output_attentions")
-    return bool(getattr(config, "output_attentions", False) if asked is None else asked)
-
-
-def _is_causal(step: Step, visible: Visible) -> bool:
-    """Whether every real token sees all real tokens up to itself, and no other."""
-    columns = step.columns.to(visible.device)
-    key = visible.key_columns()
-    real_key = columns.gather(1, key[:, 0])[:, None, None] >= 0
-    for start in range(0, len(visible.query), _MASK_ROWS):
-        part = visible.section(slice(start, start + _MASK_ROWS))
-        at = part.query_columns()
-        causal = (key[:, :, None] <= at[:, None, :, None]) & real_key
-        real = columns.gather(1, at)[:, None, :, None] >= 0
-        if bool(((part.sees() != causal) & real).any()):
-            return False
-    return True

@@ -1,8 +1,8 @@
 """Attention on columns and bands in Triton, of all heads in one launch; a dense head is one that has all bands.
 
 `listed` lists the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
-first the keys of the tile itself, then those on its list, under one softmax. Blocks of 16 keys of bands, single keys
-of columns and the single blocks that a text which copies itself needs are fetched alike, 64 keys at a time. Query heads
+first the keys of the tile itself, then those on its list, under one softmax. Blocks of 16 keys of bands and single
+keys of columns are fetched alike, 64 keys at a time. Query heads
 that share keys are beside each other, so that keys are in the cache of the chip.
 
 This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1`, set before, runs it on a CPU.
@@ -13,7 +13,6 @@ This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, no_type_check
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn.functional import pad
 from triton.runtime.errors import OutOfResources
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, PER, TILE, BlockGrid, Copies, Lines
+from sinkscope.sparse.bands import BAND, PER, TILE, Lines
 
 LOG2_E = 1.4426950408889634  # kernels compute powers of two
 Options = Sequence[dict[str, int]]
@@ -78,13 +77,6 @@ TILINGS = (
 the least shared memory; the first that fits is used."""
 
 
-@lru_cache(4)  # the layers of a prompt are of one grid
-def _nothing_copied(grid: BlockGrid, device: torch.device) -> Copies:
-    """No single blocks."""
-    none = torch.zeros(0, dtype=torch.int64)
-    return Copies.at_blocks(none, none, grid, device)
-
-
 def attention_on(
     scores: Scores,
     value: Float[Tensor, "kv_head key d_value"],
@@ -92,21 +84,18 @@ def attention_on(
     tilings: Options = TILINGS,
 ) -> Float[Tensor, "query head d_value"]:
     """Compute attention of all heads on columns and bands, in the dtype of the values."""
-    grid, copies = chosen.grid, chosen.copies
-    if copies is None:
-        copies = _nothing_copied(grid, value.device)
+    grid = chosen.grid
     query, key, values = (fitting(part, value.dtype) for part in (scores.query, scores.key, value))
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)
     strides = (*query.stride()[:2], *key.stride()[:2], *values.stride()[:2])
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
     arguments = (
-        *(out, query, key, values, chosen.offsets.view(torch.uint8), chosen.columns.view(torch.uint8)),
+        *(out, query, key, values, chosen.offsets.view(torch.uint8)),
         *listed(chosen.columns),
         *listed(chosen.offsets),
-        *(copies.block, copies.start),
         *strides,
         *numbers,
-        chosen.sparse_tiles,
+        -(-grid.sparse_queries(chosen.dense_rows) // TILE),
     )
     sizes = {"GROUP": scores.heads // len(key), "WIDTH": key.shape[2], "VALUES": values.shape[2]}
     launch(_attend, (grid.tiles * scores.heads,), *arguments, options=tilings, **sizes)
@@ -159,10 +148,9 @@ def _in_bands(bands, first, last, lead, is_dense, SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _in_turn(
-    entry, begin, whole, band_keys, column_keys, copied_keys, bands, columns, copied, on_band, on_column, skipped,
-    last, lead, keys, blocks, is_dense,
+    entry, begin, whole, band_keys, column_keys, bands, columns, on_band, skipped, last, lead, keys, blocks, is_dense,
 ):  # fmt: skip
-    """Find the keys of the tile (entries below 0), of bands, columns and single blocks, and which are there as new."""
+    """Find the keys of the tile (entries below 0), of bands, and of columns, and which are there as new."""
     of_bands = entry + whole
     is_band = (entry >= 0) & (of_bands < band_keys)
     number = skipped + of_bands // _BAND
@@ -172,22 +160,17 @@ def _in_turn(
     is_column = (entry >= 0) & (of_columns >= 0) & (of_columns < column_keys)
     column = tl.load(columns + of_columns, mask=is_column, other=keys)
     place = tl.where(is_band, (last - band) * _BAND - lead + of_bands % _BAND, column)
-    of_copies = of_columns - column_keys
-    is_copied = (entry >= 0) & (of_copies >= 0) & (of_copies < copied_keys)
-    block = tl.load(copied + of_copies // _BAND, mask=is_copied, other=0).to(tl.int32)
-    place = tl.where(is_copied, block * _BAND - lead + of_copies % _BAND, place)
     place = tl.where(entry < 0, begin + _TILE + entry, place)
     inside = (place >= 0) & (place < keys)
-    banded = tl.load(on_band + last - (place + lead) // _BAND, mask=inside & (is_column | is_copied), other=0)
-    is_listed = tl.load(on_column + place, mask=inside & is_copied, other=0)
-    return place, inside & (banded == 0) & (is_listed == 0)
+    banded = tl.load(on_band + last - (place + lead) // _BAND, mask=inside & is_column, other=0)
+    return place, inside & (banded == 0)
 
 
 # Lengths do not change what is compiled.
 @triton.jit(do_not_specialize=["queries", "keys", "lead", "before", "blocks", "sparse_tiles"])
 @no_type_check
 def _attend(
-    out, query, key, value, on_band, on_column, columns, columns_below, bands, bands_below, copied, copied_start,
+    out, query, key, value, on_band, columns, columns_below, bands, bands_below,
     query_head, query_row, key_head, key_row, value_head, value_row,
     scaling, queries, keys, lead, before, blocks, sparse_tiles,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
@@ -201,7 +184,6 @@ def _attend(
     key += kv_head.to(tl.int64) * key_head
     value += kv_head.to(tl.int64) * value_head
     on_band += head * blocks
-    on_column += head * keys
     columns += head * (keys + 1)
     columns_below += head * (keys + 1)
     bands += head * (blocks + 1)
@@ -223,17 +205,14 @@ def _attend(
         own = _in_bands(bands, skipped + i // _BAND, last, lead, is_dense, SIZE)
         top, total, sums = _add(q, key, value, own, key_row, value_row, None, None, scaling, top, total, sums)
 
-    # Its own tile, what is left of the bands, then columns and single blocks; those in a chosen band are there already.
+    # Its own tile, what is left of the bands, then columns; those in a chosen band are there already.
     begin = past + tile * _TILE
     column_keys = tl.where(is_dense, 0, tl.load(columns_below + begin))
-    copied += tl.load(copied_start + tile)
-    pieces = (tl.load(copied_start + tile + 1) - tl.load(copied_start + tile)).to(tl.int32)
-    copied_keys = tl.where(is_dense, 0, pieces * _BAND)
     at = past + tl.where(real, rows, 0)
-    for i in range(0, band_keys - whole + column_keys + copied_keys + _TILE, SIZE):
+    for i in range(0, band_keys - whole + column_keys + _TILE, SIZE):
         own, visible = _in_turn(
-            i + tl.arange(0, SIZE) - _TILE, begin, whole, band_keys, column_keys, copied_keys, bands, columns, copied,
-            on_band, on_column, skipped, last, lead, keys, blocks, is_dense,
+            i + tl.arange(0, SIZE) - _TILE, begin, whole, band_keys, column_keys, bands, columns,
+            on_band, skipped, last, lead, keys, blocks, is_dense,
         )  # fmt: skip
         seen = tl.where(visible, own, keys)[None, :] <= at[:, None]
         top, total, sums = _add(q, key, value, own, key_row, value_row, visible, seen, scaling, top, total, sums)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.engine import stock
 from sinkscope.engine.tap import attention_rows
-from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
 from sinkscope.opening.parts import structure_of
-from sinkscope.sparse.lines import scores_of
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
-
-
-def test_a_tap_refuses_a_cut_cache():
-    model = model_of("llama")
-    target = target_of(model)
-    with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
-        with StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0]):
-            decode(model, *prompts(LENGTHS, STEPS), PROMPT)
-    assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
 
 
 def test_only_the_model_that_is_tapped_is_seen():

@@ -34,7 +34,7 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, sample, sharp,
     lines = select_lines(scores, alpha, sample=sample, seed=seed)
     rows = sample_queries(queries, sample, seed)
     assert len(set(rows.tolist())) == min(sample, queries)
-    assert lines.columns[:, 0].all() and lines.offsets[:, 0].all()
+    assert lines.offsets[:, 0].all()
     found = on_lines(lines)
     assert torch.equal(found.sum((1, 2)), lines.cells())  # no cell twice
     assert torch.equal(found, lines.rows(past + torch.arange(queries)))
@@ -49,8 +49,8 @@ def printed(probs: Tensor, alpha: float) -> tuple[set[int], set[int]]:
     cells = lines_of(queries, keys)
     weight = {line: float((probs * held).sum()) for line, held in cells.items()}
     largest = {line: float((probs * held).max()) for line, held in cells.items()}
-    chosen = {"vertical": [0], "slash": [0]}
-    total = float(probs[cells["vertical", 0] | cells["slash", 0]].sum())
+    chosen: dict[str, list[int]] = {"vertical": [], "slash": [0]}
+    total = float(probs[cells["slash", 0]].sum())
     while total < alpha * queries:
         offers = []
         for kind, other in (("slash", "vertical"), ("vertical", "slash")):
@@ -60,14 +60,14 @@ def printed(probs: Tensor, alpha: float) -> tuple[set[int], set[int]]:
                 gain = weight[kind, line] - sum(largest[other, crossed] for crossed in chosen[other])
                 offers.append((gain / max(1, min(queries, keys - line) - len(chosen[other])), gain, kind, line))
         if not offers:
-            return set(range(keys)), {0}
+            return set(range(keys)), set(range(keys))
         _, gain, kind, line = max(offers, key=lambda offer: offer[0])
         total += max(0.0, gain)
         chosen[kind].append(line)
     return set(chosen["vertical"]), set(chosen["slash"])
 
 
-@pytest.mark.parametrize(("queries", "past", "alpha"), [(12, 0, 0.5), (9, 6, 0.6), (14, 3, 0.7), (6, 0, 1.0 - 1e-9)])
+@pytest.mark.parametrize(("queries", "past", "alpha"), [(12, 0, 0.5), (9, 6, 0.6), (14, 3, 0.7), (6, 3, 0.999)])
 def test_it_is_the_printed_algorithm(queries, past, alpha):
     whole = 0
     for seed in range(10):
@@ -79,28 +79,28 @@ def test_it_is_the_printed_algorithm(queries, past, alpha):
             assert set(lines.columns[head].nonzero().flatten().tolist()) == vertical
             assert set(lines.offsets[head].nonzero().flatten().tolist()) == slash
             whole += len(vertical) == queries + past
-    assert (whole == 20) == (alpha > 0.9)  # with everything asked for, the lists end
+    assert whole or alpha < 0.9  # with nearly everything asked for, the lists end
 
 
 def test_of_lines_that_add_the_same_the_slash_line_is_taken():
-    """Attention is uniform: after the first lines of both kinds, the second ones hold 1/2 + 1/3 + 1/4 each."""
-    lines = select_lines(Scores(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), 1.0), 0.8)
-    assert lines.columns.tolist() == [[True, False, False, False]]
-    assert lines.offsets.tolist() == [[True, True, False, False]]
+    """Attention is uniform: the first column and the second diagonal hold 1/2 more each, in one cell."""
+    lines = select_lines(Scores(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), 1.0), 0.8)
+    assert not lines.columns.any() and lines.offsets.all()
 
 
 def test_minference_by_the_last_queries():
-    scores = drawn_scores(2, 40, 60, 7)
-    lines = minference_lines(scores, 12, 9, last=8, first=3, local=4)
+    """Of 200 vertical lines 6 are always the first, of 244 slash lines 4 the nearest."""
+    scores = drawn_scores(2, 40, 260, 7)
+    lines = minference_lines(scores, 200, 244, last=8)
     probs = dense(scores)[:, -8:]
     for head in range(2):
         columns = probs[head].sum(0)
-        columns[:3] = torch.inf
-        assert set(lines.columns[head].nonzero().flatten().tolist()) == set(columns.topk(12).indices.tolist())
-        # Row r of these eight is position 52 + r; offset o is the diagonal 52 - o of them.
-        offsets = torch.stack([probs[head].diagonal(52 - o).sum() for o in range(60)])
+        columns[:6] = torch.inf
+        assert set(lines.columns[head].nonzero().flatten().tolist()) == set(columns.topk(200).indices.tolist())
+        # Row r of these eight is position 252 + r; offset o is the diagonal 252 - o of them.
+        offsets = torch.stack([probs[head].diagonal(252 - o).sum() for o in range(260)])
         offsets[:4] = torch.inf
-        assert set(lines.offsets[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
+        assert set(lines.offsets[head].nonzero().flatten().tolist()) == set(offsets.topk(244).indices.tolist())
 
 
 @pytest.mark.parametrize("select", [select_lines, select_bands])

@@ -13,31 +13,22 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.sparse import choice, recovered
-from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, BlockGrid, Copies, Lines, lengths_of
-from sinkscope.sparse.choice import StoredRows, sampled_rows, select_bands
+from sinkscope.sparse import choice, line_attention, recovered
+from sinkscope.sparse.attention import Scores, sample_queries
+from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, BlockGrid, Lines, lengths_of
+from sinkscope.sparse.choice import StoredRows, select_bands
 
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
 
 
-def random_copies(grid: BlockGrid, generator: torch.Generator) -> Copies:
-    """Blocks of keys that no tile of queries comes before, some of them twice."""
-    tile = torch.randint(grid.tiles, (2 * grid.tiles,), generator=generator)
-    block = torch.rand(len(tile), generator=generator) * (grid.before + PER * tile)
-    is_before = grid.before + PER * tile > 0
-    pieces = (tile * grid.blocks + block.long())[is_before]
-    return Copies.at_blocks(tile[:0], pieces, grid, tile.device)
-
-
 def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Lines:
-    """A tenth of the columns, a fifth of the bands and single blocks; head 1 is dense."""
+    """A tenth of the columns, a fifth of the bands; head 1 is dense."""
     grid, generator = BlockGrid(queries, keys), torch.Generator().manual_seed(seed)
     bands = torch.rand(heads, grid.blocks, generator=generator) < 0.2
     bands[:, :NEAR] = True
     bands[1:2] = True
-    columns, copied = torch.rand(heads, keys, generator=generator) < 0.1, random_copies(grid, generator)
-    return Lines(columns, bands, grid, dense_rows, copied)
+    columns = torch.rand(heads, keys, generator=generator) < 0.1
+    return Lines(columns, bands, grid, dense_rows)
 
 
 def seen(chosen: Lines) -> Tensor:
@@ -47,10 +38,6 @@ def seen(chosen: Lines) -> Tensor:
     stop = (query // TILE + 1) * TILE  # one past the last query of the tile, which may not exist
     band = (keys - queries + stop - 1 - key) // BAND
     cells = chosen.offsets[:, band.clamp(min=0)] | chosen.columns[:, None]
-    if chosen.copies is not None:
-        block = (key + -(keys - queries) % BAND) // BAND
-        for one_tile, one_block in zip(chosen.copies.tile, chosen.copies.block, strict=True):
-            cells |= (query // TILE == one_tile) & (block == one_block)
     if chosen.dense_rows:
         cells |= stop > queries - chosen.dense_rows
     return cells & (key <= keys - queries + query)
@@ -68,7 +55,7 @@ def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, s
     grid = chosen.grid
     every = torch.eye(grid.blocks, dtype=torch.bool)
     one_band = Lines(torch.zeros(grid.blocks, grid.keys, dtype=torch.bool), every, grid)
-    assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device).bands)
+    assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device)[2])
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 99), sharp=st.sampled_from([0.0, 1.0, 4.0]))
@@ -79,7 +66,7 @@ def test_sums_are_those_under_masks(lengths, seed, sharp):
         drawn_scores(4, queries, queries + past, seed, sharp),
         random_bands(4, queries, queries + past, seed),
     )
-    grid, rows = chosen.grid, sampled_rows(chosen.grid, 20, seed, 0)
+    grid, rows = chosen.grid, sample_queries(queries, 20, seed)
     at, probs, sample = rows + past, dense(scores)[:, rows], StoredRows(scores, rows)
     of_columns, of_bands = sample.sums(chosen)
     no_columns, no_bands = torch.zeros_like(chosen.columns), torch.zeros_like(chosen.offsets)
@@ -109,7 +96,7 @@ def test_a_choice_holds_alpha_of_the_sample(lengths, alpha, sharp, begin, seed):
     queries, past = lengths
     scores = drawn_scores(4, queries, queries + past, seed, sharp)
     chosen = select_bands(scores, alpha, sample=20, seed=seed, begin=begin)
-    rows = sampled_rows(chosen.grid, 20, seed, 0)
+    rows = sample_queries(queries, 20, seed)
     assert len(set(rows.tolist())) == min(20, queries)
     held = (dense(scores) * chosen.rows(past + torch.arange(queries))).sum(2)
     assert (held[:, rows].mean(1) >= alpha - 1e-4).all()
@@ -164,6 +151,6 @@ def test_heads_above_the_limit_are_dense_and_others_are_not():
 def test_scores_with_more_than_lines_have_are_refused(beyond):
     plain = drawn_scores(2, 20, 20, 0)
     scores, chosen = replace(plain, **beyond), select_bands(plain, 0.9)
-    for use in (lambda: select_bands(scores, 0.9), lambda: recovered(scores, chosen)):
+    for use in (lambda: select_bands(scores, 0.9), lambda: line_attention(scores, plain.key, chosen)):
         with refused("which lines do not have"):
             use()

@@ -11,9 +11,9 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.opening.live import target_of
+from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.sparse.attention import Scores, line_sums
-from sinkscope.sparse.lines import scores_of
+from sinkscope.sparse.lines import lines
 
 
 def _summed(weights: Tensor, since: int = 0) -> Tensor:
@@ -52,10 +52,6 @@ def test_sums_equal_the_matrix(scores, part):
 
 def test_a_mask_that_is_neither_causal_nor_a_window_is_refused():
     model, tokenizer = tiny_model("llama")
-    target = target_of(model, tokenizer)
-    ids = torch.randint(4, 90, (1, 12))
-    mask = torch.ones(1, 12, dtype=torch.long)
-    mask[0, :3] = 0
-    with scores_of(target, lambda *_: None, [0]), refused("neither"):
-        target.forward(ids, mask)
+    with refused("neither"):
+        lines(model, [list(range(4, 30))], tokenizer=tokenizer, interventions=Knockout([3]))
     assert model.config._attn_implementation == "sdpa"

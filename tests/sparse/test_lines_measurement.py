@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, product
 from statistics import fmean
@@ -18,9 +19,8 @@ from torch import Tensor
 
 from sinkscope.files.store import json_lines
 from sinkscope.measure.margin import margin_of
-from sinkscope.sparse.bands import Lines
 from sinkscope.sparse.head_lines import top_lines
-from sinkscope.sparse.lines import LineWeights, drawn_like, lines, shared_by_second
+from sinkscope.sparse.lines import LineWeights, lines
 
 
 def ids_of(length: int) -> list[int]:
@@ -37,14 +37,15 @@ def test_the_conclusion_is_about_the_lines_of_the_share_that_is_shown():
         result,
         mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.9)]),
         near_mass=np.full((2, *shape), 0.25),
+        last_mass=np.full((2, *shape), 0.3),
         other_mass=np.full((2, *shape), 0.8),
     )
-    said = "The heaviest 10% of vertical and slash lines carry 90.0% of the attention; "
-    assert result.conclusion() == said + "another text's lines, the strongest control, 80.0%."
+    said = "Attention on the heaviest 10% of lines: share 90%, control "
+    assert result.conclusion() == f"{said}80%, another text's lines."
     mass = result.findings()[0]
     assert (mass.get("share"), mass.get("control")) == (pytest.approx(0.9), pytest.approx(0.8))
     winning = replace(result, near_mass=np.full((2, *shape), 0.95))
-    assert winning.conclusion() == said + "the first column and the nearest diagonals, the strongest control, 95.0%."
+    assert winning.conclusion() == f"{said}95%, the first column and the nearest diagonals."
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
@@ -55,19 +56,55 @@ def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
     return {line: weight for line, weight in ranked[:most] if weight > 0}
 
 
-def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, float]]:
+def best(number: int, *ranked: list[Line]) -> set[Line]:
+    """The first lines of each kind: of vertical ones 1,000 for 6,096 slash lines, and at least one of each."""
+    return {*ranked[0][: max(1, number * 1000 // 6096)], *ranked[1][:number]}
+
+
+def by_sets(weights: Tensor, eta: float, before: dict[Line, float]) -> tuple[dict[Line, float], dict[str, float]]:
     """The lines of one head in one text, and its numbers, from sets of cells."""
     n, half = len(weights), len(weights) // 2
+    cells = lines_of(n, n)
     chosen = heaviest(weights, eta)
-    on = torch.stack([lines_of(n, n)[line] for line in chosen]).any(0)
+
+    def on(lines: Iterable[Line]) -> Tensor:
+        return torch.stack([cells[line] for line in lines if line in cells]).any(0)
+
+    def share(lines: Iterable[Line]) -> float:
+        return float(weights[on(lines)].sum() / weights.sum())
+
+    most = int(on(chosen).sum())
+    near = next(number for number in range(1, n + 1) if on([("vertical", 0), *nearest(number)]).sum() >= most)
+    votes = weights[-64:]
+    by_votes = [
+        sorted((line for line in cells if line[0] == kind), key=lambda line: -votes[cells[line][-64:]].sum())
+        for kind in ("vertical", "slash")
+    ]
+    by_votes[1].remove(("slash", 0))
+    by_votes[1].insert(0, ("slash", 0))  # the nearest offset is always there
+    last = max(number for number in range(1, n + 1) if number == 1 or on(best(number, *by_votes)).sum() <= most)
     first = heaviest(weights[:half, :half], eta).keys()
     second, inside = heaviest(weights[half:], eta).keys(), heaviest(weights[half:, half:], eta).keys()
     return chosen, {
-        "mass": float(weights[on].sum() / weights.sum()),
-        "cells": float(on.sum()) / (n * (n + 1) / 2),
+        "mass": share(chosen),
+        "near_mass": share([("vertical", 0), *nearest(near)]),
+        "last_mass": share(best(last, *by_votes)),
+        **({"other_mass": share(before)} if before else {}),
+        "cells": most / (n * (n + 1) / 2),
         "segments": len(first & second) / len(second),
         "segments_relative": len(first & inside) / len(inside),
+        "segments_random": chance(first, second, n) / len(second),
     }
+
+
+def nearest(number: int) -> list[Line]:
+    return [("slash", offset) for offset in range(number)]
+
+
+def chance(a: Iterable[Line], b: Iterable[Line], keys: int) -> float:
+    """Lines that are in both of two draws, of as many of each kind, on average."""
+    counts = [[sum(kind == wanted for kind, _ in lines) for lines in (a, b)] for wanted in ("vertical", "slash")]
+    return sum(one * other / keys for one, other in counts)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "gpt2"])
@@ -79,32 +116,30 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
     dense = [attention(model, torch.tensor([ids])) for ids in texts]
     for e, row, head in product(range(3), range(2), range(4)):
-        found = [by_sets(every[layers[row], 0, head].double(), etas[e]) for every in dense]
-        expected = {name: fmean(numbers[name] for _, numbers in found) for name in found[0][1]}
-        pairs = combinations([chosen.keys() for chosen, _ in found], 2)
+        found: list[tuple[dict[Line, float], dict[str, float]]] = []
+        for every in dense:
+            found.append(by_sets(every[layers[row], 0, head].double(), etas[e], found[-1][0] if found else {}))
+        expected = {}
+        for name in found[-1][1]:
+            expected[name] = fmean(numbers[name] for _, numbers in found if name in numbers)
+        pairs = list(combinations([chosen.keys() for chosen, _ in found], 2))
         expected["inputs"] = fmean(len(one & other) / len(one | other) for one, other in pairs)
+        lengths = list(combinations(map(len, texts), 2))
+        random = [chance(*pair, max(keys)) for pair, keys in zip(pairs, lengths, strict=True)]
+        expected["inputs_random"] = fmean(
+            both / (len(one) + len(other) - both) for both, (one, other) in zip(random, pairs, strict=True)
+        )
         for name, value in expected.items():
             assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
     assert result.mass[-1] == pytest.approx(1, abs=1e-4)
     assert result.text_mass.shape == (3, 3)
     np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
     rows = result.findings()
-    for row, name in zip(rows, ("mass", "inputs", "segments"), strict=True):
+    for row, name in zip(rows, ("mass", "inputs", "segments", "cells"), strict=True):
         assert row.get("share") == pytest.approx(result.mean(name)[0])
     assert rows[0].margin("share") == margin_of(result.text_mass[0])
-    assert rows[0].get("control") == pytest.approx(max(result.controls.values()))
-
-
-def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
-    """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
-    vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
-    vertical[..., :10], slash[..., :4] = True, True
-    own = Lines.of(vertical, slash, 20)
-    a = drawn_like(own, 0, "a")
-    b = drawn_like(own, 0, "b")
-    torch.testing.assert_close(a.columns[0].float().mean(0), torch.full((20,), 0.5), atol=0.04, rtol=0)
-    assert (a.columns.sum(2) == 10).all() and (a.offsets.sum(2) == 4).all()
-    assert float(shared_by_second(a, b).mean()) == pytest.approx((10 * 10 / 20 + 4 * 4 / 20) / 14, abs=0.01)
+    controls = ("near_mass", "last_mass", "other_mass")
+    assert rows[0].get("control") == pytest.approx(max(result.mean(name)[0] for name in controls))
 
 
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():

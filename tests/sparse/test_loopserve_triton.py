@@ -25,7 +25,6 @@ from sinkscope.engine.visible import CausalMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.sparse import choice, line_attention, select_bands, sparse
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Copies
 from sinkscope.sparse.serve import LoopServe
 
 CASES = [  # queries, keys before them, width, kv heads, dtype: nothing is a multiple of a block
@@ -83,8 +82,8 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
     fits: list[bool] = []
     for tiling in kernel.TILINGS:
         constants = {**fixed, "SIZE": tiling["SIZE"]}
-        types = {name: "i32" for name in names} | {"scaling": "fp32", "on_band": "*u8", "on_column": "*u8"} | pointers
-        types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("copied", "copied_start"), "*i64")
+        types = {name: "i32" for name in names} | {"scaling": "fp32", "on_band": "*u8"} | pointers
+        types |= dict.fromkeys(LISTS, "*i32")
         types |= dict.fromkeys(constants, "constexpr")
         # Addresses and strides are multiples of 16, as those of a model's tensors are.
         even = [i for i, name in enumerate(names) if types[name] != "constexpr" and name not in (*NUMBERS, "scaling")]
@@ -108,16 +107,14 @@ def test_where_shared_memory_is_short_smaller_tilings_are_tried_and_errors_of_cu
     assert found["failures"]["AcceleratorError"] == ["AcceleratorError", 1]
 
 
-def test_without_triton_lines_are_refused_on_its_devices_and_it_is_said_once(monkeypatch):
+def test_without_triton_lines_are_refused_on_its_devices_and_prompts_left_to_the_model(monkeypatch):
     monkeypatch.setitem(sys.modules, "sinkscope.sparse.triton", None)  # an import of it fails
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    sparse._module.cache_clear()
-    with pytest.warns(UserWarning, match="install triton") as said:
-        for _ in range(2):
-            with pytest.raises(UnsupportedError, match="on cpu: triton is not installed"):
-                line_attention(*inputs(4, 1, 200, 200), random_bands(4, 200, 200, 0))
-    assert len(said) == 1
-    sparse._module.cache_clear()
+    sparse.lack_of_library.cache_clear()
+    with pytest.raises(UnsupportedError, match="install triton"):
+        line_attention(*inputs(4, 1, 200, 200), random_bands(4, 200, 200, 0))
+    assert sparse.lack_of_library(torch.device("cpu")) == "install triton"
+    sparse.lack_of_library.cache_clear()
 
 
 NEWEST = "experiments/gpu/measured/h100/bands.json"
@@ -193,9 +190,10 @@ def test_nothing_in_the_choice_waits_for_the_device_or_reads_the_host(monkeypatc
     monkeypatch.setattr(choice, "triton_module", lambda *_: sums)
     place = torch.device("meta")
     query, key = torch.empty(4, 600, 64, device=place), torch.empty(2, 700, 64, device=place)
-    rows, start = torch.zeros(64, dtype=torch.int64, device=place), torch.arange(11, device=place)
-    settings: Any = {"rows": rows, "checked": 64, "dense_rows": 16, "dense_above": 0.5}
-    choose = partial(select_bands, Scores(query, key, 0.125), 0.9, **settings, copies=Copies(rows, rows, rows, start))
+    rows = torch.zeros(64, dtype=torch.int64, device=place)
+    monkeypatch.setattr(choice, "sample_queries", lambda *_: rows)
+    settings: Any = {"checked": 64, "dense_rows": 16, "dense_above": 0.5}
+    choose = partial(select_bands, Scores(query, key, 0.125), 0.9, **settings)
     choose()  # fills caches
     with OnDevice():
         assert choose().offsets.is_meta
