@@ -40,7 +40,7 @@ PLACES = ("alpha", "text", "tokens")
 def measured(target: Target, ids: Tensor, alphas: Sequence[float], positions: int) -> Row:
     """All alphas on one prompt, beside what the model's own attention gives."""
     length = ids.shape[1]
-    at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long()
+    at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long().to(ids.device)
 
     def states() -> tuple[Tensor, float]:
         began = time.process_time()
@@ -113,6 +113,7 @@ def main(
     dialogue_files: Sequence[Path] = (),
     pieces: Sequence[int] = (4,),
     positions: int = 4096,
+    device: str = "cpu",
     page: Path | None = None,
     out: Path = Path("figures/loopserve_real.json"),
 ) -> None:
@@ -126,11 +127,11 @@ def main(
         positions: Places of the second half, at most, at which distributions are compared.
         page: Page whose table is replaced.
     """
-    steps = Steps("loopserve-real", out, {"dense_above": LoopServe.dense_above}, "cpu", "float32")
+    steps = Steps("loopserve-real", out, {"dense_above": LoopServe.dense_above}, device, "float32")
     for model in models:
-        target = target_of(load(model))
+        target = target_of(load(model, device=device))
         for number, length, kind in product(pieces, lengths, kinds):
-            ids = piece(target, kind, dialogue_files, length, number)
+            ids = piece(target, kind, dialogue_files, length, number).to(device)
             work = partial(measured, target, ids, alphas, positions)
             steps.do(f"{Path(model).stem}, {kind}, {length}, {number}", work)
     if page is not None:

@@ -172,6 +172,11 @@ class Lines:
         """Which heads have all lines of a kind, and so all cells."""
         return self.offsets.all(-1) | self.columns.all(-1)
 
+    @property
+    def sparse_tiles(self) -> int:
+        """Number of tiles before those that see everything."""
+        return -(-self.grid.sparse_queries(self.dense_rows) // self.grid.tile)
+
     def attended(self) -> Float[Tensor, "*choice head"]:
         """Return the share of the causal cells that is computed, with the dense rows."""
         grid = self.grid

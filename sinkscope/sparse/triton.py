@@ -95,7 +95,7 @@ def attention_on(
         *listed(chosen.offsets),
         *strides,
         *numbers,
-        -(-grid.sparse_queries(chosen.dense_rows) // TILE),
+        chosen.sparse_tiles,
     )
     sizes = {"GROUP": scores.heads // len(key), "WIDTH": key.shape[2], "VALUES": values.shape[2]}
     launch(_attend, (grid.tiles * scores.heads,), *arguments, options=tilings, **sizes)
