@@ -211,8 +211,8 @@ def lines(
         if name == "mass":
             arrays["text_mass"] = by_text.mean((1, 3)).T.numpy()
     if len(rows) > 1:
-        for name, count in (("inputs", in_both), ("inputs_random", by_chance)):
-            by_layer = [agreement([chosen for chosen, _ in seen[n::every]], count) for n in range(every)]
+        for name, shared in (("inputs", in_both), ("inputs_random", by_chance)):
+            by_layer = [agreement([chosen for chosen, _ in seen[n::every]], shared) for n in range(every)]
             arrays[name] = torch.stack(by_layer, 1).numpy()
     return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
 
@@ -233,7 +233,8 @@ def weighed(scores: Scores, etas: Sequence[float], before: Chosen | None) -> tup
     as_many = (own.cells() + 0.5) / own.grid.cells  # whatever is rounded
     others = {"mass": own, "near_mass": nearest_of(own), "last_mass": minference_lines(scores, share=as_many)}
     if before is not None:  # what a text of another length has, too
-        others["other_mass"] = Lines.of(*pad(before, (0, keys - before.shape[-1])).unbind(-2), keys)
+        columns, offsets = pad(before, (0, keys - before.shape[-1])).unbind(-2)
+        others["other_mass"] = Lines.of(columns, offsets, keys)
     numbers = {name: recovered(scores, lines) for name, lines in others.items()}
     numbers["cells"] = own.attended()
     first = top_lines(first_sums, etas).both

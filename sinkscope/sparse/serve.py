@@ -160,9 +160,9 @@ class LoopServe(SparsePrompts):
             >>> LoopServe.paper(budget=512).variant
             'faithful'
         """
-        printed = {"alpha": 0.955, "sample": 48, "variant": "faithful", "shortest": 0}
-        of_bands = {"checked": 0, "begin": 0, "dense_rows": 0}
-        return cls(budget, **{**printed, **of_bands, **changed})
+        printed: dict[str, Any] = {"alpha": 0.955, "sample": 48, "variant": "faithful", "shortest": 0}
+        printed |= {"checked": 0, "begin": 0, "dense_rows": 0}
+        return cls(budget, **(printed | changed))
 
     @property
     def decoding(self) -> Progressive:

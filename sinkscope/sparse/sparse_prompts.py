@@ -182,6 +182,11 @@ class PromptReader(Actor):
         reads: list[Read] = []
         output = None
         why = self.prompts.why_dense(prompt)
+        asked = step.arguments.get("output_attentions")
+        if asked is None:
+            asked = getattr(prompt.module.config, "output_attentions", False)
+        if asked and prompt.own.kind == "eager":
+            why = why or "its rows are asked for"
         if why is None:
             self._check(step, prompt)
             rows, heads, queries, _ = query.shape
