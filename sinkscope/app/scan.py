@@ -23,7 +23,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.kinds import measurements, other_measurements
 from sinkscope.files.output import write_output
-from sinkscope.files.store import Folder, Keyed
+from sinkscope.files.store import Kept, Keyed, kept_in
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.config import parse_dtype
 from sinkscope.models.target import Target
@@ -173,7 +173,7 @@ def scan(
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
     outcomes: Outcomes = []
-    with Folder(folder, decisive, FinishedPart, option="--out") as finished:
+    with kept_in(folder, decisive, FinishedPart, option="--out") as finished:
         try:
             for number, part in enumerate(parts):
                 setup.progress(f"scan: {part.alone}", number, len(parts))
@@ -211,7 +211,7 @@ def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
     return [every[name] for name in every if name in only]
 
 
-def _outcome(part: ScanPart, finished: Folder[FinishedPart], folder: Path, setup: Setup, quick: bool) -> Result | str:
+def _outcome(part: ScanPart, finished: Kept[FinishedPart], folder: Path, setup: Setup, quick: bool) -> Result | str:
     """The result of a part, measured now or kept from an earlier run; or why there is none."""
     if part.name in finished.records:
         with suppress(SinkscopeError):  # it is gone or damaged, and is measured again

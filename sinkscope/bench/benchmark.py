@@ -19,7 +19,7 @@ from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.files.store import Folder, json_lines
+from sinkscope.files.store import json_lines, kept_in
 from sinkscope.generation.generate import Temperature
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.models.checkpoints.config import float32_by_default
@@ -101,7 +101,7 @@ def run(
         "chat": task.chat,
         "prompts": sha256(json_lines(prompts).encode()).hexdigest()[:16],
     }
-    with Folder(out, {"command": COMMAND, **settings}, BenchRecord, option="--out") as folder:
+    with kept_in(out, {"command": COMMAND, **settings}, BenchRecord, option="--out") as folder:
         warm: set[Method] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):

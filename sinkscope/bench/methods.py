@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_settings, setting_types, with_own_settings
+from sinkscope.files.records import Budget, read_settings, setting_types
 from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
@@ -150,7 +150,7 @@ class Method:
         cls, fixed = method_class(self.name)
         if self.name in SAMPLERS:
             return None
-        arguments = with_own_settings(cls, {**fixed, **dict(self.settings)})
+        arguments = {**fixed, **dict(self.settings)}
         if self.budget is not None:
             arguments["budget"] = self.budget
         try:

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -97,16 +96,14 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
 
 
 def refuse_unknown(name: str, arguments: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not take, as Python does, with what was probably meant.
+    """Refuse arguments that a function does not take, as Python does, with those that it takes.
 
     Raises:
         TypeError: There is one.
     """
     for argument in arguments:
         if argument not in known:
-            near = get_close_matches(argument, known, 1)
-            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
-            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}; {remedy}")
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}; it takes {', '.join(known)}")
 
 
 @cache

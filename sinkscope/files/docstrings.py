@@ -9,6 +9,7 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")
 _PACKAGE = Path(__file__).parents[1]
@@ -24,11 +25,9 @@ def docstring_at(place: str) -> str:
     module, _, name = place.partition(":")
     path = _PACKAGE.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    inside = ast.parse(path.read_text(encoding="utf-8")).body
-    *classes, function = name.split(".")
-    for word in classes:
-        inside = next(node.body for node in inside if isinstance(node, ast.ClassDef) and node.name == word)
-    definition = next(node for node in inside if isinstance(node, ast.FunctionDef) and node.name == function)
+    definition: Any = ast.parse(path.read_text(encoding="utf-8"))
+    for word in name.split("."):
+        definition = next(node for node in definition.body if getattr(node, "name", None) == word)
     return ast.get_docstring(definition) or ""
 
 

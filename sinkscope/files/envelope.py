@@ -16,8 +16,6 @@ from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelI
 from sinkscope.files.records import build
 
 SCHEMA = 6
-READS = {5: "0.2.0"}
-"""The last version that reads files of an earlier schema."""
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 ANY_KIND = "result"
 """Kind of a class that states none."""
@@ -73,14 +71,8 @@ class Envelope:
 
         It is plain JSON, in which NaN and infinity are None.
         """
-        return {
-            "schema": SCHEMA,
-            "kind": self.kind,
-            "model": plain(self.model),
-            "result": plain(self.own_fields()),
-            "settings": plain(self.settings),
-            "provenance": plain(self.provenance),
-        }
+        about = {"schema": SCHEMA, "kind": self.kind, "model": self.model, "result": self.own_fields()}
+        return plain({**about, "settings": self.settings, "provenance": self.provenance})
 
     def to_json(self) -> str:
         """Return `to_dict` as one indented JSON object with a final newline."""
@@ -115,10 +107,9 @@ class Envelope:
                 f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
             )
         if data["schema"] != SCHEMA:
-            remedy = "run the command again"
-            if data["schema"] in READS:
-                remedy = f"read it with sinkscope {READS[data['schema']]}, or {remedy}"
-            raise SinkscopeError(f"{name} has schema {data['schema']!r}, and this version reads {SCHEMA}: {remedy}")
+            raise SinkscopeError(
+                f"{name} has schema {data['schema']!r}, and this version reads {SCHEMA}: run the command again"
+            )
         kind_class = result_class(str(data["kind"]), name)
         if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import BinaryIO
 
 from sinkscope.errors import SinkscopeError
@@ -56,14 +56,12 @@ def inside(folder: Path, name: str, said_by: str, roots: tuple[Path, ...] = ()) 
     Raises:
         SinkscopeError: The name is absolute or leads out, by itself or through a link.
     """
-    steps = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
-    is_absolute = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or PureWindowsPath(name).root
-    if not is_absolute and ".." not in steps and "\0" not in name:
+    steps = PureWindowsPath(name)  # knows both separators
+    if not (steps.drive or steps.root or ".." in steps.parts or "\0" in name):
         path = folder / name
         end = Path(os.path.realpath(path))
-        for root in (folder, *roots):
-            if end.is_relative_to(os.path.realpath(root)):
-                return path
+        if any(end.is_relative_to(os.path.realpath(root)) for root in (folder, *roots)):
+            return path
     raise SinkscopeError(
         f"{said_by} names {name!r:.120}, which leads out of {folder.name or folder}: only files of that folder are "
         "read, so put it there, as a file and not as a link"

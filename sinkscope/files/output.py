@@ -109,7 +109,7 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
             raise PermissionError(errno.EACCES, "permission denied")
         tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
-        raise _cannot_write(name, error) from None
+        raise cannot_write(name, error) from None
     return target
 
 
@@ -144,16 +144,16 @@ def write_atomic(path: PathName, data: bytes | str) -> Path:
             os.fsync(file.fileno())  # a full disk may only be noticed here
         temporary.replace(target)
     except OSError as error:
-        raise _cannot_write(os.fspath(path), error) from None
+        raise cannot_write(path, error) from None
     finally:  # also after Ctrl-C; nothing is left of it when it was moved
         with suppress(OSError):
             temporary.unlink()
     return target
 
 
-def _cannot_write(name: str, error: OSError) -> SinkscopeError:
-    """One line on what the file system reported and what to do about it."""
-    return SinkscopeError(f"cannot write {name:.120}: {reason_of(error)}; choose another place")
+def cannot_write(path: PathName, error: OSError, remedy: str = "choose another place") -> SinkscopeError:
+    """Return one line on what the file system reported and what to do about it."""
+    return SinkscopeError(f"cannot write {os.fspath(path):.120}: {reason_of(error)}; {remedy}")
 
 
 def path_of(name: PathName, remedy: str = "give the path of a file or folder") -> Path:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -121,18 +121,15 @@ def commit_of(checkout: Path) -> str | None:
     """
     if not (checkout / ".git").exists():
         return None
-    git = ("git", "-C", str(checkout))
+    git = partial(subprocess.run, cwd=checkout, capture_output=True, text=True, check=False)
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *CODE], capture_output=True, check=False)
+        head = git(["git", "rev-parse", "HEAD"])
+        changed = git(["git", "diff", "--quiet", "HEAD", "--", *CODE])
     except OSError:  # git is not installed
         return None
     if head.returncode:
         return None
-    commit = head.stdout.strip()
-    if changed.returncode:
-        return f"{commit}+"
-    return commit
+    return head.stdout.strip() + "+" * bool(changed.returncode)
 
 
 version_of = cache(metadata.version)
@@ -141,11 +138,8 @@ version_of = cache(metadata.version)
 
 def versions() -> dict[str, str]:
     """Return the versions of python, sinkscope, and the libraries that were used."""
-    versions = {"python": platform.python_version(), "sinkscope": __version__}
-    for name in LIBRARIES:
-        if name in sys.modules:
-            versions[name] = version_of(name)
-    return versions
+    used = {name: version_of(name) for name in LIBRARIES if name in sys.modules}
+    return {"python": platform.python_version(), "sinkscope": __version__, **used}
 
 
 def documented_at(page: str, section: str = "") -> str:
@@ -159,13 +153,3 @@ def documented_at(page: str, section: str = "") -> str:
     if not (CHECKOUT / "docs").is_dir():  # a wheel has the pages inside the package
         folder = os.path.relpath(Path(__file__).parents[1] / "docs", sys.prefix)
     return f"{folder}/{page}.md#{section}".rstrip("#")
-
-
-def install_command(extra: str) -> str:
-    """Return the command that installs what an extra adds, with or without a clone."""
-    wanted: list[str] = []
-    for requirement in metadata.requires("sinkscope") or []:
-        name, _, marker = requirement.partition(";")
-        if f"extra == '{extra}'" in marker.replace('"', "'"):
-            wanted.append(f'"{name.strip()}"')
-    return f"pip install {' '.join(wanted)}"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache, partial
 from math import nan
-from types import NoneType
 from typing import (
     Annotated,
     Any,
@@ -123,39 +122,11 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
 
 
 def setting_types(cls: Any) -> dict[str, Any]:
-    """Return the type of each field of a dataclass, by name; another class has none.
-
-    A field that may hold settings of its own is followed by theirs.
-    """
+    """Return the type of each field of a dataclass, by name; another class has none."""
     if not is_dataclass(cls):
         return {}
     hints = get_type_hints(cls, include_extras=True)
-    types = {each.name: hints[each.name] for each in fields(cls)}
-    for own in _settings_within(cls).values():
-        types |= setting_types(own)
-    return types
-
-
-def with_own_settings(cls: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by field: those that belong to the settings in a field are put together there."""
-    by_field = dict(settings)
-    for name, own in _settings_within(cls).items():
-        own_settings = {key: by_field.pop(key) for key in setting_types(own) if key in by_field}
-        if own_settings:
-            by_field[name] = own(**own_settings)
-    return by_field
-
-
-def _settings_within(cls: Any) -> dict[str, Any]:
-    """The dataclass that a field may hold in place of None, by the field's name."""
-    within: dict[str, Any] = {}
-    if is_dataclass(cls):
-        hints = get_type_hints(cls)
-        for each in fields(cls):
-            kinds = get_args(hints[each.name])
-            if len(kinds) == 2 and is_dataclass(kinds[0]) and kinds[1] is NoneType:
-                within[each.name] = kinds[0]
-    return within
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def read_settings(
@@ -174,17 +145,17 @@ def read_settings(
     """
     settings: dict[str, Any] = {}
     for part in parts:
-        if unnamed is not None and "=" not in part:
-            part = f"{unnamed}={part}"
         key, equals, text = part.partition("=")
-        if not equals or key not in types or key in settings:
+        if not equals and unnamed is not None:
+            key, text, part = unnamed, part, f"{unnamed}={part}"
+        if key not in types or key in settings:
             known = ", ".join(types) or "none"
             raise SinkscopeError(f"{where}: {part!r} is no setting, or is given twice: it has {known} (key=value)")
-        kind, name = types[key], f"{where}: {key}="
+        kind, texts = types[key], [text]
         if get_origin(kind) is tuple:
-            settings[key] = tuple(read_setting(each, get_args(kind)[0], name) for each in text.split(","))
-        else:
-            settings[key] = read_setting(text, kind, name)
+            kind, texts = get_args(kind)[0], text.split(",")
+        values = [read_setting(each, kind, f"{where}: {key}=") for each in texts]
+        settings[key] = values[0] if kind is types[key] else tuple(values)
     return settings
 
 
@@ -197,8 +168,8 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> A
         place = f"{name[:-1]}{place}="
     elif name.endswith(" ") or not place:  # an option, which is given once for each of several values
         place = name
-    elif name:
-        place = f"{name}: {place}"
+    else:
+        place = f"{name}: {place}".removeprefix(": ")
     if "missing" in first["type"]:
         return SinkscopeError(f"{place} is missing{then}")
     cause = first.get("ctx", {}).get("error")  # raised by __post_init__
@@ -217,12 +188,12 @@ def _place(value: Any, problem: Any) -> str:
     """Where in a value a problem is, such as "parts[0].share"; pydantic's steps also name members of unions."""
     place = ""
     for step in problem["loc"]:
-        inside: Any = value
-        if isinstance(value, list | tuple):
-            inside = dict(enumerate(value))
-        if isinstance(inside, Mapping) and (step in inside or "missing" in problem["type"]):
-            place += f"[{step}]" if isinstance(step, int) else f".{step}"
-            value = inside.get(step)
+        try:
+            value = value[step]
+        except (LookupError, TypeError) as error:
+            if isinstance(error, TypeError) or "missing" not in problem["type"]:
+                continue
+        place += f"[{step}]" if isinstance(step, int) else f".{step}"
     return place.removeprefix(".")
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, read_bytes, read_json, reason_of, write_atomic
+from sinkscope.files.output import PathName, cannot_write, read_bytes, read_json, write_atomic
 from sinkscope.files.plain import parse_json, pathless, plain
 from sinkscope.files.progress import world_size
 from sinkscope.files.records import build
@@ -31,7 +33,7 @@ def refuse_other_files(folder: Path, shown: str) -> None:
         SinkscopeError: It holds other files.
     """
     if folder.is_dir() and not (folder / SETTINGS).exists():
-        if not all(path.name.startswith(OURS) for path in folder.iterdir()):
+        if any(not path.name.startswith(OURS) for path in folder.iterdir()):
             raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
 
 
@@ -41,9 +43,7 @@ def begun_by(folder: Path) -> str | None:
     Raises:
         SinkscopeError: The settings are not JSON.
     """
-    if not (folder / SETTINGS).is_file():
-        return None
-    settings = read_json(folder / SETTINGS)
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else None
     return settings.get("command") if isinstance(settings, dict) else None
 
 
@@ -70,89 +70,19 @@ class Keyed:
 
 
 R = TypeVar("R", bound=Keyed)
-F = TypeVar("F", bound="Folder[Any]")  # typing.Self is refused by the shape checks of the tests
 
 
-class Folder(Generic[R]):
-    """A folder of records that is being written; a `with` block locks it.
-
-    Args:
-        folder: New, empty, or from an earlier run with the same settings. None keeps records in memory only.
-        settings: Everything that determines the records.
-        kind: Dataclass of the records.
-        option: Command option that names the folder, for errors.
+@dataclass
+class Kept(Generic[R]):
+    """Records of a folder that is being written.
 
     Attributes:
+        path: The folder. None keeps records in memory only.
         records: All records, by key.
-
-    Raises:
-        SinkscopeError: Another process writes there, the folder holds something else, or its settings differ.
     """
 
-    def __init__(
-        self,
-        folder: PathName | None,
-        settings: Mapping[str, Any],
-        kind: type[R],
-        *,
-        option: str = "folder",
-    ) -> None:
-        self.folder = None if folder is None else Path(folder)
-        self.name = "" if folder is None else pathless(os.fspath(folder))
-        self.records: dict[Hashable, R] = {}
-        self._kind, self._option = kind, option
-        self._settings = plain(settings, scrub=True)
-        self._lock: Any = None
-
-    def __enter__(self: F) -> F:
-        from filelock import FileLock, Timeout
-
-        if self.folder is None:
-            return self
-        shown = f"{self._option} {self.name}"
-        if world_size() > 1:
-            raise SinkscopeError(f"{shown} is written by one process: run this without torchrun")
-        try:
-            refuse_other_files(self.folder, shown)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.folder / f"{OURS}lock")  # the system drops it when the process ends, however
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            raise SinkscopeError(
-                f"{shown} is being written by another run: wait for it, or give another folder"
-            ) from None
-        except OSError as error:
-            raise SinkscopeError(f"cannot write {self.name}: {reason_of(error)}; choose another place") from None
-        try:
-            self._read_or_begin(self.folder)
-        except BaseException:
-            self._lock.release()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-    def _read_or_begin(self, folder: Path) -> None:
-        """Compare the settings and read the records of an earlier run, or write the settings of a new one."""
-        path = folder / RECORDS
-        records, complete = read_lines(path, self.name, self._kind)
-        self.records = {record.key: record for record in records}
-        if path.exists() and complete < path.stat().st_size:
-            os.truncate(path, complete)  # a kill cut the last line short; the next must not be glued to it
-        if (folder / SETTINGS).exists():
-            earlier = read_json(folder / SETTINGS, "give another folder")
-            if not isinstance(earlier, dict):
-                earlier = {}
-            other = differing(earlier, self._settings)
-            if other and (self.records or earlier.keys() != self._settings.keys()):
-                raise SinkscopeError(
-                    f"{self._option} {self.name} was begun with other settings ({other}): give the same settings, or "
-                    "another folder"
-                )
-        if not self.records:  # nothing is lost if a run that could not begin is begun with other settings
-            write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
+    path: Path | None
+    records: dict[Hashable, R]
 
     def append(self, records: Iterable[R]) -> None:
         """Store finished records. They are on disk when this returns.
@@ -161,18 +91,71 @@ class Folder(Generic[R]):
             SinkscopeError: They cannot be written.
         """
         new = {record.key: record for record in records if record.key not in self.records}
-        if self.folder is not None:
+        if self.path is not None:
             try:
-                with open(self.folder / RECORDS, "ab") as file:
+                with open(self.path / RECORDS, "ab") as file:
                     file.write(json_lines(new.values()).encode())
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
-                raise SinkscopeError(
-                    f"cannot write {self.name}: {reason_of(error)}; make room and run the same command again, finished "
-                    "parts are kept"
-                ) from None
+                remedy = "make room and run the same command again, finished parts are kept"
+                raise cannot_write(self.path, error, remedy) from None
         self.records.update(new)
+
+
+@contextmanager
+def kept_in(
+    folder: PathName | None, settings: Mapping[str, Any], kind: type[R], *, option: str = "folder"
+) -> Iterator[Kept[R]]:
+    """Context manager that locks a folder of records and gives what it holds, to which records are added.
+
+    Args:
+        folder: New, empty, or from an earlier run with the same settings. None keeps records in memory only.
+        settings: Everything that determines the records.
+        kind: Dataclass of the records.
+        option: Command option that names the folder, for errors.
+
+    Raises:
+        SinkscopeError: Another process writes there, the folder holds something else, or its settings differ.
+    """
+    from filelock import FileLock, Timeout
+
+    if folder is None:
+        yield Kept(None, {})
+        return
+    path, shown = Path(folder), f"{option} {pathless(os.fspath(folder))}"
+    if world_size() > 1:
+        raise SinkscopeError(f"{shown} is written by one process: run this without torchrun")
+    lock = FileLock(path / f"{OURS}lock")  # the system drops it when the process ends, however
+    try:
+        refuse_other_files(path, shown)
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise SinkscopeError(f"{shown} is being written by another run: wait for it, or give another folder") from None
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    try:
+        yield Kept(path, _read_or_begin(path, plain(settings, scrub=True), kind, shown))
+    finally:
+        lock.release()
+
+
+def _read_or_begin(path: Path, settings: dict[str, Any], kind: type[R], shown: str) -> dict[Hashable, R]:
+    """The records of an earlier run, whose settings are compared; or none of a new one, whose settings are written."""
+    records, complete = read_lines(path / RECORDS, pathless(str(path)), kind)
+    if (path / RECORDS).exists() and complete < (path / RECORDS).stat().st_size:
+        os.truncate(path / RECORDS, complete)  # a kill cut the last line short; the next must not be glued to it
+    if (path / SETTINGS).exists():
+        earlier = read_json(path / SETTINGS, "give another folder")
+        if not isinstance(earlier, dict):
+            earlier = {}
+        other = differing(earlier, settings)
+        if other and (records or earlier.keys() != settings.keys()):
+            raise SinkscopeError(f"{shown} was begun with other settings ({other}): give the same, or another folder")
+    if not records:  # nothing is lost if a run that could not begin is begun with other settings
+        write_atomic(path / SETTINGS, json.dumps(settings, indent=1, sort_keys=True) + "\n")
+    return {record.key: record for record in records}
 
 
 def json_lines(items: Iterable[Any]) -> str:
@@ -191,13 +174,12 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     *whole, _ = read_bytes(path, "give another folder").split(b"\n") if path.exists() else [b""]
     records: list[R] = []
     for number, line in enumerate(whole, 1):
-        where, remedy = f"{name}/{path.name} line {number}", "delete that line, and run the same command again"
+        where = f"{name}/{path.name} line {number}"
         try:
-            row = parse_json(line)
-        except ValueError:
-            raise SinkscopeError(f"{where} is damaged, because it is not JSON: {remedy}") from None
-        try:
-            records.append(build(kind, row, where))
-        except SinkscopeError as error:
-            raise SinkscopeError(f"{error}; the line is damaged: {remedy}") from None
+            records.append(build(kind, parse_json(line), where))
+        except ValueError as error:
+            said = str(error).removeprefix(f"{where}: ")
+            raise SinkscopeError(
+                f"{where}: {said}; the line is damaged: delete it, and run the same command again"
+            ) from None
     return records, sum(len(line) + 1 for line in whole)

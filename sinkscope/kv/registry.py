@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_settings, setting_types, with_own_settings
+from sinkscope.files.records import Budget, read_settings, setting_types
 from sinkscope.hooks.edit.base import Intervention
 
 ENTRY_POINTS = "sinkscope.policies"
@@ -92,7 +92,7 @@ def policy_named(text: str) -> Intervention:
         types |= setting_types(policy)
     given = read_settings([part for part in parts if part], types, f"policy {text!r}", "budget")
     try:
-        return make(**with_own_settings(policy, given))
+        return make(**given)
     except TypeError as error:  # a setting is missing, or a method
         raise SinkscopeError(f"policy {text!r} cannot be made: {error}") from None
 

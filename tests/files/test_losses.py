@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 from sinkscope.files.output import write_output
-from sinkscope.files.store import Folder, Keyed
+from sinkscope.files.store import Keyed, kept_in
 
 MINE = b"my notes\n"
 
@@ -22,7 +22,7 @@ class Entry(Keyed):
 
 
 def run(folder: Path, names: str = "abc") -> list[Entry]:
-    with Folder(folder, {"number": 1}, Entry) as kept:
+    with kept_in(folder, {"number": 1}, Entry) as kept:
         for number, name in enumerate(names):
             kept.append([Entry(name, number)])
         return list(kept.records.values())
@@ -40,7 +40,7 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str):
 
 
 def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(tmp_path: Path):
-    with Folder(tmp_path / "run", {"number": 0}, Entry):
+    with kept_in(tmp_path / "run", {"number": 0}, Entry):
         pass
     assert len(run(tmp_path / "run")) == 3
     (tmp_path / "other").mkdir()
@@ -67,6 +67,6 @@ def test_pipes_are_written_in_place():
 
 
 def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):
-    with Folder(tmp_path / "r", {}, Entry, option="--resume"):
+    with kept_in(tmp_path / "r", {}, Entry, option="--resume"):
         with refused(r"--resume .*r is being written by another run"):
-            Folder(tmp_path / "r", {}, Entry, option="--resume").__enter__()
+            kept_in(tmp_path / "r", {}, Entry, option="--resume").__enter__()

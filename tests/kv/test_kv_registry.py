@@ -25,7 +25,7 @@ from sinkscope.kv import (
     policy_named,
     register_policy,
 )
-from sinkscope.loops.guard import LoopGuard, Steer
+from sinkscope.loops.guard import LoopGuard
 
 MODULE = """
     from dataclasses import dataclass
@@ -58,7 +58,7 @@ NAMES = {
     "sinkscope.kv.published:StreamingLLM:12": StreamingLLM(budget=12),
     "snapkv:512:window=64:pooling=avg": SnapKV(512, window=64, pooling="avg"),
     "sinkscope.kv.published:StreamingLLM:12:first=2": StreamingLLM(budget=12, first=2),
-    "loopguard:64:penalty=1:seed=2": LoopGuard(64, steer=Steer(penalty=1.0, seed=2)),
+    "loopguard:64:act=cut": LoopGuard(64, act="cut"),
     "loopguard:steer=none": LoopGuard(steer=None),
     "loopguard": LoopGuard(),
     "loopguard:paper:0.5": LoopGuard.paper(budget=0.5),

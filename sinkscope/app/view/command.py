@@ -15,7 +15,6 @@ from sinkscope.app.view.result import ModelView
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import read_text, write_output
-from sinkscope.files.provenance import install_command
 from sinkscope.measure import Setup
 from sinkscope.results.console import end_bar
 from sinkscope.results.pages import source
@@ -72,7 +71,7 @@ def view(model: object = None, text: str | None = None, **options: Any) -> Any:
         SinkscopeError: anywidget is missing, the model cannot be opened, or the text is empty or too long.
     """
     if find_spec("anywidget") is None:
-        raise SinkscopeError(f"a widget needs anywidget: {install_command('view')}, or run sinkscope view")
+        raise SinkscopeError("a widget needs anywidget: pip install anywidget, or run sinkscope view")
     import anywidget
     import traitlets
 

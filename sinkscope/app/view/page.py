@@ -13,7 +13,6 @@ from typing import Any
 from sinkscope.app.view.listen import listen
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
-from sinkscope.files.provenance import install_command
 from sinkscope.results.pages import render, source
 from sinkscope.results.result import Result
 
@@ -87,7 +86,7 @@ def check_server() -> None:
         SinkscopeError: uvicorn or, which is installed with it, starlette is missing.
     """
     if find_spec("uvicorn") is None:
-        raise SinkscopeError(f"a live page needs uvicorn: {install_command('view')}, or write a page with --html FILE")
+        raise SinkscopeError("a live page needs uvicorn: pip install starlette uvicorn, or give --html FILE")
 
 
 def application(answer: Callable[[Any], dict[str, Any]], title: str, token: str) -> Any:
