@@ -22,10 +22,9 @@ from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache import CacheLayer, places_without
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.latest_queries import QueryKeeper
-from sinkscope.kv.slots import places_without
 from sinkscope.kv.usage import held_summary
 
 LayerBudget = int | Int[Tensor, "batch _"]

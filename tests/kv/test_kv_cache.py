@@ -17,7 +17,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from sinkscope.engine.step import TokenPositions
 from sinkscope.generation.progressive import work_on_copy
-from sinkscope.kv import Full, Observe, StreamingLLM, slots
+from sinkscope.kv import Full, Observe, StreamingLLM
+from sinkscope.kv import cache as layers_of
 from sinkscope.kv.cache import CacheLayer
 
 HEADS = 2
@@ -150,7 +151,7 @@ class Layers(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.patches = [mock.patch.multiple(slots, COPY_LIMIT=4, SPARE=3), torch.no_grad()]
+        self.patches = [mock.patch.multiple(layers_of, COPY_LIMIT=4, SPARE=3), torch.no_grad()]
         for patch in self.patches:
             patch.__enter__()
 

@@ -7,7 +7,7 @@ import torch
 from kv_kit import allocated_slots
 from torch import Tensor
 
-from sinkscope.kv import slots as room
+from sinkscope.kv import cache as room
 from sinkscope.kv.cache import CacheLayer
 
 
