@@ -13,7 +13,7 @@ import torch
 
 from sinkscope.conformance.subject import Factory
 from sinkscope.engine.run import Run
-from sinkscope.kv import CacheKeeper, LayerMoment, Policy
+from sinkscope.kv import LayerMoment, Policy, keep_queries
 from sinkscope.models.grouped_heads import in_groups
 
 WATCHED = 4
@@ -27,7 +27,7 @@ class Attended(Policy):
     last: int = WATCHED
 
     def watch(self, run):
-        CacheKeeper.of(run).window_queries(run, WATCHED, decoding=True)
+        keep_queries(run, WATCHED, decoding=True)
 
     def scores(self, at: LayerMoment):
         return in_groups(at.window_rows(WATCHED).sum(2), at.kv.pos.shape[1]).mean(2)

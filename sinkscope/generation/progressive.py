@@ -16,9 +16,9 @@ from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.files.records import Natural, Whole
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
+from sinkscope.kv.watch import keep_queries
 from sinkscope.models.grouped_heads import in_groups
 
 
@@ -61,7 +61,7 @@ class Progressive(Policy):
 
     def watch(self, run: Run) -> None:
         """Keep the latest queries, also those of generated tokens."""
-        CacheKeeper.of(run).window_queries(run, self.interval, decoding=True)
+        keep_queries(run, self.interval, decoding=True)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Return the attention of the latest queries; padding does not vote."""

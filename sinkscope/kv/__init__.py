@@ -8,7 +8,7 @@ from sinkscope.kv.policy import KeptPerRow, LayerMoment, Policy
 from sinkscope.kv.published import H2O, TOVA, AdaKV, Full, Pyramid, SnapKV, StreamingLLM
 from sinkscope.kv.registry import policies, policy_named, register_policy
 from sinkscope.kv.usage import Usage
-from sinkscope.kv.watch import Observe, watch
+from sinkscope.kv.watch import Observe, keep_queries, watch
 
 __all__ = [
     "H2O",
@@ -25,6 +25,7 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "Usage",
+    "keep_queries",
     "policies",
     "policy_named",
     "register_policy",

@@ -20,11 +20,13 @@ from sinkscope.engine.step import Step, TokenPositions
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.latest_queries import QueryKeeper
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.models.target import Target
 from sinkscope.models.windows import check_caches_filled, layer_window, layers_with_states
 from sinkscope.results.notation import count_of
+
+LATEST_QUERIES = "latest queries"
+"""By what the latest queries of rows are known, whose bytes are counted."""
 
 
 class CacheKeeper(Actor):
@@ -42,7 +44,6 @@ class CacheKeeper(Actor):
         self.target = run.target
         self.windows = [layer_window(run.target.config, layer) for layer in range(run.target.n_layers)]
         self.anchors = 0
-        self._queries: QueryKeeper | None = None
         self._policy_name: str | None = None
         self._meters: WeakKeyDictionary[Any, Meter] = WeakKeyDictionary()  # of the caches in use
         self._counted: list[Meter] = []  # of all caches
@@ -88,14 +89,6 @@ class CacheKeeper(Actor):
                 by_token="a cache policy acts on tokens that come one by one (Full does not)",
             )
 
-    def window_queries(self, run: Run, last: int, decoding: bool = False) -> None:
-        """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
-        if self._queries is None:
-            self._queries = QueryKeeper()
-            run.act(self._queries)
-        self._queries.count = max(self._queries.count, last)
-        self._queries.keeps_decoding |= decoding
-
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the block; of a model that is split, the bytes of all processes."""
@@ -120,9 +113,10 @@ class CacheKeeper(Actor):
             self._meters[cache] = Meter(self.windows, self.target.processes)
             self._counted.append(self._meters[cache])
         step.anchors = self.anchors
+        tokens = state.tokens
         for kv in cache.layers:  # a plain loop: every token comes here
             if isinstance(kv, CacheLayer):
-                kv.upcoming = step.tokens
+                kv.upcoming = tokens
                 step.layers.append(kv)
         reach = self._reach
         if not step.layers:
@@ -166,7 +160,7 @@ class CacheKeeper(Actor):
     def after(self, step: Step) -> None:
         """Count what the cache holds."""
         if step.layers:
-            queries = step.state.known.get(QueryKeeper.KEY)
+            queries = step.state.known.get(LATEST_QUERIES)
             beside = 0 if queries is None else queries.nbytes
             self._meters[step.cache].note(step.layers, beside, decodes=step.decodes)
 

@@ -23,8 +23,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer, places_without
-from sinkscope.kv.keeper import CacheKeeper
-from sinkscope.kv.latest_queries import QueryKeeper
+from sinkscope.kv.keeper import LATEST_QUERIES, CacheKeeper
 from sinkscope.kv.usage import held_summary
 
 LayerBudget = int | Int[Tensor, "batch _"]
@@ -45,6 +44,11 @@ class KeptPerRow:
     total: tuple[int, ...]
     first: tuple[int, ...]
     latest: tuple[int, ...]
+
+    @cached_property
+    def most_protected(self) -> int:
+        """The largest number of tokens of a row that are always kept."""
+        return max(map(sum, zip(self.first, self.latest, strict=True)))
 
     @cached_property
     def one_budget(self) -> LayerBudget:
@@ -83,9 +87,9 @@ class LayerMoment:
         """Recompute, in float32, the attention of the `last` queries to everything in the cache; 0 at padding.
 
         Raises:
-            UnsupportedError: No query was seen. `CacheKeeper.window_queries`, called in `watch`, has them kept.
+            UnsupportedError: No query was seen. `keep_queries`, called in `watch`, has them kept.
         """
-        latest = self.step.state.known.get(QueryKeeper.KEY)
+        latest = self.step.state.known.get(LATEST_QUERIES)
         if latest is None or self.layer not in latest.by_layer:
             raise unseen_queries()
         columns = self.step.earlier.columns_of(self.kv.pos)
@@ -131,8 +135,8 @@ class Policy(Intervention):
             at: The layer. `at.rows.total` holds the budget of each row in tokens.
 
         Returns:
-            One number, or one for each row `[batch 1]`, or for each row and kv head. What is always kept has to fit
-            into each.
+            One number, or one for each row `[batch 1]`, or for each row and kv head. Where it is less than what is
+            always kept, that is kept.
         """
         return at.rows.one_budget
 
@@ -150,36 +154,51 @@ class Policy(Intervention):
         """Return how many tokens the run's caches held, out of how many were read."""
         return held_summary(f"{self.shown_name}({self.budget})", run)
 
-    def check_prompt(self, tokens: int) -> None:
-        """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
-        self.budgets_in_tokens([tokens])
-
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
         CacheKeeper.of(run, self.shown_name, self.first).watch_decoding(run)
         self.watch(run)
         run.act(PolicyActor(self))
 
-    def budgets_in_tokens(self, prompts: Sequence[int]) -> list[int]:
-        """Return the budget of each row in tokens, for prompts of these lengths."""
-        named = f"budget={self.budget}"
-        if isinstance(self.budget, int):
-            budgets = [self.budget] * len(prompts)
-        else:
-            budgets = [share_of(self.budget, tokens) for tokens in prompts]
-            named += f" of a prompt of {min(prompts)} tokens, {min(budgets)},"
-        check_room(min(budgets), sum(self.always_kept(min(budgets))), f"{self.shown_name}: {named}")
-        return budgets
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
+        self.kept_of(tokens)
+
+    def kept_of(self, prompt: int, anchors: int = 0) -> tuple[int, int, int]:
+        """Return what is kept of a row with a prompt of this length: its budget, and first and latest tokens.
+
+        Args:
+            prompt: Tokens of the prompt.
+            anchors: First tokens that a guard in the same run keeps; they take up to half of what the latest leave.
+
+        Raises:
+            SinkscopeError: What is always kept does not fit into the budget.
+        """
+        budget = self.budget
+        named = f"budget={budget}"
+        if not isinstance(budget, int):
+            budget = share_of(budget, prompt)
+            named += f" of a prompt of {prompt} tokens, {budget},"
+        first, latest = self.always_kept(budget)
+        least = max(1, first + latest)
+        if budget < least:
+            raise SinkscopeError(
+                f"{self.shown_name}: {named} is below the {least} tokens that are always kept: raise the budget or "
+                "protect fewer"
+            )
+        return budget, max(first, min(anchors, (budget - latest) // 2)), latest
+
+    def kept_per_row(self, step: Step) -> KeptPerRow:
+        """Return what is kept of each row: its budget, and the first and latest tokens that are always kept."""
+        kept = [self.kept_of(prompt, step.anchors) for prompt in step.state.prompt]
+        return KeptPerRow(*zip(*kept, strict=True))
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Return numbers of first and of latest tokens of a row that are always kept at a budget in tokens."""
         return self.first, self.last
 
     def protected(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
-        """Return slots that are always kept: the first and the last ones.
-
-        The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
-        """
+        """Return slots that are always kept: the first and the last ones, and those that a guard in the run keeps."""
         pos = at.kv.pos
         protected = pos < _by_slot(_number_or_rows(at.rows.first), pos)
         if any(at.rows.latest):
@@ -196,25 +215,13 @@ class Policy(Intervention):
         """Choose the protected slots and those with the highest scores, up to the budget, in every row and kv head.
 
         Among slots of equal score the later one is kept, so that padding and batching make no difference.
-
-        Raises:
-            SinkscopeError: What is always kept does not fit into the budget of some row.
         """
-        if budget is not at.rows.one_budget:
-            self._check_layer_room(budget, at)
         pos = at.kv.pos
         ranked = self._ranked(scores, at)
         if not at.kv.gapless:
             ranked = ranked.masked_fill(pos < 0, -torch.inf)
-        return (pos >= 0) & (rank_from_top(ranked) < _by_slot(budget, pos))
-
-    def _check_layer_room(self, budget: LayerBudget, at: LayerMoment) -> None:
-        """Refuse a layer's own budgets if one is smaller than what is always kept of its row."""
-        fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
-        for row, kept in enumerate(zip(at.rows.first, at.rows.latest, strict=True)):
-            tokens = fewest[row % len(fewest)]
-            named = f"{self.shown_name}: layer {at.layer} has a budget of {tokens} tokens, which"
-            check_room(tokens, sum(kept), named)
+        stays = (rank_from_top(ranked) < _by_slot(budget, pos)) | (ranked == torch.inf)
+        return (pos >= 0) & stays
 
     def _ranked(self, scores: Tensor, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """The scores, with infinity for slots that are always kept."""
@@ -237,6 +244,7 @@ class Policy(Intervention):
             exact = None
             slots = kv.keys.shape[-2]
             if isinstance(budget, int) and type(self).select is Policy.select:  # every head keeps as many
+                budget = max(budget, rows.most_protected)
                 if slots <= budget:
                     continue
                 exact = budget if kv.gapless else None
@@ -267,32 +275,21 @@ class Policy(Intervention):
         """
         scores: object = self.scores(at)
         shape = at.kv.keys.shape[:3]
+        name = f"{self.shown_name}.scores returned"
         if not isinstance(scores, Tensor) or scores.shape != shape:
             raise SinkscopeError(
-                f"{self.shown_name}.scores returned a {type(scores).__name__} of shape "
-                f"{tuple(getattr(scores, 'shape', ()))} for layer {at.layer}: expected a tensor of shape "
-                f"{tuple(shape)}, one number per row, kv head, slot"
+                f"{name} a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for layer "
+                f"{at.layer}: expected a tensor of shape {tuple(shape)}, one number per row, kv head, slot"
             )
         checked = at.step.prefill_ended or scores.device.type == "cpu"
         # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
         if checked and scores.is_floating_point() and scores.numel() and math.isnan(scores.amin().item()):
             if bool((scores.isnan() & (at.kv.pos >= 0)).any()):
                 raise SinkscopeError(
-                    f"{self.shown_name}.scores returned NaN for layer {at.layer}: slots without a score cannot be "
-                    "compared; return -torch.inf for what is worth nothing"
+                    f"{name} NaN for layer {at.layer}: slots without a score cannot be compared; return -torch.inf for "
+                    "what is worth nothing"
                 )
         return scores.float()
-
-    def kept_per_row(self, step: Step) -> KeptPerRow:
-        """Return what is kept of each row: its budget, and the first and latest tokens that are always kept."""
-        budgets = self.budgets_in_tokens(step.state.prompt)
-        first: list[int] = []
-        latest: list[int] = []
-        for budget in budgets:
-            first_kept, latest_kept = self.always_kept(budget)
-            first.append(max(first_kept, min(step.anchors, (budget - latest_kept) // 2)))
-            latest.append(latest_kept)
-        return KeptPerRow(tuple(budgets), tuple(first), tuple(latest))
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,18 +326,6 @@ def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch s
     order = scores.argsort(dim=-1, stable=True).flip(-1)
     index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, index)
-
-
-def check_room(budget: int, always_kept: int, named: str) -> None:
-    """Refuse a budget in tokens that is smaller than what is always kept.
-
-    Raises:
-        SinkscopeError: It is.
-    """
-    if budget < max(1, always_kept):
-        raise SinkscopeError(
-            f"{named} is below the {max(1, always_kept)} tokens that are always kept: raise the budget or protect fewer"
-        )
 
 
 def unseen_queries() -> UnsupportedError:

@@ -25,7 +25,7 @@ from sinkscope.files.records import Budget, Natural, Share, share_of
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy, rank_from_top, unseen_queries
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.watch import watch
+from sinkscope.kv.watch import keep_queries, watch
 from sinkscope.models.grouped_heads import in_groups, per_query_head
 from sinkscope.models.target import Target
 
@@ -201,7 +201,7 @@ class SnapKV(Policy):
         window = self.window or WINDOW
         if isinstance(self.budget, int):
             window = self.window_at(self.budget)
-        CacheKeeper.of(run).window_queries(run, window, decoding=self.every != "prefill")
+        keep_queries(run, window, decoding=self.every != "prefill")
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Return the first tokens, and the window or `last` if that is more."""

@@ -15,7 +15,7 @@ from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import SnapKV
-from sinkscope.kv.latest_queries import QueryKeeper
+from sinkscope.kv.keeper import LATEST_QUERIES
 from sinkscope.sparse.serve import LoopServe
 
 
@@ -50,7 +50,7 @@ def test_only_the_latest_queries_stay_and_they_are_counted(voter, family):
     looking, cache = Looking(), DynamicCache(config=model.config)
     with (voter | looking).on(model) as run:
         decode(model, ids, mask, 600, cache)
-        queries = looking.states[-1].known[QueryKeeper.KEY].by_layer.values()
+        queries = looking.states[-1].known[LATEST_QUERIES].by_layer.values()
         kept = sum(latest.query.nbytes for latest in queries)
         stored = sum(one.untyped_storage().nbytes() for latest in queries for one in (latest.query,))
         assert len(queries) == 2 and kept == stored

@@ -66,7 +66,7 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     """As whole numbers say: 0.29 of 100 tokens are 29, where floating point numbers make 28.999..."""
     want = percent * prompt // 100
     share = percent / 100
-    assert ss.kv.StreamingLLM(share).budgets_in_tokens([prompt]) == [want]
+    assert ss.kv.StreamingLLM(share).kept_of(prompt)[0] == want
     assert ss.LoopGuard(share).retention(prompt).budget == want
     empty = Scores(torch.zeros(1, prompt, 1), torch.zeros(1, prompt, 1), 1.0)
     shape = AShape(budget=share).lines(empty, 0)
