@@ -47,6 +47,8 @@ class Calls:
         reads_one_text: Whether some actor watches the text of each row, beside which `generate` may read no other.
         owns_attention: Whether some actor owns caches or replaces attention, which no other run may do beside it.
         actors: What acts in calls, in order.
+        uncached: Why `generate` may not run without a cache; "" if it may.
+        by_token: Why tokens have to be read one by one, which those of assisted generation are not; "" if not.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         draft: The text that is being written, of which actors may take tokens back; None if there is none.
     """
@@ -56,6 +58,7 @@ class Calls:
         self.number = next(_NUMBERS)
         self.passes = 0
         self.takes_back = self.owns_attention = self.reads_one_text = False
+        self.uncached = self.by_token = ""
         self.actors: list[Actor] = []
         self.prompting = False
         self.draft: Draft | None = None
@@ -179,7 +182,10 @@ class Calls:
         for kv in step.layers:  # a plain loop: every token comes here
             if kv.slot_positions is not None:
                 step.has_gaps = True
-        self._attending = [actor for actor in self._in_layers if actor.attends(step)]
+        self._attending = []
+        for actor in self._in_layers:
+            if actor.attends(step):
+                self._attending.append(actor)
         listener.first_query = step.past
         listener.has_gaps = step.has_gaps
         listener.idle = not self._attending
@@ -209,10 +215,14 @@ class Calls:
         output = values[-1]
         if step is None or self._thread is not threading.current_thread():
             return
-        self._drop()
+        self._step = None
+        listener = self._listener
+        if listener is not None:
+            listener.idle = True
+            listener.has_gaps = False
         if output is None:
             return
-        if self._listener is not None and not self._listener.was_reached:
+        if listener is not None and not listener.was_reached:
             raise self._attention_elsewhere()
         self.passes += 1
         if step.past == 0:

@@ -8,7 +8,6 @@ holds nothing, and a run may be left in another thread than it was entered in.
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,7 +30,6 @@ from sinkscope.models.target import Target
 
 _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 _LOOK = 0.5  # seconds after which whoever waits looks whether the thread that holds the model still lives
-_LONG = 10.0  # seconds after which whoever waits says so
 _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended."""
 
@@ -42,12 +40,10 @@ class Hold:
 
     Attributes:
         thread: The thread.
-        what: What it entered, in words.
         run: The run; None of a measurement.
     """
 
     thread: threading.Thread
-    what: str
     run: Run | None
 
 
@@ -55,23 +51,17 @@ _HOLDS: WeakKeyDictionary[nn.Module, list[Hold]] = WeakKeyDictionary()
 
 
 @contextmanager
-def held(target: Target, what: str, run: Run | None = None) -> Iterator[Hold]:
-    """Context manager in which this thread steers a model; it waits while another thread does, and says so."""
-    hold = Hold(threading.current_thread(), what, run)
+def held(target: Target, run: Run | None = None) -> Iterator[None]:
+    """Context manager in which this thread steers a model; it waits while another one does that lives."""
+    me = threading.current_thread()
+    hold = Hold(me, run)
     decoder = target.base
-    began: float | None = time.monotonic()
     with _CHANGED:
-        while (other := _other(decoder)) is not None:
+        while any(other.thread is not me and other.thread.is_alive() for other in holds_on(decoder)):
             _CHANGED.wait(_LOOK)
-            if began is not None and time.monotonic() - began > _LONG:
-                began = None
-                warn(
-                    f"{what} waits until thread {other.thread.name!r} has left {other.what} on {target.name}: one "
-                    "thread steers a model at a time"
-                )
         _HOLDS[decoder] = [*holds_on(decoder), hold]  # a new list: others read it without the lock
     try:
-        yield hold
+        yield
     finally:
         with _CHANGED:
             _HOLDS[decoder] = [other for other in _HOLDS[decoder] if other is not hold]
@@ -87,15 +77,6 @@ def runs_here(decoder: nn.Module) -> list[Run]:
     """Return the runs that this thread has entered on a decoder."""
     me = threading.current_thread()
     return [hold.run for hold in holds_on(decoder) if hold.thread is me and hold.run is not None]
-
-
-def _other(decoder: nn.Module) -> Hold | None:
-    """A hold of another thread that still lives."""
-    me = threading.current_thread()
-    for hold in holds_on(decoder):
-        if hold.thread is not me and hold.thread.is_alive():
-            return hold
-    return None
 
 
 @dataclass(frozen=True)
@@ -162,7 +143,6 @@ class Run(Calls):
         self.stack = ExitStack()
         self._acts = any(part.ACTS for part in parts)
         self._is_used = False
-        self._by_token = self._uncached = ""  # why some kinds of generation are refused
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
         self._names = {module: name for name, module in target.hf.named_modules()}
@@ -175,7 +155,7 @@ class Run(Calls):
         self._is_used, self._thread = True, threading.current_thread()
         target = self.target
         with ExitStack() as self.stack:
-            self.stack.enter_context(held(target, self._words, self))
+            self.stack.enter_context(held(target, self))
             if target.kind == "nnsight":
                 self.stack.enter_context(_not_remote(target))
             self.stack.enter_context(_following_generate(self))
@@ -237,16 +217,6 @@ class Run(Calls):
         self.stack.push(warn_if_none)
         return reach
 
-    def refuse_generation(self, *, uncached: str, by_token: str = "") -> None:
-        """Refuse some kinds of generation from now on.
-
-        Args:
-            uncached: Why it may not run without a cache.
-            by_token: Why tokens have to be read one by one, which those of assisted generation are not; "" if not.
-        """
-        self._uncached = uncached
-        self._by_token = by_token or self._by_token
-
     def begin_generation(self, options: Mapping[str, Any], settings: Any) -> None:
         """Note the settings of a generation, which reads a prompt with these arguments.
 
@@ -255,25 +225,13 @@ class Run(Calls):
                 text beside the one from which tokens may be taken back.
         """
         self._settings = settings
-        if self._uncached and not options.get("use_cache") and cache_in(options) is None:
-            raise UnsupportedError(f"use_cache=False: {self._uncached}: generate with use_cache=True, or without them")
+        if self.uncached and not options.get("use_cache") and cache_in(options) is None:
+            raise UnsupportedError(f"use_cache=False: {self.uncached}: generate with use_cache=True, or without them")
         scale = getattr(settings, "guidance_scale", None)
         if self.reads_one_text and scale not in (None, 1):
             raise UnsupportedError(
                 f"guidance_scale={scale}: the model reads a second text beside the one that a guard watches: generate "
                 "without it, or without the guard"
-            )
-
-    def begin_assisted(self) -> None:
-        """Refuse assisted generation where tokens have to come one by one.
-
-        Raises:
-            UnsupportedError: They have to.
-        """
-        if self._by_token:
-            raise UnsupportedError(
-                f"assisted generation reads several tokens at a time and takes some back, and {self._by_token}: "
-                "generate without an assistant or prompt lookup"
             )
 
     def hook(self, *hooks: Hook) -> None:
@@ -437,8 +395,11 @@ class _Followed:
                 "edit, a policy or a guard acts in all of them: generate without it"
             )
         for run in self.runs:
-            if run.acts_here:
-                run.begin_assisted()
+            if run.acts_here and run.by_token:
+                raise UnsupportedError(
+                    f"assisted generation reads several tokens at a time and takes some back, and {run.by_token}: "
+                    "generate without an assistant or prompt lookup"
+                )
         return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:

@@ -298,7 +298,7 @@ def _passed(
     rows = nullcontext()
     if of_rows:
         rows = attention_rows(target, show, layers=list(of_rows), rows_per_chunk=ids.shape[1])
-    with held(target, "trace"), rows, target.hooks(*hooks):
+    with held(target), rows, target.hooks(*hooks):
         positions: dict[str, Any] = {}
         if mask is not None and "position_ids" in signature(target.base.forward).parameters:
             positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted

@@ -197,7 +197,8 @@ class CacheLayer(DynamicLayer):
         The call does not wait for the device.
         """
         pos = self.pos.take(index)
-        self._move_numbers(lambda numbers: numbers.take(index))
+        for name in self.numbers:
+            self.numbers[name] = self.extra(name).take(index)
         # Whole slots, which is ten times as fast as `gather`.
         keys = torch.embedding(self.keys.flatten(0, 2), index)
         values = torch.embedding(self.values.flatten(0, 2), index)

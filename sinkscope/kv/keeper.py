@@ -84,10 +84,8 @@ class CacheKeeper(Actor):
             name = self._policy_name or "the intervention"
             why = "it acts when a generated token follows a prompt, and only prompts were read"
             self._reach = run.reach(name, f"{why}; generate, or feed tokens one by one with a cache")
-            run.refuse_generation(
-                uncached="there is no cache that a cache policy or a guard could act on",
-                by_token="a cache policy acts on tokens that come one by one (Full does not)",
-            )
+            run.uncached = "there is no cache that a cache policy or a guard could act on"
+            run.by_token = "a cache policy acts on tokens that come one by one (Full does not)"
 
     @property
     def usage(self) -> list[Usage]:

@@ -275,19 +275,19 @@ class Policy(Intervention):
         """
         scores: object = self.scores(at)
         shape = at.kv.keys.shape[:3]
-        name = f"{self.shown_name}.scores returned"
         if not isinstance(scores, Tensor) or scores.shape != shape:
             raise SinkscopeError(
-                f"{name} a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for layer "
-                f"{at.layer}: expected a tensor of shape {tuple(shape)}, one number per row, kv head, slot"
+                f"{self.shown_name}.scores returned a {type(scores).__name__} of shape "
+                f"{tuple(getattr(scores, 'shape', ()))} for layer {at.layer}: expected a tensor of shape "
+                f"{tuple(shape)}, one number per row, kv head, slot"
             )
         checked = at.step.prefill_ended or scores.device.type == "cpu"
         # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
         if checked and scores.is_floating_point() and scores.numel() and math.isnan(scores.amin().item()):
             if bool((scores.isnan() & (at.kv.pos >= 0)).any()):
                 raise SinkscopeError(
-                    f"{name} NaN for layer {at.layer}: slots without a score cannot be compared; return -torch.inf for "
-                    "what is worth nothing"
+                    f"{self.shown_name}.scores returned NaN for layer {at.layer}: slots without a score cannot be "
+                    "compared; return -torch.inf for what is worth nothing"
                 )
         return scores.float()
 

@@ -97,18 +97,18 @@ class H2O(Policy):
         watch(run, self._add)
 
     def _add(self, rows: AttentionRows) -> None:
-        if rows.kv is None:  # a call without a cache
+        kv, probs = rows.kv, rows.probs
+        if kv is None:  # a call without a cache
             return
-        probs = rows.probs
-        if probs.shape[2] > 1 or not rows.kv.gapless:  # else a single token, which is no padding
+        if probs.shape[2] > 1 or not kv.gapless:  # else a single token, which is no padding
             # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head 1 slot".
             real = (rows.query_pos >= 0).to(probs)
             probs = real[:, None, None] @ probs
-        received = in_groups(probs, rows.kv.keys.shape[1]).mean(2)
-        earlier = rows.kv.numbers.get("h2o")
+        received = in_groups(probs, kv.keys.shape[1]).mean(2)
+        earlier = kv.numbers.get("h2o")
         if earlier is not None:  # in place; new slots have none
             received.narrow(-1, 0, earlier.shape[-1]).add_(earlier)
-        rows.kv.numbers["h2o"] = received
+        kv.numbers["h2o"] = received
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""

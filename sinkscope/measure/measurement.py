@@ -124,7 +124,7 @@ class Measurement(Generic[P, R]):
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         setup.target.shards.agree("setting", self.function.__name__, plan)
         target = setup.target
-        alone = held(target, self.function.__name__)
+        alone = held(target)
         with alone, noted_decoding() as decoding, watched_by(setup.progress), evaluating(target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {

@@ -22,7 +22,7 @@ from einops import EinopsError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinkscope.engine.attention import Attention, relative_error
+from sinkscope.engine.attention import Attention
 from sinkscope.engine.stock import eager
 from sinkscope.engine.tap import Listener, tapped
 from sinkscope.errors import UnsupportedError
@@ -34,7 +34,7 @@ from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.models.weights import input_width, is_transposed
-from sinkscope.opening.sums import TOKENS, Values, mlp_sum, read, residual_sums
+from sinkscope.opening.sums import TOKENS, Values, mlp_sum, read, relative_error, residual_sums
 
 ATTENTION = """self_attn linear_attn mamba conv norm_attn_norm.attn attn.attention attention.self attn self_attention
     attention multi_head_attention temporal_block mixer""".split()

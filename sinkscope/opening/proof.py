@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from sinkscope.engine.attention import Attention, relative_error
+from sinkscope.engine.attention import Attention
 from sinkscope.engine.stock import eager
 from sinkscope.engine.tap import Listener, tapped
 from sinkscope.errors import UnsupportedError, first_line
@@ -33,7 +33,7 @@ from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
 from sinkscope.models.target import Target
 from sinkscope.models.windows import ChunkWindow, layer_window, misnumbered
-from sinkscope.opening.sums import EXACT, ROWS, Values, alike, by_row, mlp_sum, read, residual_sums
+from sinkscope.opening.sums import EXACT, ROWS, Values, alike, by_row, mlp_sum, read, relative_error, residual_sums
 
 _TURNED, _NOISE, _SCALED = {"q": 1, "k": 2, "v": 3}, 4, 5  # rows
 _HEAD = 1  # the edited head, if a layer has two or more

@@ -239,3 +239,13 @@ def mlp_sum(values: Values) -> Sum:
         down = down * gate.sigmoid()
     total.parts["shared_factor"] = down
     return total
+
+
+def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:
+    """Return the largest distance from the expected change, relative to its size or, if larger, that of `numbers`."""
+    size = expected.abs().max()
+    if not size > 0:
+        return float("inf")
+    if numbers is not None:
+        size = torch.maximum(size, numbers.abs().max())
+    return float(((change - expected).abs().max() / size).nan_to_num(torch.inf))

@@ -77,10 +77,8 @@ class SparsePrompts(Intervention):
         check_servable(run.target)
         own_attention(run)
         name = type(self).__name__
-        run.refuse_generation(
-            uncached=f"{name} reads prompts, and without a cache each call is one",
-            by_token=f"{name} would read these as a prompt",
-        )
+        run.uncached = f"{name} reads prompts, and without a cache each call is one"
+        run.by_token = f"{name} would read these as a prompt"
         for actor in run.actors:
             if isinstance(actor, PromptReader):
                 other = type(actor.prompts).__name__

@@ -131,26 +131,6 @@ def test_a_model_inside_a_with_takes_no_other_policy(model):
         pass
 
 
-def test_whoever_waits_for_long_says_for_whom(model, monkeypatch):
-    monkeypatch.setattr("sinkscope.engine.run._LONG", 0.0)
-    monkeypatch.setattr("sinkscope.engine.run._LOOK", 0.01)
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold():
-        with STREAMING.on(model):
-            entered.set()
-            leave.wait(60)
-
-    holder = threading.Thread(target=hold, name="holder")
-    holder.start()
-    entered.wait(60)
-    threading.Timer(0.2, leave.set).start()
-    with pytest.warns(SinkscopeWarning, match="TOVA waits until thread 'holder' has left StreamingLLM"):
-        with TOVA(budget=8).on(model):
-            pass
-    holder.join()
-
-
 def test_a_thread_that_has_ended_holds_nothing_and_a_block_may_be_left_in_another_thread(model):
     block = STREAMING.on(model)
     with unchanged(model):

@@ -90,8 +90,8 @@ class PlacedEdit(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
         if self.remembers:
-            reason = f"{type(self).__name__} remembers {self.remembers}, and without a cache each call is a first one"
-            run.refuse_generation(uncached=reason)
+            name = type(self).__name__
+            run.uncached = f"{name} remembers {self.remembers}, and without a cache each call is a first one"
         reach = None
         positions = getattr(self, "positions", None)
         if positions is not None:
@@ -134,6 +134,8 @@ class NeuronEdit(PlacedEdit):
     site: Where = "post"
 
     KIND = "edited"
+    heads: ClassVar[Any] = ()
+    """Layer and number of each edited head; only an ablation has any."""
     FIRES: ClassVar[float | None] = None
     """An event says whether it moved the neuron by more than this part of its value at the first token. None: no."""
 
@@ -142,15 +144,10 @@ class NeuronEdit(PlacedEdit):
         if (layer is None) != (not numbers):
             raise SinkscopeError(f"layer={layer!r} with neurons={numbers!r}: give both, as in layer=1, neurons=[7890]")
         sites = [*listed("sites", self.sites), *((layer, number) for number in numbers)]
-        if not sites and not self._heads:
+        if not sites and not self.heads:
             raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
         object.__setattr__(self, "sites", tuple(dict.fromkeys(map(site_of, sites))))
         checked_value(Where, self.site, "site")
-
-    @property
-    def _heads(self) -> Sequence[tuple[int, int]]:
-        """Layer and number of each edited head; only an ablation has any."""
-        return ()
 
     @property
     def checked_sites(self) -> tuple[Neuron, ...]:
@@ -170,7 +167,7 @@ class NeuronEdit(PlacedEdit):
         points: list[tuple[HookPoint, NeuronGroup | Head]] = []
         for group in groups_of(self.checked_sites):
             points.append((neurons_point(target, group, self.site), group))
-        for layer, head in self._heads:
+        for layer, head in self.heads:
             points.append((heads_point(target, layer, target.head_columns(layer, head)), Head(layer, head)))
         return points
 
@@ -197,19 +194,17 @@ class NeuronEdit(PlacedEdit):
             """Return an event for each neuron, or head, that was moved at a token."""
             positions = index.tolist()
             acts: list[Event] = []
-            large = [] if fired is None else fired[moved].tolist()
-            places = zip(moved.nonzero().tolist(), old[moved].tolist(), new[moved].tolist(), strict=True)
-            for count, ((row, token, number), was, became) in enumerate(places):
-                data = {"old": was, "new": became}
-                head = None
-                if fired is not None:
-                    data["fired"] = large[count]
-                if isinstance(of, Head):
-                    head = of.head
-                else:
-                    data = {"neuron": of.neurons[number], **data}
+            large = None if fired is None else fired.cpu()
+            numbers = zip(moved.nonzero().tolist(), old[moved].tolist(), new[moved].tolist(), strict=True)
+            for (row, token, number), was, became in numbers:
+                data: dict[str, Any] = {"old": was, "new": became}
+                if large is not None:
+                    data["fired"] = bool(large[row, token, number])
+                if isinstance(of, NeuronGroup):
+                    data["neuron"] = of.neurons[number]
                     if of.expert is not None:
                         data["expert"] = of.expert
+                head = of.head if isinstance(of, Head) else None
                 acts.append(Event(row, step, positions[row][token], of.layer, head, self.KIND, data))
             return acts
 
@@ -223,7 +218,7 @@ class NeuronEdit(PlacedEdit):
             SinkscopeError: The model has no such layer, neuron, expert or head.
             UnsupportedError: There is no up factor, or experts are quantised.
         """
-        for layer, head in self._heads:
+        for layer, head in self.heads:
             check_site(target, layer, head=head)
         for site in self.checked_sites:
             check_site(target, site.layer, site.neuron, site.expert)
@@ -269,7 +264,7 @@ class Ablate(NeuronEdit):
 
     Args:
         heads: Query heads whose output (`hook_z`) is switched off: (layer, head), or names such as "L0.H4".
-        value: "zero", a number (also a tensor with one that is trained), or "mean": the row's mean over its real
+        value: "zero", a number, or "mean": the row's mean over its real
             positions after the first, in the first call that has any. The first token is excluded because a sink there
             would distort the mean. Before such a call, "mean" leaves the values unchanged.
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
@@ -286,19 +281,15 @@ class Ablate(NeuronEdit):
 
     value: Literal["zero", "mean"] | float = "zero"
     positions: Positions = None
-    heads: str | Sequence[str | Sequence[int]] = ()
+    heads: Any = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     KIND = "ablated"
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
-        if not getattr(self.value, "requires_grad", False):  # a number that is trained stays a tensor
-            value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
-            object.__setattr__(self, "value", value)
-        elif cast("Tensor", self.value).numel() != 1:
-            shape = tuple(cast("Tensor", self.value).shape)
-            raise SinkscopeError(f"a value of shape {shape} that is trained: expected one number")
+        value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
+        object.__setattr__(self, "value", value)
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     @classmethod
@@ -307,22 +298,14 @@ class Ablate(NeuronEdit):
         return cls(spike_of(result, spike).needed_neurons)
 
     @property
-    def _heads(self) -> Sequence[tuple[int, int]]:
-        return cast("tuple[tuple[int, int], ...]", self.heads)
-
-    @property
     def remembers(self) -> str:
         """The row's mean, if that is the value."""
         return "the mean of the prompt" if self.value == "mean" else ""
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the number, or the mean of the row where there is one."""
-        new: Any = self.value
-        if isinstance(new, Tensor):
-            new = new.to(values.old)
-        elif new == "zero":
-            new = 0.0
-        elif new == "mean":
+        new: Any = 0.0 if self.value == "zero" else self.value
+        if new == "mean":
             new = self._mean(values)
         chosen = chosen_positions(values.index, self.positions)
         return torch.where(chosen[..., None], new, values.old)
