@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.bench.methods import Method, padding_of
+from sinkscope.bench.methods import Method
 from sinkscope.bench.record import Answer, BenchRecord, EndReason, Metrics, Prompt
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Event
@@ -125,7 +125,6 @@ def answer_rows(
     new: int,
     edit: Intervention | None = None,
     *,
-    processors: Sequence[Any] = (),
     sampler: LogitsProcessor | None = None,
     along: Sequence[list[int]] = (),
     see: Callable[[Logits], None] | None = None,
@@ -137,15 +136,15 @@ def answer_rows(
         rows: Ids of the prompts.
         new: Maximum number of new tokens.
         edit: The intervention to apply to the model. None: the model's own full cache.
-        processors: What changes the scores before a token is drawn.
         sampler: What draws tokens and forbids all others; without it, decoding is greedy.
         along: The answers, whatever the model would have generated.
         see: Called with the model's logits at each step.
     """
     started = time.perf_counter()
-    ends, pad = end_ids(target), padding_of(target)
+    ends = end_ids(target)
+    pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
-    processors = [*processors] if sampler is None else [*processors, sampler]
+    processors = [] if sampler is None else [sampler]
     if along:
         new = max(map(len, along))
         processors.append(ForcedAnswer(list(along), ids.shape[1], pad))

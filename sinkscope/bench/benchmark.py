@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
-from sinkscope.bench.methods import SAMPLERS, Method, read_methods
+from sinkscope.bench.methods import SAMPLING, Method, read_methods
 from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun, Prompt
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
 from sinkscope.bench.task import Task, read_task
@@ -121,10 +121,10 @@ def check_sampling(task: Task, methods: Sequence[Method], temperature: float, se
     Raises:
         SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
     """
-    draws = temperature or any(method.temperature for method in methods)
-    if task.together and (draws or any(method.name in SAMPLERS for method in methods)):
+    draws = temperature or any(method.name == SAMPLING for method in methods)
+    if task.together and draws:
         raise SinkscopeError(
-            f"--task {task.name} feeds the same text to every method: leave out --temperature and methods that sample"
+            f"--task {task.name} feeds the same text to every method: leave out --temperature and sampling"
         )
     if seed and not draws:
         raise SinkscopeError("--seed has no effect where nothing is drawn: give --temperature, or leave it out")

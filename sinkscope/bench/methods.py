@@ -3,7 +3,6 @@
 A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:name` for a
 policy class or a function of the budget that makes one. `name:paper` selects the algorithm and settings that a paper
 prints, if they differ from the default; it calls the class method `paper` of the method's class.
-A sampler takes a number alone: `temperature:0.7`, `dry`, `repetition-penalty:1.1`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_settings, setting_types
@@ -25,13 +23,10 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import import_object, policies
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.loops.guard.steer import DRY, Positive
-from sinkscope.models.inputs import end_ids
-from sinkscope.models.target import Target
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
 
-FULL = "full"
+FULL, SAMPLING = "full", "sampling"
 GUARD = "loopguard"
 PAPER = "paper"
 
@@ -46,12 +41,6 @@ class RandomSlots(Policy):
         heads = torch.arange(pos.shape[1])[:, None]
         hashed = torch.sin(pos * 12.9898 + heads * 78.233 + at.layer * 37.719)
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
-
-
-SAMPLERS = {"sampling": 1.0, "temperature": 0.7, "dry": 0.8, "repetition-penalty": 1.1}
-"""Methods that change how tokens are chosen, and the number that stands after the name if none is given: that of
-`ss.loops.DRY` is its multiplier, and the penalty is that of transformers (Keskar et al. 2019, CTRL, section 4.1)."""
-NUMBER = "number"
 
 
 ANYWHERE = {"shortest": 0}
@@ -76,7 +65,7 @@ def method_classes() -> dict[str, tuple[Any, dict[str, Any]]]:
 
     The class of None applies nothing.
     """
-    own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, **dict.fromkeys(SAMPLERS, NoneType)}
+    own = {FULL: NoneType, SAMPLING: NoneType, "random": RandomSlots, GUARD: LoopGuard}
     return {name: (cls, {}) for name, cls in (policies() | own).items()} | VARIANTS
 
 
@@ -120,36 +109,16 @@ class Method:
         for name, value in self.settings:
             values = value if isinstance(value, tuple) else (value,)
             words = [str(each).lower() if isinstance(each, bool | None) else str(each) for each in values]
-            written.append(f"{name}={','.join(words)}".removeprefix(f"{NUMBER}="))
+            written.append(f"{name}={','.join(words)}")
         return ":".join(written)
 
-    @property
-    def number(self) -> Any:
-        """The number of a sampler."""
-        return dict(self.settings).get(NUMBER, SAMPLERS[self.name])
-
-    @property
-    def temperature(self) -> float | None:
-        """The temperature that the method sets; None: that of the run."""
-        return self.number if self.name in ("sampling", "temperature") else None
-
-    def processors(self, target: Target) -> list[Any]:
-        """Return what changes the scores before a token is drawn, for rows that are padded with the first end id."""
-        if self.name == "dry":
-            return [DRY(self.number, ignore=(padding_of(target),))]
-        if self.name == "repetition-penalty":
-            return [RepetitionPenaltyLogitsProcessor(self.number)]
-        return []
-
     def make(self) -> Intervention | None:
-        """Return the intervention to apply to the model; None for the full cache and samplers.
+        """Return the intervention to apply to the model; None for the full cache and sampling.
 
         Raises:
             SinkscopeError: Settings are invalid together, or it is no intervention.
         """
         cls, fixed = method_class(self.name)
-        if self.name in SAMPLERS:
-            return None
         arguments = {**fixed, **dict(self.settings)}
         if self.budget is not None:
             arguments["budget"] = self.budget
@@ -160,11 +129,6 @@ class Method:
         if not isinstance(edit, Intervention | None):
             raise SinkscopeError(f"method {self} is a {type(edit).__name__}, no policy: check-cache takes other caches")
         return edit
-
-
-def padding_of(target: Target) -> int:
-    """Return the id with which rows are padded."""
-    return max(0, min(end_ids(target), default=0))
 
 
 def read_method(text: str, budget: Budget | None = None) -> Method:
@@ -185,10 +149,8 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     if paper:
         parts.remove(PAPER)
     is_class = isinstance(cls, type)
-    types, unnamed = setting_types(cls) if is_class else {"budget": Budget}, "budget"
-    if name in SAMPLERS:
-        types, unnamed = {NUMBER: Positive}, NUMBER
-    options = read_settings(parts, types, f"method {text!r}", unnamed)
+    types = setting_types(cls) if is_class else {"budget": Budget}
+    options = read_settings(parts, types, f"method {text!r}", "budget")
     own = options.pop("budget", None)
     is_shape = is_class and issubclass(cls, Shape)
     takes_budget = "budget" in types and fixed.get("decode", True)

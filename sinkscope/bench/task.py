@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
-from sinkscope.bench.methods import FULL
+from sinkscope.bench.methods import FULL, SAMPLING
 from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
@@ -24,7 +24,8 @@ from sinkscope.generation.decode import allow_only
 from sinkscope.models.draws import draws, gumbel
 from sinkscope.models.target import Target
 
-_REGISTERED: dict[str, type[Task]] = {}
+TASKS: dict[str, type[Task]] = {}
+"""Tasks by name."""
 Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), Wording(f"a whole number from 1 to {1 << 20}")]
 """A setting of a task that is a number of things."""
 
@@ -56,6 +57,8 @@ class RowSampler(LogitsProcessor):
 class Task(ABC):
     """Base of all tasks: a frozen dataclass of settings. Prompts may have several turns, which follow correct answers.
 
+    A subclass with a `name` is found by it, which must be no other's.
+
     Attributes:
         name: Name in records and tables.
         main: Metric by which methods are compared.
@@ -85,6 +88,10 @@ class Task(ABC):
 
     chat: bool = False
 
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls) and TASKS.setdefault(cls.name, cls) is not cls:
+            raise SinkscopeError(f"two tasks are called {cls.name!r}: give one of them another name")
+
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -102,11 +109,10 @@ class Task(ABC):
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
             rows = [conversation_ids(target, prompt, number, self.chat) for prompt in prompts]
-            processors = method.processors(target)
-            temperature, sampler = method.temperature or batch.temperature, None
+            temperature, sampler = 1.0 if method.name == SAMPLING else batch.temperature, None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            written = answer_rows(target, rows, batch.new, method.make(), processors=processors, sampler=sampler)
+            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
                 metrics = self.score(target, batch, prompt.turns[number], answer)
                 records.append(batch.record(method, prompt, number, answer, metrics))
@@ -148,20 +154,6 @@ class PromptFile(Task):
         return self.new
 
 
-TaskClass = TypeVar("TaskClass", bound=type[Task])
-
-
-def register_task(task: TaskClass) -> TaskClass:
-    """Register the task whose class is decorated under its `name`.
-
-    Raises:
-        SinkscopeError: Another task already has this name.
-    """
-    if _REGISTERED.setdefault(task.name, task) is not task:
-        raise SinkscopeError(f"two tasks are called {task.name!r}: give one of them another name")
-    return task
-
-
 def read_task(spec: str) -> Task:
     """Parse a text such as `recall:lengths=640,1024` or `prompts.jsonl:chat=true`.
 
@@ -177,7 +169,7 @@ def read_task(spec: str) -> Task:
     given: dict[str, Any] = {}
     if cls is PromptFile:
         if not path_of(name, "give a file of prompts").is_file():
-            raise SinkscopeError(f"--task {name!r}: expected {', '.join(sorted(_REGISTERED))}, or a file of prompts")
+            raise SinkscopeError(f"--task {name!r}: expected {', '.join(sorted(TASKS))}, or a path of prompts")
         given["given"] = tuple(read_prompts(name))
         types.pop("given")
     return cls(**given, **read_settings(parts, types, f"--task {name}"))
@@ -185,4 +177,4 @@ def read_task(spec: str) -> Task:
 
 def task_class(name: str) -> type[Task]:
     """Return the class of a task by the name in its records; those without a name are files of prompts."""
-    return _REGISTERED.get(name, PromptFile)
+    return TASKS.get(name, PromptFile)

@@ -59,11 +59,11 @@ def test_unknown_metrics_are_refused():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("recal", "--task 'recal': expected loops, recall, text, or a file of prompts"),
+        ("recal", "--task 'recal': expected file, loops, recall, text, or a path of prompts"),
         ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, kinds, lengths"),
         ("recall:positions=front", "'front'"),
         ("recall:depths=1.5", "--task recall: depths=1.5: expected a number from 0 to 1"),
-        ("needle:depths=0.5", "--task 'needle': expected loops, recall, text, or a file of prompts"),
+        ("needle:depths=0.5", "--task 'needle': expected file, loops"),
     ],
 )
 def test_wrong_task_descriptions_are_refused(text, message):

@@ -9,29 +9,27 @@ from refusals import refused
 
 import sinkscope.bench.task as registry
 from sinkscope.bench.record import Prompt, Turn
-from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class
+from sinkscope.bench.task import PromptFile, Size, Task, read_task, task_class
 from sinkscope.bench.tasks.recall import Recall
 
 
-@dataclass(frozen=True, kw_only=True)
-class Echo(Task):
-    """Says a word, and wants it back."""
+def test_a_task_is_found_by_its_name(monkeypatch):
+    monkeypatch.setattr(registry, "TASKS", dict(registry.TASKS))
 
-    name: ClassVar[str] = "echo"
-    words: Size = 2
+    @dataclass(frozen=True, kw_only=True)
+    class Echo(Task):
+        """Says a word, and wants it back."""
 
-    def prompts(self, target):
-        return [Prompt(str(n), (Turn("again " * self.words, ("again",)),), "echo") for n in range(2)]
+        name: ClassVar[str] = "echo"
+        words: Size = 2
 
+        def prompts(self, target):
+            return [Prompt(str(n), (Turn("again " * self.words, ("again",)),), "echo") for n in range(2)]
 
-def test_a_task_is_found_by_the_name_that_it_registers(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
-    register_task(Echo)
     assert read_task("echo:words=3") == Echo(words=3)
     assert task_class("echo") is Echo and task_class("recall") is Recall
     assert task_class("a name in old records") is PromptFile
     with refused("two tasks are called 'recall'"):
 
-        @register_task
         class Other(Echo):
             name: ClassVar[str] = "recall"

@@ -13,7 +13,7 @@ from pathlib import Path
 from sinkscope.bench.answer import Batch
 from sinkscope.bench.methods import GUARD
 from sinkscope.bench.record import Answer, Metrics, Prompt, Turn, read_prompts
-from sinkscope.bench.task import Size, Task, register_task
+from sinkscope.bench.task import Size, Task
 from sinkscope.loops.text.monitor import Monitor
 from sinkscope.loops.text.signals import (
     LOOP_TOKENS,
@@ -33,7 +33,6 @@ SMALL, TEXT = "small", "text"
 _TEXT_NEW, _TEXT_COUNT = 384, 16
 
 
-@register_task
 @dataclass(frozen=True, kw_only=True)
 class Loops(Task):
     """Prompts that make decoding loop.

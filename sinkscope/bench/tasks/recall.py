@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from sinkscope.bench.answer import Batch
 from sinkscope.bench.record import Answer, Metrics, Prompt, Turn, with_controls
-from sinkscope.bench.task import Size, Task, register_task
+from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.needles import LINKED, needle_prompt
 from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
@@ -37,7 +37,6 @@ _FRAME = 4 + len(QUESTION_END)  # tokens of a turn that are not context: marker,
 _FACT = 5  # tokens of a fact
 
 
-@register_task
 @dataclass(frozen=True, kw_only=True)
 class Recall(Task):
     """Questions about facts in dialogues, or needles by depth and length of the prompt.

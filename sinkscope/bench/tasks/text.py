@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinkscope.bench.answer import Batch, Logits, answer_rows, conversation_ids
 from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts
-from sinkscope.bench.task import Size, Task, register_task
+from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import to_end
 from sinkscope.kv import Full
@@ -28,7 +28,6 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 
 
-@register_task
 @dataclass(frozen=True, kw_only=True)
 class TextFidelity(Task):
     """Divergence from full attention along a text.
