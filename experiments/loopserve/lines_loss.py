@@ -12,36 +12,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import plotly.express as px
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from experiments.drawn import draw
 from experiments.loopserve.texts import TEXTS, piece
 from experiments.record import Row, write_record
 from experiments.script import run
-from sinkscope.measure.margin import interval_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.results.style import figure_of
 from sinkscope.sparse.attention import Scores, sample_queries
-from sinkscope.sparse.bands import NEAR, BlockGrid, Lines
+from sinkscope.sparse.bands import NEAR, Lines
 from sinkscope.sparse.choice import StoredRows, densities, kept_columns
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 
 ARMS = ("own lines", "another text's lines", "first columns and nearest bands")
-"""What a text is read along; all but the first are controls."""
+"""What a text is read along, in this order; all but the first are controls."""
 Chosen = dict[int, Lines]
 """Lines by layer."""
 
@@ -55,7 +49,7 @@ def main(
     length: int = 1024,
     alphas: Sequence[float] = (0.9, 0.99),
 ) -> None:
-    """Measure the loss along lines, and write and draw it.
+    """Measure the loss along lines.
 
     Args:
         model: Name, folder or file.
@@ -68,20 +62,18 @@ def main(
     target = target_of(load(model))
     texts = [piece(target, kind, dialogue_files, length, at)[0] for kind, at in product(TEXTS, range(count))]
     result = measured(target, torch.stack(texts), count, alphas)
-    settings = {"model": target.name, "count": count, "length": length, "seed": 0}
-    write_record(out, "lines-loss", {**result, "kinds": [kind for kind in TEXTS for _ in range(count)]}, settings)
-    draw(out, figure)
+    write_record(out, "lines-loss", result, {"count": count, "length": length})
 
 
 def measured(target: Target, texts: Tensor, count: int, alphas: Sequence[float]) -> Row:
     """The loss of texts, `count` of each kind, and the share of cells, by alpha, lines and text."""
     loss, cells = np.zeros((2, len(alphas), len(ARMS), len(texts)))
     own: Chosen = {}
+    others = texts.unflatten(0, (-1, count)).roll(-1, int(count > 1)).flatten(0, 1)
     for alpha, text in np.ndindex(len(alphas), len(texts)):
         served = LoopServe(alpha=alphas[alpha], decode=False, shortest=0)
-        other = text - text % count + (text + 1) % count if count > 1 else (text + 1) % len(texts)
         loss[alpha, 0, text], own = along(target, texts[text], served.lines)
-        _, lent = along(target, texts[other], partial(heaviest, own, served))
+        _, lent = along(target, others[text], partial(heaviest, own, served))
         loss[alpha, 1, text], _ = along(target, texts[text], lambda _, layer, of=lent: of[layer])
         loss[alpha, 2, text], near = along(target, texts[text], partial(nearest, own, served))
         for arm, lines in enumerate((own, lent, near)):
@@ -90,43 +82,38 @@ def measured(target: Target, texts: Tensor, count: int, alphas: Sequence[float])
     return {"alphas": list(alphas), "layers": list(own), "full": full, "loss": loss, "cells": cells}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Along(SparsePrompts):
-    """Reads prompts along lines that a function of scores and layer chooses."""
+    """Reads prompts along lines that a function of scores and layer chooses, and keeps these."""
 
-    choose: Any
+    def __init__(self, choose: Any) -> None:
+        self.choose = choose
+        self.found: Chosen = {}
 
     def lines(self, scores: Scores, layer: int) -> Lines:
         """What the function chooses."""
-        return self.choose(scores, layer)
+        return self.found.setdefault(layer, self.choose(scores, layer))
 
 
+@torch.no_grad()
 def loss_of(target: Target, ids: Tensor) -> float:
     """The loss of a text, mean over tokens."""
-    logits = target.logits_at(ids[None], torch.arange(len(ids) - 1))[0].float()
-    return float(cross_entropy(logits, ids[1:], reduction="none").double().mean())
+    return float(target.hf(input_ids=ids[None], labels=ids[None], use_cache=False).loss)
 
 
 def along(target: Target, ids: Tensor, choose: Any) -> tuple[float, Chosen]:
     """The loss of a text along the lines that a function of scores and layer chooses, and these."""
-    found: Chosen = {}
-
-    def chosen(scores: Scores, layer: int) -> Lines:
-        found[layer] = choose(scores, layer)
-        return found[layer]
-
-    with Along(choose=chosen).on(target):
-        return loss_of(target, ids), found
+    prompts = Along(choose)
+    with prompts.on(target):
+        return loss_of(target, ids), prompts.found
 
 
 @torch.no_grad()
 def heaviest(own: Chosen, served: LoopServe, scores: Scores, layer: int) -> Lines:
     """Choose columns and bands like `LoopServe`, for each head as few as have at least as many cells as own lines."""
-    grid = BlockGrid(scores.queries, scores.keys)
-    queries = grid.sparse_queries(served.dense_rows)
+    chosen = replace(own[layer], columns=own[layer].columns & False, offsets=own[layer].offsets & False)
+    queries = chosen.grid.sparse_queries(served.dense_rows)
     sample = StoredRows(scores, sample_queries(queries, served.sample, served.seed_of(scores, layer)))
     always = kept_columns(scores, queries, served.begin, served.checked)
-    chosen = Lines(always & False, own[layer].offsets & False, grid)
     for _ in range(2):  # at first by all of a line's cells, then by those that the other kind leaves to it
         chosen = as_many(torch.cat(densities(sample, chosen, always), 1), own[layer])
     return chosen
@@ -134,11 +121,12 @@ def heaviest(own: Chosen, served: LoopServe, scores: Scores, layer: int) -> Line
 
 def nearest(own: Chosen, served: LoopServe, scores: Scores, layer: int) -> Lines:
     """Choose the first columns and, for each head, as few of the nearest bands as have as many cells as own lines."""
-    grid = own[layer].grid
-    columns = torch.where(torch.arange(grid.keys) < served.begin, torch.inf, -torch.inf)
-    bands = -torch.arange(grid.blocks, dtype=torch.float32)
-    bands[:NEAR] = torch.inf
-    return as_many(torch.cat([columns, bands]).expand(scores.heads, -1), own[layer])
+    keys = scores.keys
+    worth = -torch.arange(-keys, own[layer].grid.blocks, dtype=torch.float32)
+    worth[:keys] = -torch.inf
+    worth[: served.begin] = torch.inf
+    worth[keys : keys + NEAR] = torch.inf
+    return as_many(worth.expand(scores.heads, -1), own[layer])
 
 
 def as_many(worth: Tensor, own: Lines) -> Lines:
@@ -157,20 +145,6 @@ def as_many(worth: Tensor, own: Lines) -> Lines:
         enough = (best(middle).attended() >= cells)[:, None]
         low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
     return best(low)
-
-
-def figure(data: Row) -> Any:
-    """Loss beyond full attention by the share of cells, for each alpha."""
-    result = data["result"]
-    points: list[Row] = []
-    for alpha, of_alpha in enumerate(result["loss"]):
-        for name, loss, cells in zip(ARMS, of_alpha, result["cells"][alpha], strict=True):
-            change = np.array(loss) - np.array(result["full"])
-            margin = getattr(interval_of(change), "margin", None)
-            points.append({"lines": name, "cells": np.mean(cells), "nats a token": change.mean(), "margin": margin})
-    fig = px.scatter(pd.DataFrame(points), x="cells", y="nats a token", error_y="margin", color="lines")
-    fig.update_xaxes(tickformat=".0%", rangemode="tozero")
-    return figure_of(fig, None, "Loss beyond full attention", width=760, height=480)
 
 
 if __name__ == "__main__":

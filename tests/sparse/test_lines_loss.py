@@ -61,4 +61,4 @@ def test_the_script_writes_the_loss_of_each_kind(tmp_path):
     talk.write_text(json_lines([{"turns": ["one line and another. " * 400]}]))
     main("bundled", out=out, dialogue_files=[talk], count=1, length=256, alphas=[0.5])
     result = json.loads(out.read_text())["result"]
-    assert result["kinds"] == ["prose", "code", "tables", "dialogue"] and np.shape(result["loss"]) == (1, 3, 4)
+    assert np.shape(result["loss"]) == (1, 3, 4)
