@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sinkscope.engine.attention import attention_probs
 from sinkscope.errors import UnsupportedError
+from sinkscope.files.records import Natural, check_values
 
 ROWS = 64  # queries whose attention is computed at a time
 
@@ -114,8 +115,9 @@ def sample_queries(queries: int, sample: int, seed: int) -> Int[Tensor, " row"]:
         sample: Number of sampled queries; all are taken if there are fewer.
         seed: Seed of the draws.
     """
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(queries, generator=generator)[:sample].sort().values
+    check_values(Natural, sample=sample)
+    order = torch.randperm(queries, generator=torch.Generator().manual_seed(seed))
+    return order[:sample].sort().values
 
 
 def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key"]:

@@ -163,14 +163,9 @@ class Lines:
         return cls(columns, offsets, BlockGrid(queries, columns.shape[-1], 1, 1), dense_rows)
 
     @property
-    def both(self) -> Bool[Tensor, "*choice head kind key"]:
-        """Columns and offsets together, in blocks of 1."""
-        return torch.stack([self.columns, self.offsets], -2)
-
-    @property
     def dense(self) -> Bool[Tensor, "*choice head"]:
-        """Which heads have all lines of a kind, and so all cells."""
-        return self.offsets.all(-1) | self.columns.all(-1)
+        """Which heads have all offsets, and so all cells."""
+        return self.offsets.all(-1)
 
     @property
     def sparse_tiles(self) -> int:
@@ -190,10 +185,9 @@ class Lines:
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Return the number of cells on the lines, each counted once, without what dense rows see besides."""
         columns, own, bands = lengths_of(self.grid, self.columns.device)
-        near = self.offsets[..., : self.grid.per].all(-1, keepdim=True)
         far = self.offsets.long()
         far[..., : self.grid.per].zero_()
-        left = columns - own * near - self.grid.by_key(crossed(self.grid, far))
+        left = columns - own * self.offsets[..., :1] - self.grid.by_key(crossed(self.grid, far))
         return (self.offsets * bands).sum(-1) + (self.columns * left).sum(-1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:

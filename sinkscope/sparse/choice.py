@@ -26,7 +26,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.files.records import Natural, PositiveShare, check_values
+from sinkscope.files.records import PositiveShare, check_values
 from sinkscope.sparse.attention import Scores, attention_of, sample_queries
 from sinkscope.sparse.bands import NEAR, BlockGrid, ByBand, Lines, crossed, lengths_of
 from sinkscope.sparse.sparse import triton_module
@@ -68,7 +68,6 @@ def select_bands(
         UnsupportedError: The layer has a window, a soft cap or learned sinks, or triton is not installed on a GPU.
     """
     check_values(PositiveShare, alpha=alpha)
-    check_values(Natural, sample=sample)
     scores.check_plain()
     grid = BlockGrid(scores.queries, scores.keys)
     device = scores.key.device
@@ -197,11 +196,10 @@ def _threshold(
     step = math.log2(sample.rows / sample.grid.queries) - least  # a mean density is highest with a cell in each row
     low = torch.full_like(columns[:, :1], least)
     number = torch.arange(sample.thresholds, device=columns.device)
-    reached = torch.zeros_like(low, dtype=torch.bool)
+    enough = torch.zeros_like(low, dtype=torch.bool)
     while step > _FINE:
         step /= sample.thresholds
         tried = low + step * number
         enough = sample.held(columns, bands, tried.exp2()) >= alpha * sample.rows
-        reached |= enough[:, :1]
         low = tried.gather(1, enough[:, 1:].sum(1, keepdim=True))
-    return low.exp2(), reached
+    return low.exp2(), enough[:, :1]

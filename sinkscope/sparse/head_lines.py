@@ -32,7 +32,9 @@ from sinkscope.sparse.bands import Lines
 VERTICAL, SLASH, EARLIEST, NEAREST = 1000, 6096, 30, 100
 
 
-def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> Lines:
+def top_lines(
+    weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None
+) -> Bool[Tensor, "eta head kind key"]:
     """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
 
     Args:
@@ -44,8 +46,7 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
     keys = weights.shape[2]
     most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
     chosen = heaviest(both, torch.tensor(most, device=both.device)[:, None, None], 0) & (both > 0)
-    columns, offsets = chosen.split(keys, -1)
-    return Lines.of(columns, offsets, keys)
+    return chosen.unflatten(-1, (2, keys))
 
 
 def heaviest(
@@ -81,10 +82,9 @@ def minference_lines(
         SinkscopeError: A number is below 1.
     """
     check_values(Natural, vertical=vertical, slash=slash, last=last)
-    voting = scores.part(max(scores.past, scores.keys - last), scores.keys)
-    column_votes, offset_votes = line_sums(voting).unbind(1)
+    column_votes, offset_votes = line_sums(scores.part(max(scores.past, scores.keys - last), scores.keys)).unbind(1)
 
-    def lines(vertical: Int[Tensor, "*choice _ 1"], slash: Int[Tensor, "*choice _ 1"]) -> Lines:
+    def lines(vertical: Tensor, slash: Tensor) -> Lines:
         columns = heaviest(column_votes, vertical.clamp(min=1), vertical * EARLIEST // VERTICAL)
         offsets = heaviest(offset_votes, slash, (slash * NEAREST // SLASH).clamp(min=1))
         return Lines.of(columns, offsets, scores.queries)
@@ -116,7 +116,6 @@ def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed
         SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
     """
     check_values(PositiveShare, alpha=alpha)
-    check_values(Natural, sample=sample)
     scores.check_plain()
     rows = sample_queries(scores.queries, sample, seed)  # 1
     probs = attention_of(scores, rows)  # 2 to 4
@@ -147,9 +146,8 @@ def faithful_lines(
     offset = (at[:, None] - torch.arange(keys, device=at.device)).clamp(min=0)  # the future has no weight
     largest = torch.zeros_like(probs[:, 0]).scatter_reduce_(1, offset.view(1, -1), probs.flatten(1), "amax")
     weight = torch.cat([slash_sums(probs, at), probs.sum(1)])  # 5
-    first = weight.clone()
-    first[0, 0] = torch.inf  # the main diagonal
-    order = first.argsort(dim=1, descending=True, stable=True)  # 6
+    weight[0, 0] = torch.inf  # the main diagonal stands first
+    order = weight.argsort(dim=1, descending=True, stable=True)  # 6
     w_s, w_v = pad(weight.gather(1, order), (0, 1), value=-torch.inf).tolist()  # a list that has ended offers nothing
     l_s, l_v = pad((keys - order).clamp(max=queries), (0, 1)).tolist()
     w_max_s, w_max_v = torch.cat([largest, probs.amax(1)]).gather(1, order).tolist()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -84,8 +84,6 @@ class LineWeights(Result):
         text_mass: `mass` of each text, mean over heads.
     """
 
-    page = "measure/lines"
-    glossary: ClassVar[dict[str, str]] = {"eta": "Share of all lines that were chosen."}
     percent = (*ON_LINES, *AGREEMENT)
     columns = ("head", *ON_LINES)
 
@@ -132,10 +130,8 @@ class LineWeights(Result):
         heaviest = f"heaviest {self.etas[self.shown_eta]:.0%}"
         by_text = self.text_mass[self.shown_eta]
         mass = Mean(self.shown("mass").value, margin_of(by_text), tuple(by_text.tolist()), "share")
-        masses = {what: self.shown(name).value for name, what in CONTROLS.items() if getattr(self, name) is not None}
-        strongest = max(masses, key=masses.__getitem__)
-        most = row_beside(f"Attention on the {heaviest} of lines", mass, masses[strongest], strongest)
-        rows = [with_texts(most)]
+        masses = [(self.shown(name).value, what) for name, what in CONTROLS.items() if getattr(self, name) is not None]
+        rows = [with_texts(row_beside(f"Attention on the {heaviest} of lines", mass, *max(masses)))]
         for name, said in SHARED.items():
             if getattr(self, name) is not None:
                 chance = self.shown(f"{name}_random").value
@@ -185,7 +181,6 @@ def lines(
     shares = tuple(sorted({float(eta) for eta in etas}))
     for eta in shares or (None,):
         checked_value(PositiveShare, eta, "--etas ", strict=True)
-    setup.record(etas=shares)
     check_attention_visible(setup.target)
     check_attention_known(setup.target)
     wanted = attending_layers(setup.target, layers)
@@ -229,7 +224,8 @@ def weighed(scores: Scores, etas: Sequence[float], before: Chosen | None) -> tup
     late = scores.part(half, keys)
     second_sums = line_sums(late)
     sums = second_sums + pad(first_sums, (0, keys - half))
-    own = top_lines(sums, etas)
+    heaviest = top_lines(sums, etas)
+    own = Lines.of(heaviest[..., 0, :], heaviest[..., 1, :], keys)
     as_many = (own.cells() + 0.5) / own.grid.cells  # whatever is rounded
     others = {"mass": own, "near_mass": nearest_of(own), "last_mass": minference_lines(scores, share=as_many)}
     if before is not None:  # what a text of another length has, too
@@ -237,14 +233,14 @@ def weighed(scores: Scores, etas: Sequence[float], before: Chosen | None) -> tup
         others["other_mass"] = Lines.of(columns, offsets, keys)
     numbers = {name: recovered(scores, lines) for name, lines in others.items()}
     numbers["cells"] = own.attended()
-    first = top_lines(first_sums, etas).both
-    second = top_lines(second_sums, etas, keys - half).both
+    first = top_lines(first_sums, etas)
+    second = top_lines(second_sums, etas, keys - half)
     count = in_both(second, second).clamp(min=1)
     numbers["segments"] = in_both(first, second) / count
     numbers["segments_random"] = by_chance(first, second) / count
-    inside = top_lines(line_sums(late, since=half), etas).both
+    inside = top_lines(line_sums(late, since=half), etas)
     numbers["segments_relative"] = in_both(first, inside) / in_both(inside, inside).clamp(min=1)
-    return own.both, {name: values.double().cpu() for name, values in numbers.items()}
+    return heaviest, {name: values.double().cpu() for name, values in numbers.items()}
 
 
 def nearest_of(lines: Lines) -> Lines:
@@ -267,7 +263,7 @@ def by_chance(a: Chosen, b: Chosen) -> Float[Tensor, "eta head"]:
     return (a.sum(-1) * b.sum(-1) / max(a.shape[-1], b.shape[-1])).sum(-1)
 
 
-def agreement(texts: Sequence[Chosen], count: Callable[[Chosen, Chosen], Tensor]) -> ByHead:
+def agreement(texts: Sequence[Chosen], count: Callable[..., Tensor]) -> ByHead:
     """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
     shares: list[Tensor] = []
     for one, other in combinations(texts, 2):

@@ -79,16 +79,15 @@ class LoopServe(SparsePrompts):
     attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything, the model's
     output does not change.
 
-    The defaults were chosen by what real models lose (docs/serve.md has the table, of texts that chose nothing).
+    The defaults were chosen by what real models lose (figures/loopserve.md has the table, of texts that chose nothing).
     `LoopServe.paper()` uses the paper's settings.
 
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
-    (the reason why the model's own attention read it) or shares of the causal cells, mean over heads: "attended" (what
-    outputs are computed from, 1 for dense heads) and "cells" (the same, and the rows from which lines were chosen);
-    "dense_heads" (number of heads that need so many cells that everything is computed). In one layer of eight it also
-    has what was lost: "recovered", the share of the attention weight that each head's lines hold for 16 queries that
-    were not sampled. If a quarter of these heads hold clearly less than alpha, a warning says so at the end.
-    `mean_read` of `run.usage` is the counterpart of "cells" for decoding.
+    (the reason why the model's own attention read it) or "attended", the share of the causal cells from which outputs
+    are computed, mean over heads, and "dense_heads", the number of heads that need so many cells that everything is
+    computed. In one layer of eight it also has what was lost: "recovered", the share of the attention weight that each
+    head's lines hold for 16 queries that were not sampled. If a quarter of these heads hold clearly less than alpha, a
+    warning says so at the end. `mean_read` of `run.usage` is the counterpart of "attended" for decoding.
 
     Attributes:
         alpha: Share of the sampled attention weight that the columns and bands of each head hold (0.955 in the paper's
@@ -175,11 +174,6 @@ class LoopServe(SparsePrompts):
         if self.decode:
             self.decoding.check_prompt(tokens)
 
-    @property
-    def choice_rows(self) -> int:
-        """The sample, and the queries that are checked for a key."""
-        return self.sample + (self.checked if self.variant == "bands" else 0)
-
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts, and own the cache."""
         if self.prefill and self.alpha < 1:
@@ -224,12 +218,9 @@ class LoopServe(SparsePrompts):
         if layer % MEASURED_EVERY:
             return torch.arange(0)
         seed = self.seed_of(scores, layer)
-        grid = BlockGrid(scores.queries, scores.keys)
-        queries = grid.sparse_queries(self.dense_rows)
-        chose = sample_queries(queries, self.sample, seed)
-        outside = torch.ones(queries, dtype=torch.bool)
-        others = outside.index_fill_(0, chose, False).nonzero().flatten()
-        return others[sample_queries(len(others), HELD_OUT, seed)] if len(others) else chose
+        queries = BlockGrid(scores.queries, scores.keys).sparse_queries(self.dense_rows)
+        drawn = sample_queries(queries, self.sample + HELD_OUT, seed)  # the sample and those drawn after it
+        return drawn[~torch.isin(drawn, sample_queries(queries, self.sample, seed))]
 
     def summary(self, run: Run) -> str:
         """Return the share of attention that prompts computed, and the tokens that a decoding step read."""

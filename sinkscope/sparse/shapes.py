@@ -109,11 +109,6 @@ class MInference(Shape):
     last: Natural = 64
     budget: PositiveShare | None = None
 
-    @property
-    def choice_rows(self) -> int:
-        """The queries that vote."""
-        return self.last
-
     def lines(self, scores: Scores, layer: int) -> Lines:
         """Return the heaviest lines of each head, as many of each kind as given."""
         return minference_lines(scores, self.vertical, self.slash, last=self.last, share=self.budget)

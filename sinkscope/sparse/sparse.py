@@ -30,7 +30,6 @@ from sinkscope.sparse.bands import TILE, Lines
 _ROWS = 1024  # queries at a time for which PyTorch builds a mask
 _TILES = 64  # tiles at a time whose keys are listed
 Values = Float[Tensor, "kv_head key d_value"]
-Attended = Float[Tensor, "head query d_value"]
 
 
 def recovered(scores: Scores, lines: Lines, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, "*choice head"]:
@@ -50,7 +49,7 @@ def recovered(scores: Scores, lines: Lines, rows: Int[Tensor, " row"] | None = N
     return (held / total).float()
 
 
-def line_attention(scores: Scores, value: Values, chosen: Lines) -> Attended:
+def line_attention(scores: Scores, value: Values, chosen: Lines) -> Float[Tensor, "head query d_value"]:
     """Compute causal attention on the lines of every head; the queries are at the last positions.
 
     Single lines are computed under a mask, more slowly than dense attention.

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 from typing import Any
-from weakref import ref
 
 import torch
 from jaxtyping import Float, Int
@@ -62,11 +61,6 @@ class SparsePrompts(Intervention):
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
         """Why a prompt is too short for lines; None if it is not."""
 
-    @property
-    def choice_rows(self) -> int:
-        """Number of queries whose attention to all keys is computed in order to choose lines."""
-        return 0
-
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts.
 
@@ -81,8 +75,8 @@ class SparsePrompts(Intervention):
         run.by_token = f"{name} would read these as a prompt"
         for actor in run.actors:
             if isinstance(actor, PromptReader):
-                other = type(actor.prompts).__name__
-                raise UnsupportedError(f"{other} and {name} would both decide how prompts are read: enter one of them")
+                both = f"{type(actor.prompts).__name__} and {name}"
+                raise UnsupportedError(f"{both} would both decide how prompts are read: enter one of them")
         run.act(PromptReader(self, run))
 
     def summary(self, run: Run) -> str:
@@ -90,12 +84,10 @@ class SparsePrompts(Intervention):
         prompts = [event.data for event in run.events if event.kind == "prefill"]
         if not prompts:
             return ""
-        name = type(self).__name__
+        share = fmean(data.get("attended", 1.0) for data in prompts)
         reasons = ", ".join(dict.fromkeys(data["dense"] for data in prompts if "dense" in data))
-        if all("dense" in data for data in prompts):
-            return f"{name} left prompts to the model's own attention: {reasons}."
-        share = fmean(data.get("cells", 1.0) for data in prompts)
-        return f"{name} computed {share:.0%} of the attention of prompts, the choice of lines included."
+        left = f"; what the model's own attention read: {reasons}" if reasons else ""
+        return f"{type(self).__name__} computed {share:.0%} of the attention of prompts{left}."
 
     def read(
         self, scores: Scores, value: Float[Tensor, "kv_head key d_value"], layer: int
@@ -110,24 +102,20 @@ class SparsePrompts(Intervention):
         Returns:
             What attention gives, and what computes the data of the event of kind "prefill".
         """
-        rows = 0
         numbers: dict[str, Tensor] = {}
         if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
             lines = self.lines(scores, layer)
             held_out = self.held_out(scores, layer)
-            rows = min(self.choice_rows, scores.queries) + len(held_out)
             if len(held_out):
                 numbers["recovered"] = recovered(scores, lines, held_out)
         else:
             lines = select_bands(scores, 1)
         attended = lines.attended()
         dense = lines.dense
-        choice = rows * scores.keys / lines.grid.cells
 
         def data() -> dict[str, Any]:
-            share = fmean(attended.tolist())
             found = {name: number.tolist() for name, number in numbers.items()}
-            return {"cells": share + choice, "attended": share, "dense_heads": int(dense.sum()), **found}
+            return {"attended": fmean(attended.tolist()), "dense_heads": int(dense.sum()), **found}
 
         return line_attention(scores, value, lines), data
 
@@ -155,7 +143,7 @@ class PromptReader(Actor):
 
     def __init__(self, prompts: SparsePrompts, run: Run) -> None:
         self.prompts = prompts
-        self._run = ref(run)
+        self._log = run.log
 
     def before(self, step: Step) -> None:
         """Look at the cache that is read."""
@@ -171,8 +159,6 @@ class PromptReader(Actor):
 
     def _compute(self, step: Step, prompt: Attention) -> AttentionOutput | None:
         """Read the rows of a layer along lines; None if the model's own attention reads it."""
-        run = self._run()
-        assert run is not None
         query, key, value = prompt.query, prompt.key, prompt.value
         at = step.on(key.device)
         real = at >= 0
@@ -211,7 +197,7 @@ class PromptReader(Actor):
                     logged.append(Event(row, number, int(at[row].max()), layer, None, "prefill", data))
             return logged
 
-        run.log(events)
+        self._log(events)
         return None if output is None else (output, None)
 
     def _check(self, step: Step, prompt: Attention) -> None:

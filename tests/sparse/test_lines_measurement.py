@@ -145,11 +145,11 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
     """0.29 * 100 is a little less than 29 in floating point."""
     weights = torch.rand(1, 2, 50) + 0.1
-    assert int(top_lines(weights, [0.29]).both.sum()) == 29
+    assert int(top_lines(weights, [0.29]).sum()) == 29
     lines = top_lines(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), [1 / 6, 0.5, 1.0])
-    assert lines.both.sum((2, 3)).flatten().tolist() == [1, 3, 3]
-    assert lines.offsets[0, 0].tolist() == [False, True, False]
-    assert lines.columns[1, 0].tolist() == [True, False, True]
+    assert lines.sum((2, 3)).flatten().tolist() == [1, 3, 3]
+    assert lines[0, 0, 1].tolist() == [False, True, False]
+    assert lines[1, 0, 0].tolist() == [True, False, True]
 
 
 def test_a_file_of_texts_and_the_command(tmp_path, typed):

@@ -72,9 +72,6 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
         some = sees[event.layer][event.row, :, begin:stop]  # type: ignore
         every = sum(range(keys - queries + 1, keys + 1))
         assert event.data["attended"] == pytest.approx(float(some.sum() / 4 / every))
-        # 12 queries choose the lines, 64 are checked, and in layer 0 16 others measure what lines hold.
-        read = 12 + (64 if variant == "bands" else 0) + (0 if event.layer else 16)
-        assert event.data["cells"] - event.data["attended"] == pytest.approx(read * keys / every)
     assert min(event.data["attended"] for event in events) < 0.75
 
 
@@ -86,7 +83,8 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
     with LoopServe(budget=100, first=0, interval=4).on(model) as run:  # short prompts
         assert torch.equal(decode(model, ids, mask, 40), plain)
     assert {event.data["dense"] for event in run.events} == {SHORT}
-    assert run.summary().startswith(f"LoopServe left prompts to the model's own attention: {SHORT}.")
+    said = f"LoopServe computed 100% of the attention of prompts; what the model's own attention read: {SHORT}."
+    assert run.summary().startswith(said)
     with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
         close(decode(model, ids, mask, 40), plain)
     assert {event.data["dense_heads"] for event in run.events} == {4}
