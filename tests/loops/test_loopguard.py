@@ -196,7 +196,7 @@ def test_copies_that_stay_in_the_text_are_counted():
     assert first["left_in_text"] == first["generated"] - 1 and set(new[0, 10 : 10 + first["generated"]].tolist()) == {
         33
     }
-    assert f"and left {first['left_in_text']} repeated tokens in the text." in run.summary()
+    assert f"and left {first['left_in_text']} repeated ones in the text." in run.summary()
     tokenizer = tiny_model("llama")[1]
     (told,) = generate(model, [prompt[0].tolist()], guard=eager_guard(), tokenizer=tokenizer, max_new_tokens=40)
     assert told.events[0].data["left_in_text"] == 0 < told.events[0].data["taken_back"]

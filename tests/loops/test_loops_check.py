@@ -29,7 +29,7 @@ def test_row_conclusion_code_and_json_say_the_same(row, tmp_path, monkeypatch, t
     if verdict == "loops" and record.period is not None:
         repeated = record.wasted + record.period
         assert record.tokens - record.onset - 48 <= repeated <= record.tokens
-        assert f"Conclusion: x.txt loops: its last {repeated} tokens repeat a piece of {record.period}" in out
+        assert f"Conclusion: x.txt loops: found at token {record.detected}, since token {record.onset}" in out
     assert record.verdict == verdict
 
 
@@ -59,7 +59,11 @@ def test_short_items_that_count_are_a_loop_from_64_tokens_on():
 FAR = "".join(f"{prose(11, number)}.\n" for number in range(300)) * 3
 LADDER = "".join(f"    elif {' or '.join(f'x == {j}' for j in range(i))}:\n        return True\n" for i in range(1, 24))
 NESTED = "".join(f"{'    ' * i}elif x > {i}:\n{'    ' * (i + 1)}print(x)\n" for i in range(1, 30))
+WORDS = prose(400).split()
+BRANCHES = [f'    elif x == "{word}{n}":\n        return "{WORDS[-n]}{n}"\n' for n, word in enumerate(WORDS)]
 DOUBTFUL = {
+    "a ladder with other words in each branch": f"    if not x:\n        return 0\n{''.join(BRANCHES[:60])}",
+    "a ladder in braces": "".join(f"}} else if (x.{word}()) {{\n  {word}(y);\n" for word in WORDS[:60]),
     "a ladder that grows": LADDER,
     "a ladder that grows to the right": NESTED,
     "one word 30 times": f"{prose(60)} {'the ' * 30}",
@@ -81,6 +85,10 @@ def test_short_lines_and_far_cycles_are_suspicious_at_least(name):
     assert check(DOUBTFUL[name]).records[0].verdict in ("suspicious", "loops")
 
 
+def test_a_ladder_of_as_many_branches_as_people_write_is_clean():
+    assert check("".join(BRANCHES[:42])).records[0].verdict == "clean"
+
+
 LINE = "The lamp was opened again and the river went on to the sea.\n"
 
 
@@ -91,7 +99,10 @@ def test_what_was_asked_for_is_no_loop_and_suspicious_may_fail(tmp_path, typed):
         typed(["loops", f"{tmp_path}/a.txt", "--prompt", "Write ten lines.", *options.split()], 0)
     (tmp_path / "b.txt").write_text('  {"id": 1, "name": "item", "done": false},\n' * 20)
     told = typed(f"loops {tmp_path}/b.txt --follow").out
-    assert told.startswith("b.txt suspicious: found at token ") and told.endswith("b.txt is suspicious.\n")
+    assert (
+        told.startswith("b.txt suspicious: found at token ")
+        and "\nConclusion: b.txt suspicious: found at token " in told
+    )
     typed(f"loops {tmp_path}/b.txt --fail-on suspicious", 3)
     found = typed(f"loops {tmp_path}/a.txt --follow --json -", 3)
     assert json.loads(found.out)["result"]["records"][0]["verdict"] == "loops" and "a.txt loops: found at" in found.err

@@ -187,15 +187,16 @@ class LoopGuard(Intervention):
 def event_in_words(event: Event, act: str) -> str:
     """Return what the guard found and did in one of its events."""
     data = event.data
-    found = f"After {count_of(data['generated'], 'new token')} of row {event.row} the guard found a loop."
-    if data["period"] is not None:
-        found = f"{found[:-1]} with a period of {count_of(data['period'], 'token')}."
-    if act in ("report", "stop"):
-        return f"{found} It {'changed nothing' if act == 'report' else 'ended the row'}."
-    text = f"took {count_of(data['taken_back'], 'token')} back"
-    if data["left_in_text"]:
-        text = f"left {count_of(data['left_in_text'], 'repeated token')} in the text"
-    return f"{found} It kept {data['kept_count']} of {count_of(data['cached_before'], 'cached token')} and {text}."
+    period = "" if data["period"] is None else f" with a period of {count_of(data['period'], 'token')}"
+    found = f"After {count_of(data['generated'], 'new token')} of row {event.row} the guard found a loop{period}."
+    if act == "report":
+        return f"{found} It changed nothing."
+    if act == "stop":
+        return f"{found} It ended the row."
+    return (
+        f"{found} It kept {data['kept_count']} of {count_of(data['cached_before'], 'cached token')}, took "
+        f"{count_of(data['taken_back'], 'token')} back, and left {data['left_in_text']} repeated ones in the text."
+    )
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ TEXT, REASONING, CALLS = "text", "reasoning", "calls"
 BLOCK = 1 << 16
 _NO_DATA = re.compile(r"(?:\s+|(?::|event:|id:|retry:)[^\n]*(?:\n|$))*")
 """What may stand before the first data of a stream: blank lines, comments and the other fields of events."""
+_STREAM = re.compile(r"data: ?[{\[]")
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError)
 
 
@@ -65,10 +66,12 @@ def pieces_in(source: Any, name: str, field: str | None, skip: Callable[[str], N
     Raises:
         UnicodeError: It is not UTF-8.
     """
-    rest, form, place = "", "", 0
-    for text in _text_of(source):
-        rest += text
-        form = form or _form_of(rest, name, is_whole=not text)
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    rest, form, place, data = "", "", 0, b"-"
+    while data:
+        data = source.read1(BLOCK)
+        rest += decode(data, not data)
+        form = form or _form_of(rest, name, is_whole=not data)
         if form == "text":
             yield Piece(name, rest)
             rest = ""
@@ -80,35 +83,20 @@ def pieces_in(source: Any, name: str, field: str | None, skip: Callable[[str], N
     yield from _pieces_of_line(rest, place + 1, name, field, skip)
 
 
-def _text_of(source: Any) -> Iterator[str]:
-    """The text of a source as it arrives, and an empty one at its end."""
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    while data := source.read1(BLOCK):
-        yield decode(data)
-    yield decode(b"", True)
-
-
 def _form_of(begin: str, name: str, is_whole: bool) -> str:
     """What begins so: "text", "lines" of JSON or of a stream, or one "value" of JSON; empty if it may be any."""
     data = _NO_DATA.sub("", begin, count=1)
-    if not data and not (is_whole and begin.strip()):
-        return ""
-    for mark in ("data: {", "data: [", "data:{"):
-        if data.startswith(mark):
-            return "lines"
-        if mark.startswith(data) and not is_whole:
-            return ""
-    if not data.startswith(("{", "[")):
-        return "text"
-    first, line_end, _ = data.partition("\n")
-    if line_end and _is_json(first):
+    if _STREAM.match(data):
         return "lines"
-    has_records = is_text_file(name)
-    if not is_whole and (not line_end or has_records or first.strip() in ("{", "[")):
+    first, line_end, _ = data.partition("\n")
+    if line_end and data[0] in "{[" and _is_json(first):
+        return "lines"
+    if is_whole and data.startswith(("{", "[")):
+        return "value" if _is_json(data) else "lines" if is_text_file(name) else "text"
+    may_be_json = data.startswith(("{", "[")) and (is_text_file(name) or not line_end or first.strip() in ("{", "["))
+    if not is_whole and (not data or "data: {".startswith(data[:7]) or may_be_json):
         return ""
-    if _is_json(data):
-        return "value"
-    return "lines" if has_records else "text"
+    return "text" if begin.strip() else ""
 
 
 def _is_json(text: str) -> bool:
@@ -124,7 +112,7 @@ def _pieces_of_line(
 ) -> Iterator[Piece]:
     """The pieces in a line of JSON, or in an event of a stream."""
     data = line.removeprefix("data:").strip()
-    if not data or data == "[DONE]" or _NO_DATA.fullmatch(line):
+    if data == "[DONE]" or _NO_DATA.fullmatch(line):
         return
     try:
         row = parse_json(data)
@@ -142,8 +130,7 @@ def _pieces_of_choices(choices: list[Mapping[str, Any]]) -> Iterator[Piece]:
     """The pieces of answers in a chunk of a stream."""
     for choice in choices:
         name = f"choice {choice.get('index') or 0}"
-        message = choice.get("delta") or choice.get("message") or choice
-        for channel, said in said_in(message):
+        for channel, said in said_in(choice.get("delta") or choice.get("message") or choice):
             yield Piece(name, said, channel)
         if choice.get("finish_reason"):
             yield Piece(name, ends=True)
@@ -237,11 +224,10 @@ def at_field(row: Any, field: str | None) -> Any:
         ValueError: There is no such field.
     """
     for name in field.split(".") if field else ():
-        there = row
-        if isinstance(row, list):
-            there = {str(number): item for number, item in enumerate(row)}
+        there = {str(number): item for number, item in enumerate(row)} if isinstance(row, list) else row
         if not isinstance(there, dict) or name not in there:
-            fields = ", ".join(there) if isinstance(there, dict) else "no fields"
-            raise ValueError(f"no field {field}: there are {fields:.200}")
+            raise ValueError(
+                f"no field {field}: there are {', '.join(there) if isinstance(there, dict) else 'none':.200}"
+            )
         row = there[name]
     return row

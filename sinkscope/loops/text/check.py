@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader, BytesIO
 from os import PathLike
 from typing import Any, Literal, cast
@@ -61,26 +61,17 @@ class LoopCheck(Result):
 
     def conclusion(self) -> str:
         """Return how many answers have each verdict; of a single one, what repeats."""
-        name = self.model.name
-        if len(self.records) > 1 or self.skipped:
-            counts = Counter(record.verdict for record in self.records)
-            parts = [f"{counts[verdict]} {verdict}" for verdict in WORST if counts[verdict]]
-            return f"Of {count_of(len(self.records), 'output')} in {name}: {word_list(parts)}."
-        record = next(iter(self.records))
-        if record.period is None or record.wasted is None:
-            is_verb = record.verdict in ("loops", "looped")
-            return f"{name} {record.verdict}." if is_verb else f"{name} is {record.verdict}."
-        repeated = count_of(record.period + record.wasted, "token")
-        if record.verdict == "loops":
-            return f"{name} loops: its last {repeated} repeat a piece of {record.period}."
-        return f"{name} looped: {repeated} repeated a piece of {record.period}, and then it went on."
+        if len(self.records) == 1 and not self.skipped:
+            return f"{replace(self.records[0], name=self.model.name)}."
+        counts = Counter(record.verdict for record in self.records)
+        parts = [f"{counts[verdict]} {verdict}" for verdict in WORST if counts[verdict]]
+        return f"Of {count_of(len(self.records), 'output')} in {self.model.name}: {word_list(parts)}."
 
     def closing(self) -> list[str]:
         """Return the conclusion and, of a loop, where to find what ends it."""
         lines = super().closing()
         if self.skipped:
-            more = f" and {self.skipped - len(self.problems)} more" if self.skipped > len(self.problems) else ""
-            lines.insert(0, f"Skipped {self.skipped}: {'; '.join(self.problems)}{more}.")
+            lines.insert(0, f"Skipped {self.skipped}: {'; '.join(self.problems)}.")
         if any(record.verdict in ("loops", "looped") for record in self.records):
             lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has more.")
         return lines
@@ -124,11 +115,10 @@ def check(
     items: Any = id_list(outputs)
     if isinstance(items, str) or is_ids(items):
         items = [items]
-    if not isinstance(items, list | tuple) or not items:
+    many = [id_list(output) for output in items] if isinstance(items, list | tuple) else []
+    if not many or not all(isinstance(output, str) or is_ids(output) for output in many):
         raise SinkscopeError(f"{outputs!r:.80} cannot be checked: give a text, token ids, or several of either")
-    for place, output in enumerate(map(id_list, items), 1):
-        if not isinstance(output, str) and not is_ids(output):
-            raise SinkscopeError(f"output {place} cannot be checked: give a text or token ids, not {output!r:.80}")
+    for place, output in enumerate(many, 1):
         for _ in watch.take(Piece(str(place), output, ends=True)):
             pass
     return check_of(watch, name, started)

@@ -196,11 +196,9 @@ def kind_of(words: Sequence[str]) -> Kind:
         return "prose"
     if is_tabular(words):
         return "table"
-    if all(map(is_rule, visible)) or _is_one_letter(visible):
-        return "data"  # rules, boxes, empty cells, and a letter that is repeated without a space
     rules = sum(len(word) >= RUN and is_rule(word) for word in visible)
-    if 2 * rules >= len(visible):
-        return "data"  # the dots of a table of contents
+    if all(map(is_rule, visible)) or 2 * rules >= len(visible):
+        return "data"  # rules, boxes, empty cells, and the dots of a table of contents
     codes = numbers = 0
     for place, word in enumerate(visible):
         codes += not CODE.isdisjoint(word) or f"{word}{''.join(visible[place + 1 : place + 2])}" in ('":', "()")
@@ -229,11 +227,6 @@ def is_rule(word: str) -> bool:
         letter.isalnum() or letter in "!?！？。" or "\u2600" <= letter <= "\u27bf" or letter >= "\U0001f000"
         for letter in word
     )
-
-
-def _is_one_letter(words: Sequence[str]) -> bool:
-    """Whether a letter is repeated without a space, as zeros are in base64."""
-    return len(words[0]) >= RUN and words[0].isalpha() and words[0].isascii() and len({*"".join(words)}) == 1
 
 
 def _is_marker(words: Sequence[str], place: int) -> bool:

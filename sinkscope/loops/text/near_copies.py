@@ -1,13 +1,16 @@
-"""Near copies, which may be honest: few different words, and sentences that were there before."""
+"""Near copies, which may be honest: few different words, sentences that were there before, and ladders of branches."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 
 FEW = ((24, 1), (100, 12), (400, 48))
 """Numbers of last words, and how many different ones among them are few."""
 EQUAL, RECALLED, TIMES = 24, 22, 2  # 22 of the last 24 sentences or lines equal two earlier ones, anywhere
 SENTENCE_WORDS = 200  # at most, of a sentence
+LINES, BRANCHES = 96, 48  # of the last lines, those that begin a further branch of one condition
+_BRANCH = re.compile(r"(?:} )?(?:elif|elseif|elsif|else if)\b")
 
 
 class FewWords:
@@ -29,26 +32,20 @@ class FewWords:
         self._few = different
         self._last: deque[tuple[int, str]] = deque()  # the last words and their places
         self._times = Counter[str]()  # how often each is among them
-        self._letters = 0  # number of them with letters
 
     def add(self, word: str, place: int) -> int | None:
         """Take the word at a position; return the position of the first of the last words if these are few."""
         self._last.append((place, word))
         self._times[word] += 1
-        self._letters += _has_letters(word)
         if len(self._last) > self._words:
             _, first = self._last.popleft()
             self._times[first] -= 1
-            self._letters -= _has_letters(first)
             if not self._times[first]:
                 del self._times[first]
-        if len(self._last) < self._words or len(self._times) > self._few or 8 * self._letters < self._words:
+        if len(self._last) < self._words or len(self._times) > self._few:
             return None
-        return self._last[0][0]
-
-
-def _has_letters(word: str) -> bool:
-    return len(word) > 1 and word[0].isalpha()
+        letters = sum(times for word, times in self._times.items() if len(word) > 1 and word[0].isalpha())
+        return self._last[0][0] if 8 * letters >= self._words else None
 
 
 class Echoes:
@@ -56,6 +53,7 @@ class Echoes:
 
     1. Its last words are few different ones: 12 % of 100 or of 400, or one word 24 times.
     2. Of its last 24 sentences or lines of any length, such as "OK.", 22 equal two earlier ones, however far back.
+    3. Of its last 96 lines 48 begin with `elif` or `else if`, whatever is asked in them.
 
     Attributes:
         onset: Position of the first word of the echoes; None until there are any.
@@ -71,11 +69,17 @@ class Echoes:
         self._recalled: deque[tuple[int, bool]] = deque(maxlen=EQUAL)  # each of the last: its place, and if it is equal
         self._sentence: list[str] = []
         self._ended = False  # by a full stop, unless a digit follows
+        self._line: list[str] = []  # the first words of the line
+        self._lines: deque[tuple[int, bool]] = deque(maxlen=LINES)  # where each begins, and whether it is a branch
 
     def add(self, word: str, place: int) -> bool:
         """Take the word at a position, as `outputs.split` makes it; whether the last words are echoes now."""
         is_echo = self._ended and not word[0].isdigit() and self._end_sentence(place)
         self._ended = word[0] in ".!?"
+        if word == "\n":
+            is_echo = self._end_line(place) or is_echo
+        elif len(self._line) < 3:
+            self._line.append(word)
         if word in "\n。！？" or len(self._sentence) >= SENTENCE_WORDS:
             return self._end_sentence(place) or is_echo
         word = word.lower()
@@ -87,6 +91,16 @@ class Echoes:
                     self.onset, self.copies = onset, max(few.copies, self._sentences)
                     is_echo = True
         return is_echo
+
+    def _end_line(self, place: int) -> bool:
+        """Note whether the line is a branch; whether half of the last ones are."""
+        self._lines.append((place, _BRANCH.match(" ".join(self._line)) is not None))
+        self._line = []
+        branches = sum(is_branch for _, is_branch in self._lines)
+        if branches < BRANCHES:
+            return False
+        self.onset, self.copies = self._lines[0][0], branches
+        return True
 
     def _end_sentence(self, place: int) -> bool:
         """Note whether the sentence is one that was there twice before; whether nearly all of the last ones are."""

@@ -59,10 +59,11 @@ class CheckedOutput:
 
     def __str__(self) -> str:
         where = self.name if self.channel == TEXT else f"{self.name}, {self.channel},"
+        if self.detected is None:
+            return f"{where} is {self.verdict}"
+        period = "" if self.period is None else f", period {self.period}"
         found = f'{where} {self.verdict}: found at token {self.detected}, since token {self.onset}, "{self.excerpt}"'
-        if self.period is None:
-            return found
-        return f"{found}, period {self.period}"
+        return f"{found}{period}"
 
 
 class TextWatch:
@@ -134,12 +135,8 @@ class TextWatch:
             self.level, self._detected, self._onset = 1, count, self._echoes.onset or 0
 
     def _copy(self, tail: Tail | None) -> str:
-        """Text of one copy of the loop, from where it began on, or of the last tokens."""
-        length = SHOWN if tail is None else tail.period
-        last = [*self._recent][-length:]
-        if tail is not None and len(last) == length:
-            begun = (self.monitor.last.step - tail.start) % length  # tokens of the copy that is not complete
-            last = last[length - begun :] + last[: length - begun]
+        """Text of the last copy of the loop, or of the last tokens."""
+        last = [*self._recent][-(SHOWN if tail is None else tail.period) :]
         text = in_one_line(" ".join(last).strip())
         if len(text) <= SHOWN:
             return text
@@ -150,24 +147,14 @@ class TextWatch:
         tokens, tail = self.monitor.last.step, self._longest
         if not self.level:
             return CheckedOutput(name, "clean" if tokens else "empty", tokens, channel=channel)
-        suspicious = CheckedOutput(
-            name,
-            "suspicious",
-            tokens,
-            onset=self._onset,
-            detected=self._detected,
-            excerpt=self._excerpt,
-            channel=channel,
-        )
-        if self.level == 1:
-            return suspicious
-        verdict: TextVerdict = "looped"
-        if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
-            verdict = "loops"
-        if tail is None:
-            return replace(suspicious, verdict=verdict)
-        wasted = max(0, self._last_copy - tail.start - tail.period)
-        return replace(suspicious, verdict=verdict, wasted=wasted, period=tail.period, onset=tail.start)
+        verdict: TextVerdict = "suspicious"
+        wasted, period, onset = None, None, self._onset
+        if self.level == 2:
+            ends = tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown)
+            verdict = "loops" if ends else "looped"
+            if tail is not None:
+                wasted, period, onset = max(0, self._last_copy - tail.start - tail.period), tail.period, tail.start
+        return CheckedOutput(name, verdict, tokens, wasted, period, onset, self._detected, self._excerpt, channel)
 
 
 class Watch:
