@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import cycle, product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 from sinkscope.bench.methods import Method
 from sinkscope.bench.record import Answer, BenchRecord, EndReason, Metrics, Prompt
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.run import Event
+from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
@@ -151,15 +151,14 @@ def answer_rows(
     options = decoding(target, do_sample=False, pad_token_id=pad)
     options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "logits_processor": processors}
-    held: list[HeldTokens] = []
+    held = _HeldAfterCalls()
 
     def pass_on(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         if see is not None:
             see(output.logits[:, -1].float())
 
-    with under(edit, target) as run, target.hooks((target.hf, "post", pass_on)), torch.no_grad():
-        if run is not None:
-            run.act(_HeldAfterCalls(held, CacheKeeper.of(run).windows))
+    followed = None if edit is None else edit | held
+    with under(followed, target) as run, target.hooks((target.hf, "post", pass_on)), torch.no_grad():
         output = target.hf.generate(**options)
     events = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)
@@ -171,8 +170,8 @@ def answer_rows(
         cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
         read = whole = [full_read(count, windows) for count in cached]
         if run is not None:
-            read = [float(call.read_by_row()[row]) for call in held[1:length]]
-            cached = [float(call.held_by_row()[row]) for call in held[1:length]]
+            read = [float(call.read_by_row()[row]) for call in held.calls[1:length]]
+            cached = [float(call.held_by_row()[row]) for call in held.calls[1:length]]
         lossy = [count < full - 1e-6 for count, full in zip(read, whole, strict=False)]
         metrics: Metrics = {
             "prompt_tokens": prompt,
@@ -190,13 +189,17 @@ def answer_rows(
     return answers
 
 
-@dataclass(frozen=True, eq=False)
-class _HeldAfterCalls(Actor):
-    """Notes what the cache holds after each call."""
+@dataclass(eq=False)
+class _HeldAfterCalls(Intervention, Actor):
+    """Notes what the cache holds after each call and what every edit did in it; it is entered last."""
 
-    calls: list[HeldTokens]
-    windows: list[int | None]
-    reads_logits: ClassVar[bool] = False
+    calls: list[HeldTokens] = field(default_factory=list)
+    windows: list[int | None] = field(default_factory=list)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Follow the calls."""
+        self.windows = CacheKeeper.of(run).windows
+        run.act(self)
 
     def after(self, step: Step) -> TakeBack | None:
         """Note it."""
