@@ -8,7 +8,6 @@ itself.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,20 +28,15 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.inputs import attending_layers, check_site
-from sinkscope.models.target import Target
 from sinkscope.models.windows import layers_with_states
 from sinkscope.results.notation import count_of
 
-HeadsByLayer = Mapping[int, list[int]]
-"""Heads of each layer in which something is hidden; an empty list stands for all of them."""
-
 
 class Hiding(Intervention):
-    """Base of what hides keys."""
+    """Base of what hides keys, in the attention of some layers or heads."""
 
-    @abstractmethod
-    def heads_by_layer(self, target: Target) -> HeadsByLayer:
-        """Return where keys are hidden."""
+    layers: Any
+    heads: Any = ()
 
     @abstractmethod
     def hidden(self, step: Step, device: torch.device) -> Hidden:
@@ -53,17 +47,34 @@ class Hiding(Intervention):
         return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}." if run.passes else ""
 
     def enter(self, run: Run, key: int) -> None:
-        """Hide the keys in the attention of every call."""
+        """Hide the keys in the attention of every call.
+
+        Raises:
+            UnsupportedError: A hidden key would still be seen in a state, or the attention cannot be edited.
+        """
         target = run.target
-        heads = self.heads_by_layer(target)
-        _check_servable(target)
-        actor = _HidingActor(self, heads, run.reach(repr(self), "no query was there that sees these keys"))
-        if target.kind != "bridge":
+        heads: dict[int, list[int]] = {}
+        for layer, head in self.heads:
+            check_site(target, layer, head=head)
+            heads.setdefault(layer, []).append(head)
+        layers = attending_layers(target, list(heads) or self.layers)
+        is_bridge = target.kind == "bridge"
+        if not is_bridge:
+            check_attention_visible(target)
+        states = layers_with_states(target)
+        if states:
+            raise UnsupportedError(
+                f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so "
+                "that a hidden key would still be seen: use a model whose layers all attend"
+            )
+        reach = run.reach(repr(self), "no query was there that sees these keys")
+        actor = _HidingActor(self, {layer: heads.get(layer, []) for layer in layers}, reach)
+        if not is_bridge:
             run.act(actor)
             return
-        for layer in heads:
+        for layer in layers:  # whose scores are edited
             module = target.model.hook_dict[f"blocks.{layer}.attn.hook_attn_scores"]
-            run.hook_edit(module, "post", partial(_cover, run, actor, layer))
+            run.hook_edit(module, "post", partial(actor.cover, run, layer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,18 +118,6 @@ class Knockout(Hiding):
                 raise SinkscopeError(f"layers={layers} with heads={heads}: heads name their layers; give one of both")
             object.__setattr__(self, "layers", layers)
 
-    def heads_by_layer(self, target: Target) -> HeadsByLayer:
-        """Return the chosen layers, or the layers of the chosen heads with these."""
-        chosen: dict[int, list[int]] = {}
-        for layer, head in self.heads:
-            check_site(target, layer, head=head)
-            attending_layers(target, [layer])
-            chosen.setdefault(layer, []).append(head)
-        if not chosen:
-            for layer in attending_layers(target, self.layers):
-                chosen[layer] = []
-        return chosen
-
     def hidden(self, step: Step, device: torch.device) -> Hidden:
         """Look keys and queries up among the columns of a call."""
         keys = chosen_positions(step.columns, self.keys).to(device)
@@ -146,10 +145,6 @@ class HideCells(Hiding):
     cells: Bool[Tensor, "#batch query key"] = field(repr=False)
     layers: Any = None
 
-    def heads_by_layer(self, target: Target) -> HeadsByLayer:
-        """Return the chosen layers, with all heads."""
-        return {layer: [] for layer in attending_layers(target, self.layers)}
-
     def hidden(self, step: Step, device: torch.device) -> Hidden:
         """Look cells up."""
         table = self.cells.to(device)
@@ -166,10 +161,16 @@ class HideCells(Hiding):
 
 @dataclass(frozen=True, eq=False)
 class _HidingActor(Actor):
-    """Hides keys in the attention of a run."""
+    """Hides keys in the attention of a run.
+
+    Attributes:
+        hiding: What is hidden.
+        heads: Heads of each layer in which it is; an empty list stands for all of them.
+        reach: Whether anything was.
+    """
 
     hiding: Hiding
-    heads: HeadsByLayer
+    heads: dict[int, list[int]]
     reach: Reach
 
     def attends(self, step: Step) -> bool:
@@ -184,6 +185,16 @@ class _HidingActor(Actor):
             if not self.reach.is_certain:
                 visible = attention.visible
                 self.reach.note(hidden(visible.query_columns(), visible.key_columns()))
+
+    def cover(self, run: Run, layer: int, _module: Any, _args: Any, _kwargs: Any, scores: Tensor) -> Tensor:
+        """Return the scores of a layer of a bridge without the keys."""
+        assert run.step is not None
+        queries, keys = scores.shape[2:]
+        column = torch.arange(keys, device=scores.device).expand(len(scores), 1, -1)
+        hidden = self.in_layer(run.step, layer, scores.shape[1], scores.device)
+        gone = hidden(column[:, 0, keys - queries :], column)
+        self.reach.note(gone)
+        return scores.masked_fill(gone, torch.finfo(scores.dtype).min)
 
     def in_layer(self, step: Step, layer: int, n_heads: int, device: torch.device) -> Hidden:
         """Return what says which cells are hidden in a layer: never a query's own."""
@@ -201,33 +212,7 @@ class _HidingActor(Actor):
         return cells
 
 
-def _cover(run: Run, actor: _HidingActor, layer: int, _module: Any, _args: Any, _kwargs: Any, scores: Tensor) -> Any:
-    """Hide the keys in the scores of a bridge."""
-    assert run.step is not None
-    queries, keys = scores.shape[2:]
-    column = torch.arange(keys, device=scores.device).expand(len(scores), 1, -1)
-    gone = actor.in_layer(run.step, layer, scores.shape[1], scores.device)(column[:, 0, keys - queries :], column)
-    actor.reach.note(gone)
-    return scores.masked_fill(gone, torch.finfo(scores.dtype).min)
-
-
 def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:
     """Values of columns; False where there is none."""
     inside = (at >= 0) & (at < columns.shape[1])
     return columns.gather(1, torch.where(inside, at, 0)) & inside
-
-
-def _check_servable(target: Target) -> None:
-    """Refuse a model in which a hidden key would still be seen, or whose attention cannot be edited.
-
-    Raises:
-        UnsupportedError: It is such a model.
-    """
-    if target.kind != "bridge":  # whose scores are edited
-        check_attention_visible(target)
-    states = layers_with_states(target)
-    if states:
-        raise UnsupportedError(
-            f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so that "
-            "a hidden key would still be seen: use a model whose layers all attend"
-        )
