@@ -12,11 +12,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Reach, Run, runs_here
-from sinkscope.engine.step import Step, TokenPositions
+from sinkscope.engine.step import Step, tokens_in
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
@@ -107,7 +106,7 @@ class CacheKeeper(Actor):
         if cache is None:
             return
         if cache not in self._meters:  # a new one, or a copy
-            adopt(cache, self.target, step.earlier)
+            adopt(cache, self.target)
             self._meters[cache] = Meter(self.windows, self.target.processes)
             self._counted.append(self._meters[cache])
         step.anchors = self.anchors
@@ -207,16 +206,15 @@ def check_seen(step: Step) -> None:
             kv.upcoming = step.tokens
 
 
-def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
+def adopt(cache: Any, target: Target) -> None:
     """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
 
     Args:
-        cache: An empty or filled `DynamicCache`.
+        cache: An empty `DynamicCache`, or one that was taken over before.
         target: The model.
-        columns: The tokens already in the cache.
 
     Raises:
-        UnsupportedError: The cache is of another kind.
+        UnsupportedError: The cache is of another kind, or was filled by others.
     """
     if own_layers(cache):
         return
@@ -225,20 +223,14 @@ def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
             f"the cache is {_named(cache)}: a cache policy or guard needs a plain DynamicCache; pass `DynamicCache()` "
             "or nothing"
         )
+    if tokens_in(cache):
+        raise UnsupportedError(
+            "this cache was filled outside of the `with`, where nothing saw the tokens that are read: start with an "
+            "empty cache inside it"
+        )
     ours: list[Any] = list(DynamicCache(config=target.config).layers[: target.n_layers])
     for number in cache_layers(target):  # others, such as the state of linear attention, are left as they are
         ours[number] = CacheLayer(number)
-    if cache.get_seq_length() > 0:
-        layers: list[Any] = cache.layers
-        for layer in layers:
-            if type(layer) is not DynamicLayer:
-                raise UnsupportedError(
-                    f"the cache already holds tokens in a {type(layer).__name__}, which may have dropped some: "
-                    "start with an empty cache inside the `with`"
-                )
-        for new, old in zip(ours, layers, strict=True):
-            new.upcoming = columns
-            new.update(old.keys, old.values)
     cache.layers = ours
     cache.layer_class_to_replicate = None
     if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long

@@ -230,7 +230,7 @@ def test_caches_that_cannot_be_taken_over():
     slid = DynamicCache(config=window.config)
     decode(window, ids, mask, 20, slid)
     for cache, inside, said in (
-        (slid, window, "DynamicSlidingWindowLayer"),
+        (slid, window, "this cache was filled outside of the `with`"),
         (EncoderDecoderCache(DynamicCache(), DynamicCache()), model, "EncoderDecoderCache: a cache policy"),
     ):
         with policy.on(inside), refused(said):

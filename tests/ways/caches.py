@@ -48,24 +48,6 @@ def chunks(use: Use) -> Tensor:
     return torch.cat(found, 1)
 
 
-def outside(use: Use) -> Tensor:
-    """The cache was filled before the block."""
-    cache = use.cache()
-    before = use.run(0, use.prompt, cache)
-    with use.inside():
-        return torch.cat([torch.full_like(before, SILENT), use.run(use.prompt, use.length, cache)], 1)
-
-
-def outside_steps(use: Use) -> Tensor:
-    """The cache was filled before the block, which reads token by token."""
-    cache = use.cache()
-    found = [torch.full_like(use.run(0, use.prompt, cache), SILENT)]
-    with use.inside():
-        for start in range(use.prompt, use.length):
-            found.append(use.run(start, start + 1, cache))
-    return torch.cat(found, 1)
-
-
 def _diverted(use: Use, cache: Any) -> None:
     """Another token than the next one comes to this cache."""
     other = copy.copy(use)

@@ -74,8 +74,8 @@ def _meet(draw: Draw) -> bool:
         return False  # calls of a thread without a block are seen, too
     if draw["hooks"] != "none" and draw["other"] in ("plain thread", "thread that waits"):  # which they act in, too
         return False
-    if draw["other"] == "thread that waits" and draw["cache"].startswith(("outside", "looping")):
-        return False  # the bare call that fills the cache, or that replays a text, would be refused
+    if draw["other"] == "thread that waits" and draw["cache"].startswith("looping"):
+        return False  # the bare call that replays a text would be refused
     if draw["padding"] != "none" and (draw["rows"] == 1 or draw["length"] <= 4):
         return False
     if draw["padding"] == "right" and draw["cache"] not in ("none", "gradients"):  # has no meaning for a cache
@@ -90,8 +90,6 @@ def _meet(draw: Draw) -> bool:
         return False
     if edit.acts != (draw["cache"] == "looping") or edit.steers != (draw["cache"] in ("steered", "ss.generate")):
         return edit.acts == (draw["cache"] == "looping") and not edit.steers and draw["cache"] != "steered"
-    if draw["hooks"] == "changed inside" and draw["cache"] == "outside":
-        return False
     if edit.site == ROWS_SEEN:
         return not way.plain and draw["hooks"] == "none"
     if edit.site is not None:

@@ -117,10 +117,6 @@ REFUSED = [
     Refusal(lambda draw: draw["cache"] == "gradients" and draw["edit"] in SHAPES, "has no gradients"),
     Refusal(lambda draw: draw["edit"] == "half snapkv", "is below the 6 tokens that are always kept"),
     Refusal(lambda draw: draw["cache"] == "pickled", "the latest queries were not seen"),
-    Refusal(
-        lambda draw: draw["cache"] in ("outside", "outside steps"),
-        "in a DynamicSlidingWindowLayer, which may have dropped some",
-    ),
     Refusal(lambda draw: draw["family"] == "gemma4", "whose positions are not known"),
     Refusal(lambda draw: draw["family"] == "gemma4" and _attends(draw), "attend to the keys of earlier layers"),
     Refusal(

@@ -18,8 +18,6 @@ from .caches import (
     forward,
     gradients,
     in_a_thread,
-    outside,
-    outside_steps,
     pickled,
     reordered,
     repeated,
@@ -64,11 +62,6 @@ def _long(draw: Draw) -> bool:
     return draw["length"] >= 20
 
 
-def _adopts(draw: Draw) -> bool:
-    """Whether a policy needs nothing of the prompt but where its tokens stand."""
-    return _long(draw) and draw["edit"] in ("full", "guard", "streaming 12", "guard|streaming 12")
-
-
 def _crops(draw: Draw) -> bool:
     """A window has dropped what a crop needs, and so has a policy."""
     return _long(draw) and FAMILIES[draw["family"]].window is None and not EDITS[draw["edit"]].budget
@@ -109,8 +102,6 @@ WAYS = {
     "steps": Way(steps, "steps"),
     "second turn": Way(second_turn, "second turn", _long),
     "chunks": Way(chunks, None, _long),
-    "outside": Way(outside, None, lambda draw: draw["edit"] in ("full", "guard")),
-    "outside steps": Way(outside_steps, "outside steps", _adopts),
     "copied": Way(copied, "steps", _long),
     "copied from": Way(partial(copied, goes_on=0), "steps", _long),
     "reordered": Way(reordered, "steps", _rows_move),
