@@ -22,8 +22,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, padded, to_end
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.kv.keeper import CacheKeeper
-from sinkscope.kv.usage import HeldTokens, full_read
+from sinkscope.kv.keeper import CacheKeeper, HeldTokens
+from sinkscope.kv.usage import full_read
 from sinkscope.measure.margin import mean_known
 from sinkscope.measure.setup import model_info
 from sinkscope.models.inputs import end_ids, tokenizer_of

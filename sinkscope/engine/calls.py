@@ -1,6 +1,9 @@
 """The calls of a run: the record of each is made, and actors are asked at their moments.
 
-1. `_begin`: the record of the call is made (`Step`), and actors act before the model reads.
+1. `_begin`: the record of the call is made (`begin_step`), and actors act before the model reads. The cache says how
+   many columns it holds, and what this block knows of its rows; the mask says which of the new tokens are real; each
+   gets its position in its row, which is one text. Where a row may hold several (position ids that jump without a
+   mask, or a caller's own mask of queries and keys) whatever acts refuses the call.
 2. The tap shows the attention of each layer to actors (`_attend`), and edits of activations act by hooks that read the
    same record.
 3. `_end`: the decoder has read. `_end_model`: logits exist, and actors that read them act; what one takes back is noted
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.rows import put_rows
-from sinkscope.engine.step import Draft, RowState, Step, begin_step, cache_in, tokens_in
+from sinkscope.engine.step import ROWS, Draft, RowState, Step, TokenPositions
 from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.engine.tap import Listener
 from sinkscope.engine.visible import FunctionMask, TensorMask
@@ -277,6 +280,100 @@ class Calls:
                 f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
                 "or install the versions in constraints.txt"
             )
+
+
+def cache_in(holder: Any) -> Any:
+    """Return the cache that a call's arguments, or a model's output, hold; None if there is none."""
+    is_by_name = isinstance(holder, dict)
+    for name in CACHE_NAMES:
+        cache: Any = holder.get(name) if is_by_name else getattr(holder, name, None)
+        if cache is not None:
+            return cache
+    return None
+
+
+def tokens_in(cache: Any) -> int:
+    """Return the number of tokens that a cache of transformers has read, with padding.
+
+    Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
+    """
+    count = int(cache.get_seq_length())
+    if count == 0:
+        for layer in getattr(cache, "layers", None) or []:
+            if hasattr(layer, "get_seq_length"):
+                count = max(count, int(layer.get_seq_length()))
+    return count
+
+
+def begin_step(
+    run: int, number: int, arguments: Mapping[str, Any], cache: Any, told: Mapping[str, Any], *, acts: bool = True
+) -> Step:
+    """Make the record of a forward call.
+
+    Args:
+        run: Number of the run that acts in the call.
+        number: Number of the call within the run.
+        arguments: Arguments of the decoder's call, by name.
+        cache: The cache among them.
+        told: What the caller said, of which `generate`, or a model of several parts, may have made the masks of queries
+            and keys among the arguments. A mask of shape (batch, tokens) has 1 at real tokens. Tokens that were read in
+            an earlier call keep the mask of that call.
+        acts: Whether something is changed in the call; what only reads counts columns where positions are not known.
+
+    Raises:
+        UnsupportedError: Several texts may stand in a row, and something is changed.
+    """
+    ids: Tensor | None = arguments.get("input_ids")
+    tokens: Tensor = arguments["inputs_embeds"] if ids is None else ids
+    batch, new = tokens.shape[:2]
+    past = 0 if cache is None else tokens_in(cache)
+    states: dict[int, RowState] = getattr(cache, ROWS, None) or {}
+    state = states.get(run) if past else None
+    if state is None or len(state.tokens.pos) != batch:
+        nothing = torch.zeros(batch, 0, dtype=torch.int64, device=tokens.device)
+        state = RowState(TokenPositions.of(nothing), partial=past > 0)
+    earlier = state.tokens
+    if past < earlier.seen:  # tokens were taken back
+        earlier = earlier.first(past)
+    mask = told.get("attention_mask")
+    total = past + new
+    says_tokens = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total
+    if acts and not says_tokens and (mask is not None or told.get("position_ids") is not None):
+        _check_one_text(mask, told)
+    if isinstance(mask, Tensor) and says_tokens:
+        real = mask[:, earlier.seen : total].bool().to(tokens.device)
+    else:
+        real = torch.ones(batch, total - earlier.seen, dtype=torch.bool, device=tokens.device)
+    count = real.cumsum(1)
+    later = torch.where(real, earlier.length[:, None] + count - 1, -1)
+    length = earlier.length + count[:, -1] if real.shape[1] else earlier.length
+    state.tokens = TokenPositions(torch.cat([earlier.pos, later], 1), length, total)
+    if earlier.seen != past:  # some were read in calls on which the run did not act
+        earlier = state.tokens.first(past)
+    return Step(number, batch, past, new, ids, cache, arguments, earlier, state)
+
+
+def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:
+    """Refuse rows in which several texts may stand, because there is no mask that says which tokens are real.
+
+    Without mask and cache transformers reads position ids that do not count on as several texts.
+
+    Raises:
+        UnsupportedError: There may be such a row.
+    """
+    what = None
+    if mask is None:
+        positions = told.get("position_ids")
+        if isinstance(positions, Tensor) and positions.ndim == 2 and cache_in(told) is None:
+            if bool((positions.diff(dim=1) != 1).any()):
+                what = "position ids that do not count on"
+    else:
+        what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
+    if what is not None:
+        raise UnsupportedError(
+            f"{what}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad "
+            "the rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
+        )
 
 
 def _acting(actors: list[Actor], moment: str) -> list[Actor]:

@@ -19,9 +19,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.calls import Calls
+from sinkscope.engine.calls import Calls, cache_in
 from sinkscope.engine.rows import forget_rows
-from sinkscope.engine.step import cache_in
 from sinkscope.engine.tap import Listener, check_attention_known, tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import bridge_hooks

@@ -1,15 +1,10 @@
 """The record of a forward call, which everything that acts in the call reads.
 
 A call may be a whole prompt, a chunk of one, one generated token, a later turn, or (without a cache) the whole prefix
-again; rows may be padded on either side. `begin_step` makes the record at the beginning of the call:
-
-1. The cache says how many columns it holds, and what this block knows of its rows.
-2. The mask says which of the new tokens are real.
-3. Each real token gets its position in its row, which is one text. Where a row may hold several (position ids that jump
-   without a mask, or a caller's own mask of queries and keys) whatever acts refuses the call.
+again; rows may be padded on either side. `calls` makes the record at the beginning of the call.
 
 A *column* counts the tokens of a row with padding, as masks and caches of transformers do. A *position* counts the real
-tokens of a row from 0.
+tokens of a row from 0: a row is one text.
 """
 
 from __future__ import annotations
@@ -23,8 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.call_cache import CACHE_NAMES
+from sinkscope.errors import SinkscopeError
 
 ROWS = "sinkscope_rows"
 """The attribute of a cache that holds what is known of its rows (`RowState`), by the number of the run."""
@@ -45,12 +39,6 @@ class TokenPositions:
     seen: int
 
     @classmethod
-    def none(cls, batch: int, device: torch.device) -> TokenPositions:
-        """Return the positions of rows without tokens."""
-        nothing = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        return cls(nothing, torch.zeros(batch, dtype=torch.int64, device=device), 0)
-
-    @classmethod
     def of(cls, pos: Int[Tensor, "batch seen"]) -> TokenPositions:
         """Return tokens with these positions."""
         return cls(pos, (pos >= 0).sum(1), pos.shape[1])
@@ -60,13 +48,6 @@ class TokenPositions:
         """Number of the first columns among which all padding is; whoever asks first waits for the device."""
         columns = (self.pos < 0).any(0).nonzero()
         return int(columns[-1]) + 1 if len(columns) else 0
-
-    def read(self, real: Bool[Tensor, "batch new"]) -> TokenPositions:
-        """Return these tokens and new ones, of which some are no padding."""
-        count = real.cumsum(1)
-        later = torch.where(real, self.length[:, None] + count - 1, -1)
-        length = self.length + count[:, -1] if real.shape[1] else self.length
-        return TokenPositions(torch.cat([self.pos, later], 1), length, self.seen + real.shape[1])
 
     def first(self, count: int) -> TokenPositions:
         """Return the first columns alone."""
@@ -272,93 +253,3 @@ class Step:
                 f"the first {self.past} tokens were read before this run was entered, so {what} is not known: enter "
                 f"the run first, or {remedy}"
             )
-
-
-def cache_in(holder: Any) -> Any:
-    """Return the cache that a call's arguments, or a model's output, hold; None if there is none."""
-    is_by_name = isinstance(holder, dict)
-    for name in CACHE_NAMES:
-        cache: Any = holder.get(name) if is_by_name else getattr(holder, name, None)
-        if cache is not None:
-            return cache
-    return None
-
-
-def tokens_in(cache: Any) -> int:
-    """Return the number of tokens that a cache of transformers has read, with padding.
-
-    Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
-    """
-    count = int(cache.get_seq_length())
-    if count == 0:
-        for layer in getattr(cache, "layers", None) or []:
-            if hasattr(layer, "get_seq_length"):
-                count = max(count, int(layer.get_seq_length()))
-    return count
-
-
-def begin_step(
-    run: int, number: int, arguments: Mapping[str, Any], cache: Any, told: Mapping[str, Any], *, acts: bool = True
-) -> Step:
-    """Make the record of a forward call.
-
-    Args:
-        run: Number of the run that acts in the call.
-        number: Number of the call within the run.
-        arguments: Arguments of the decoder's call, by name.
-        cache: The cache among them.
-        told: What the caller said, of which `generate`, or a model of several parts, may have made the masks of queries
-            and keys among the arguments. A mask of shape (batch, tokens) has 1 at real tokens. Tokens that were read in
-            an earlier call keep the mask of that call.
-        acts: Whether something is changed in the call; what only reads counts columns where positions are not known.
-
-    Raises:
-        UnsupportedError: Several texts may stand in a row, and something is changed.
-    """
-    ids: Tensor | None = arguments.get("input_ids")
-    tokens: Tensor = arguments["inputs_embeds"] if ids is None else ids
-    batch, new = tokens.shape[:2]
-    past = 0 if cache is None else tokens_in(cache)
-    states: dict[int, RowState] = getattr(cache, ROWS, None) or {}
-    state = states.get(run) if past else None
-    if state is None or len(state.tokens.pos) != batch:
-        state = RowState(TokenPositions.none(batch, tokens.device), partial=past > 0)
-    earlier = state.tokens
-    if past < earlier.seen:  # tokens were taken back
-        earlier = earlier.first(past)
-    mask = told.get("attention_mask")
-    total = past + new
-    says_tokens = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total
-    if acts and not says_tokens and (mask is not None or told.get("position_ids") is not None):
-        _check_one_text(mask, told)
-    if isinstance(mask, Tensor) and says_tokens:
-        real = mask[:, earlier.seen : total].bool().to(tokens.device)
-    else:
-        real = torch.ones(batch, total - earlier.seen, dtype=torch.bool, device=tokens.device)
-    state.tokens = earlier.read(real)
-    if earlier.seen != past:  # some were read in calls on which the run did not act
-        earlier = state.tokens.first(past)
-    return Step(number, batch, past, new, ids, cache, arguments, earlier, state)
-
-
-def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:
-    """Refuse rows in which several texts may stand, because there is no mask that says which tokens are real.
-
-    Without mask and cache transformers reads position ids that do not count on as several texts.
-
-    Raises:
-        UnsupportedError: There may be such a row.
-    """
-    what = None
-    if mask is None:
-        positions = told.get("position_ids")
-        if isinstance(positions, Tensor) and positions.ndim == 2 and cache_in(told) is None:
-            if bool((positions.diff(dim=1) != 1).any()):
-                what = "position ids that do not count on"
-    else:
-        what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
-    if what is not None:
-        raise UnsupportedError(
-            f"{what}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad "
-            "the rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
-        )

@@ -278,9 +278,11 @@ class CacheLayer(DynamicLayer):
                     "this cache had tokens evicted and is used outside of the `with` that did it: stock masks would be "
                     "wrong; go on inside it, or start from a new cache"
                 )
+            later = torch.arange(new, device=key_states.device).expand(len(key_states), -1)
             if before is None:
-                before = TokenPositions.none(len(key_states), key_states.device)
-            columns = before.read(torch.ones(len(key_states), new, dtype=torch.bool, device=key_states.device))
+                columns = TokenPositions.of(later)
+            else:
+                columns = TokenPositions.of(torch.cat([before.pos, before.length[:, None] + later], 1))
         self.columns = columns
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
             gapless = self.gapless or not self.is_initialized

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import sinkscope as ss
-from sinkscope.engine.step import cache_in
+from sinkscope.engine.calls import cache_in
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, cache_argument
 

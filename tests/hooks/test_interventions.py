@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
+from sinkscope.engine.calls import begin_step
 from sinkscope.engine.rows import put_rows
-from sinkscope.engine.step import begin_step
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 

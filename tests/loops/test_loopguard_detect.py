@@ -18,10 +18,10 @@ from torch import Tensor
 from experiments.loopguard.variants import OneSignal
 from sinkscope.generation.decode import ForcedAnswer
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.loops.guard import LoopGuard, detect
-from sinkscope.loops.guard.detect import WatchedRow
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.steer import Steering
-from sinkscope.loops.text.monitor import Settings
+from sinkscope.loops.text import monitor as watching
+from sinkscope.loops.text.monitor import Settings, WatchedRow
 
 BUNDLED = ROOT / "sinkscope/models/bundled"
 TAIL = OneSignal(signal="tail", warmup=0, window=16, tail_shortest=6)
@@ -137,7 +137,7 @@ ASKED_LATE = ([0], 1), ([0, 0, 1], 3), ([0] * 3, 3), ([0] * 4, 1), ([0] * 5, 3),
 def test_a_row_that_was_taken_back_goes_on_like_one_that_never_had_those_tokens(turns, rest):
     """Its monitor is marked every 5 tokens; pieces come once or several times in a row."""
     row, plain = looped_row(), looped_row()
-    with patch.multiple(detect, MARKED_EVERY=5, MARKS=3):
+    with patch.multiple(watching, MARKED_EVERY=5, MARKS=3):
         for pieces, back in turns:
             for token in [token for piece, times in pieces for token in piece * times]:
                 row.add(token, None)

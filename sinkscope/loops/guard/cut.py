@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.loops.guard.detect import WatchedRow
+from sinkscope.loops.text.monitor import WatchedRow
 from sinkscope.loops.text.signals import tail_period
 
 MAX_LEVEL = 3

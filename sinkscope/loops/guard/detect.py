@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -12,74 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.loops.guard.steer import Steering
-from sinkscope.loops.text.monitor import Monitor, Settings
+from sinkscope.loops.text.monitor import Monitor, Settings, WatchedRow
 from sinkscope.loops.text.outputs import split
-
-MARKED_EVERY, MARKS = 1024, 4
-"""The monitor of a row that looped is copied every 1024 tokens, and the last 4 copies stay: less is read again."""
-
-
-class WatchedRow:
-    """One row and its monitor, since its last prompt.
-
-    Args:
-        monitor: Makes its monitor.
-        prompt: Number of real tokens before its first generated token.
-        prompt_ids: The ids of the latest of them that are known.
-
-    Attributes:
-        monitor: Its monitor.
-        ids: Its latest ids, up to the newest that the monitor has seen.
-        steering: How a guard steers it since it looped.
-        stops: Whether a guard lets it end.
-    """
-
-    def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
-        self.monitor = monitor()
-        self._marks = [monitor()]
-        self.prompt = prompt
-        self.ids = list(prompt_ids)
-        self._prompt_ids = len(self.ids)
-        self.steering: Steering | None = None
-        self.stops = False
-
-    @property
-    def written(self) -> int:
-        """Number of its generated tokens that the monitor has seen."""
-        return len(self.ids) - self._prompt_ids
-
-    @property
-    def length(self) -> int:
-        """Number of its tokens."""
-        return self.prompt + self.written
-
-    def add(self, token: int, p_max: float | None) -> bool:
-        """Pass the next token, and the largest probability of the one after it, to the monitor; whether it triggers."""
-        self.ids.append(token)
-        return self._read(token, p_max)
-
-    def take_back(self, count: int) -> None:
-        """Forget the last `count` tokens, as if they had never arrived: an earlier monitor reads those after it."""
-        del self.ids[len(self.ids) - count :]
-        if self.steering is not None:
-            self.steering.copies.take_back(len(self.ids))
-        while self._marks[-1].last.step > self.written:
-            self._marks.pop()
-        looped = self.monitor.rule.looped
-        self.monitor = deepcopy(self._marks[-1])
-        self.monitor.rule.looped = looped  # first, because what copies are is asked once, when they first count
-        for token in self.ids[self._prompt_ids + self.monitor.last.step :]:
-            self._read(token, 0.0)
-
-    def _read(self, token: int, p_max: float | None) -> bool:
-        """Pass a token to the monitor, and mark it now and then if the row looped; whether it triggers."""
-        decision = self.monitor.update(token, p_max)
-        is_late = self.written < decision.step + MARKS * MARKED_EVERY
-        if self.steering is not None and is_late and decision.step % MARKED_EVERY == 0:
-            self._marks.append(deepcopy(self.monitor))
-            del self._marks[1:-MARKS]
-        return decision.trigger
 
 
 @dataclass(eq=False)

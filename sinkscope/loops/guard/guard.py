@@ -38,10 +38,10 @@ from sinkscope.loops.guard.cut import (
     ranges_of,
     tokens_to_keep,
 )
-from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors
+from sinkscope.loops.guard.detect import GuardedRows, ids_of_setting, largest_probability, monitors
 from sinkscope.loops.guard.steer import LENIENT, Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
-from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings
+from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings, WatchedRow
 from sinkscope.loops.text.repetition import EarlierCopies, asked_copies
 from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.results.notation import count_of, word_list
