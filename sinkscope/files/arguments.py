@@ -79,10 +79,8 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        parameters = {parameter.name: parameter for parameter in parameters_of(function)}
-        arguments = dict(kwargs)
-        if others is not None:
-            parameters = {parameter.name: parameter for parameter in parameters_of(others)} | parameters
+        known = parameters_of(function) if others is None else (*parameters_of(others), *parameters_of(function))
+        parameters, arguments = {parameter.name: parameter for parameter in known}, dict(kwargs)
         if others is not None or not takes_any:
             refuse_unknown(function.__name__, arguments, parameters)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments

@@ -102,15 +102,14 @@ class Envelope:
         Raises:
             SinkscopeError: `data` is not such an envelope.
         """
-        if not isinstance(data, dict) or not {"schema", "kind"} <= data.keys() or type(data.get("result")) is not dict:
+        if not isinstance(data, dict) or type(data.get("result")) is not dict:
+            raise SinkscopeError(f"{name} is not a result of sinkscope: expected an object with a schema and a result")
+        schema = data.get("schema")
+        if schema != SCHEMA:
             raise SinkscopeError(
-                f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
+                f"{name} has schema {schema!r}, and this version reads {SCHEMA}: run the command again"
             )
-        if data["schema"] != SCHEMA:
-            raise SinkscopeError(
-                f"{name} has schema {data['schema']!r}, and this version reads {SCHEMA}: run the command again"
-            )
-        kind_class = result_class(str(data["kind"]), name)
+        kind_class = result_class(str(data.get("kind")), name)
         if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
         return build(kind_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
@@ -127,7 +126,7 @@ def result_class(kind: str, name: str = "data") -> type[Envelope]:
         SinkscopeError: There is no such kind.
     """
     modules = kind_modules()
-    if kind not in _CLASSES and kind in modules:
+    if kind in modules:
         import_module(modules[kind])
     if kind not in _CLASSES:
         raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(modules)}")

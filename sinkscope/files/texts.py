@@ -12,8 +12,6 @@ from sinkscope.files.records import read_rows
 
 TEXTS = ("text", "content", "document", "article", "story", "code", "body")
 """Fields that hold a text."""
-PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("question", "answer"))
-"""Fields that hold what was asked, and the answer."""
 
 
 class Message(NamedTuple):
@@ -50,7 +48,7 @@ def read_texts(path: PathName, field: str | None = None) -> Iterator[TextRecord]
 
 
 def messages_of_row(row: Any, field: str | None = None, name: str = "the record") -> tuple[Message, ...]:
-    """Return the messages of a record: those of a chat, a prompt and its answer, or a text.
+    """Return the messages of a record: those of a chat, or a text.
 
     Args:
         row: A text, a list of messages, or a mapping.
@@ -62,11 +60,8 @@ def messages_of_row(row: Any, field: str | None = None, name: str = "the record"
     """
     value = row
     if isinstance(row, Mapping):
-        if field is None:
-            for asked, answer in PAIRS:
-                if isinstance(row.get(asked), str) and isinstance(row.get(answer), str):
-                    return Message("user", row[asked]), Message("assistant", row[answer])
-        value = _filled_field(row, ("messages", *TEXTS) if field is None else (field,))
+        names = ("messages", *TEXTS) if field is None else (field,)
+        value = next(filter(None, map(row.get, names)), None)
     if isinstance(value, str):
         return (Message("", value),)
     if isinstance(value, list) and all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value):
@@ -80,14 +75,6 @@ def words_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(words_of(part.get("text")) for part in content)
     return content if isinstance(content, str) else ""
-
-
-def _filled_field(row: Mapping[str, Any], fields: tuple[str, ...]) -> Any:
-    """What stands in the first of some fields that is filled."""
-    for field in fields:
-        if row.get(field):
-            return row[field]
-    return None
 
 
 def is_text_file(path: PathName) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain, cycle, islice
 from typing import Any
@@ -44,25 +43,9 @@ _PLACES = (
 ).split()
 
 
-@dataclass(frozen=True)
-class Haystack:
-    """What a prompt is made of.
-
-    Attributes:
-        head: Text before the haystack.
-        needles: Statements that the answer needs.
-        others: Statements that nobody asks about.
-        filler: Pieces of the haystack.
-        tail: The question.
-        answer: String that must appear in the answer.
-    """
-
-    head: str
-    needles: Sequence[str]
-    others: Iterator[str]
-    filler: Iterator[str]
-    tail: str
-    answer: str
+Parts = tuple[str, list[str], Iterator[str], Iterator[str], str, str]
+"""What a prompt is made of: text before the haystack, statements that the answer needs, statements that nobody asks
+about, pieces of the haystack, the question, and the string that must appear in the answer."""
 
 
 def needle_prompt(
@@ -84,20 +67,18 @@ def needle_prompt(
     """
     name = f"{kind} {length} {depth:g} {number}"
     rng = random.Random(f"{'recall' if facts else 'facts'} {name} {seed}")
-    parts = _facts(kind, rng) if facts else _sentences(rng)
+    head, needles, others, filler, tail, answer = _facts(kind, rng) if facts else _sentences(rng)
 
     @cache
     def size(text: str) -> int:
         return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
 
-    few: list[str] = []
-    if kind == "multi-key":
-        few = list(islice(parts.others, _OTHERS))
-    room = length - 1 - sum(map(size, [parts.head, parts.tail, *parts.needles, *few]))
+    few = [*islice(others, _OTHERS if kind == "multi-key" else 0)]
+    room = length - 1 - sum(map(size, [head, tail, *needles, *few]))
     if room < 0:
         raise SinkscopeError(f"length {length}: {kind} needs {length - room} tokens at least; give longer prompts")
     hay: list[str] = []
-    for piece in chain(parts.others if kind in CROWDED else (), parts.filler):
+    for piece in chain(others if kind in CROWDED else (), filler):
         room -= size(piece)
         if room < 0:
             break
@@ -106,15 +87,14 @@ def needle_prompt(
         rng.shuffle(hay)  # statements may be fewer than there is room for
     for other in few:
         hay.insert(rng.randint(0, len(hay)), other)
-    count, steps = len(hay), len(parts.needles)
+    count, steps = len(hay), len(needles)
     for step in reversed(range(steps)):
-        hay.insert(round(count * (depth + (1 - depth) * step / steps)), parts.needles[step])
-    text = " ".join([parts.head, *hay, parts.tail]).lstrip()
-    turn = Turn(text, (parts.answer,), metric="contains")
+        hay.insert(round(count * (depth + (1 - depth) * step / steps)), needles[step])
+    turn = Turn(" ".join([head, *hay, tail]).lstrip(), (answer,), metric="contains")
     return Prompt(name, (turn,), "needle", kind)
 
 
-def _facts(kind: str, rng: random.Random) -> Haystack:
+def _facts(kind: str, rng: random.Random) -> Parts:
     keys = rng.sample(KEYS, len(KEYS))
     asked, other = keys.pop(), keys.pop()
 
@@ -134,13 +114,13 @@ def _facts(kind: str, rng: random.Random) -> Haystack:
         needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
     tail = " ".join([ASK, asked, *QUESTION_END, ANSWER])
     head = f"{TURNS[0]} {words(GAP)}"
-    return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, " ".join(right))
+    return head, needles, others(), iter(lambda: words(1), ""), tail, " ".join(right)
 
 
-def _sentences(rng: random.Random) -> Haystack:
+def _sentences(rng: random.Random) -> Parts:
     things = [f"{rng.choice(_COLOURS)} {thing}" for thing in rng.sample(_THINGS, len(_THINGS))]
     places = rng.sample(_PLACES, len(_PLACES))
     facts = [f"The {thing} was in the {place}." for thing, place in zip(things, places, strict=False)]
     # The prompt does not end in "was in the", so that decoding finds the place.
     tail = f"\nWhere was the {things[0]}? The {things[0]}"
-    return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[0])
+    return "", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[0]
