@@ -24,7 +24,7 @@ from torch import Tensor
 from experiments.record import Row
 from sinkscope.bench.answer import Batch, cells_of, row_events
 from sinkscope.bench.benchmark import run as run_bench
-from sinkscope.bench.methods import read_method
+from sinkscope.bench.methods import make_method, read_method
 from sinkscope.bench.record import Answer, BenchRecord, BenchRun
 from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.recall import Recall
@@ -68,7 +68,7 @@ class OneCache(Task):
         """Answer all turns of the prompts, prompt after prompt."""
         records: list[BenchRecord] = []
         for prompt in batch.prompts:
-            talk = Conversation(target, batch.methods[0].make(), tokenizer=target.tokenizer)
+            talk = Conversation(target, make_method(batch.methods[0]), tokenizer=target.tokenizer)
             for number, turn in enumerate(prompt.turns):
                 text = f"\n\n{turn.text}" if number else turn.text
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
@@ -130,7 +130,7 @@ class RandomKeep(SnapKV):
 def specs(names: Sequence[str]) -> list[str]:
     """Methods as their records are kept, at an eighth of the context; the name of the control is written out."""
     own = f"{__name__}:RandomKeep:"
-    return [str(read_method(re.sub("^random:", own, name), SHARE)) for name in names]
+    return [read_method(re.sub("^random:", own, name), SHARE) for name in names]
 
 
 def answers(suite: Suite, methods: Sequence[str], work: Path) -> BenchRun:

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.bench.methods import Method
 from sinkscope.bench.record import Answer, BenchRecord, EndReason, Metrics, Prompt
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Event, Run
@@ -85,7 +84,7 @@ class Batch:
 
     model: str
     task: str
-    methods: tuple[Method, ...]
+    methods: tuple[str, ...]
     prompts: tuple[Prompt, ...]
     new: int
     temperature: float = 0.0
@@ -100,7 +99,7 @@ class Batch:
                 keys.append((self.model, self.task, method, prompt.id, turn, self.seed))
         return tuple(keys)
 
-    def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
+    def record(self, method: str, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """Return the record of an answer."""
         answered: dict[str, Any] = vars(answer) | {"metrics": metrics | answer.metrics}
         return BenchRecord(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
-from sinkscope.bench.methods import SAMPLING, Method, read_methods
+from sinkscope.bench.methods import SAMPLING, make_method, read_methods
 from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun, Prompt
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
 from sinkscope.bench.task import Task, read_task
@@ -78,7 +78,7 @@ def run(
         task = read_task(task)
     chosen = read_methods(methods, task.budget)
     check_sampling(task, chosen, temperature, seed)
-    edits = [method.make() for method in chosen]  # impossible settings are refused before the run
+    edits = [make_method(method) for method in chosen]  # impossible settings are refused before the run
     if isinstance(model, partial):
         model = model()
     target = target_of(model, tokenizer)
@@ -102,26 +102,28 @@ def run(
         "prompts": sha256(json_lines(prompts).encode()).hexdigest()[:16],
     }
     with kept_in(out, {"command": COMMAND, **settings}, BenchRecord, option="--out") as folder:
-        warm: set[Method] = set()
+        warm: set[str] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
                 for method in batch.methods:
                     if method in warm:
                         continue  # what is made at first use is not of the time of an answer
-                    answer_rows(target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, method.make())
+                    answer_rows(
+                        target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, make_method(method)
+                    )
                     warm.add(method)
                 folder.append(task.answers(target, batch))
             (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
-def check_sampling(task: Task, methods: Sequence[Method], temperature: float, seed: int) -> None:
+def check_sampling(task: Task, methods: Sequence[str], temperature: float, seed: int) -> None:
     """Refuse settings of sampling where nothing is drawn.
 
     Raises:
         SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
     """
-    draws = temperature or any(method.name == SAMPLING for method in methods)
+    draws = temperature or SAMPLING in methods
     if task.together and draws:
         raise SinkscopeError(
             f"--task {task.name} feeds the same text to every method: leave out --temperature and sampling"

@@ -57,7 +57,6 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 """The class of what is applied to the model, and the fields that the name determines, where it is no registered policy
 of that name. "-0": without steps that read everything first; "-p", "-d": one half alone."""
-Value = bool | int | float | str | None
 
 
 def method_classes() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -69,70 +68,8 @@ def method_classes() -> dict[str, tuple[Any, dict[str, Any]]]:
     return {name: (cls, {}) for name, cls in (policies() | own).items()} | VARIANTS
 
 
-def method_class(name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the class after a name, or what stands at `package.module:name`, and the fields that the name determines.
-
-    Raises:
-        SinkscopeError: There is no such method.
-    """
-    classes = method_classes()
-    if name not in classes and ":" not in name:
-        raise SinkscopeError(
-            f"method {name!r} is unknown: expected some of {', '.join(classes)}, or package.module:name of a policy "
-            "class or of a function that makes a policy"
-        )
-    return classes[name] if name in classes else (import_object(name, f"method {name!r}"), {})
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way of generating, with its settings. Methods are compared as values; `str` writes one as a user does.
-
-    Attributes:
-        name: Name in `method_classes`, or `package.module:name`.
-        budget: Its budget; None if it has none.
-        paper: Whether it is the algorithm as a paper prints it.
-        settings: Its other settings and their values.
-    """
-
-    name: str
-    budget: Budget | None = None
-    paper: bool = False
-    settings: tuple[tuple[str, Value | tuple[Value, ...]], ...] = ()
-
-    def __str__(self) -> str:
-        written = [self.name]
-        if self.paper:
-            written.append(PAPER)
-        if self.budget is not None:
-            written.append(str(self.budget))
-        for name, value in self.settings:
-            values = value if isinstance(value, tuple) else (value,)
-            words = [str(each).lower() if isinstance(each, bool | None) else str(each) for each in values]
-            written.append(f"{name}={','.join(words)}")
-        return ":".join(written)
-
-    def make(self) -> Intervention | None:
-        """Return the intervention to apply to the model; None for the full cache and sampling.
-
-        Raises:
-            SinkscopeError: Settings are invalid together, or it is no intervention.
-        """
-        cls, fixed = method_class(self.name)
-        arguments = {**fixed, **dict(self.settings)}
-        if self.budget is not None:
-            arguments["budget"] = self.budget
-        try:
-            edit = cls.paper(**arguments) if self.paper else cls(**arguments)
-        except TypeError as error:  # it takes something else
-            raise SinkscopeError(f"method {self} cannot be made: {error}") from None
-        if not isinstance(edit, Intervention | None):
-            raise SinkscopeError(f"method {self} is a {type(edit).__name__}, no policy: check-cache takes other caches")
-        return edit
-
-
-def read_method(text: str, budget: Budget | None = None) -> Method:
-    """Parse a text such as `h2o:0.25` or `loopserve:alpha=0.98:first=0`.
+def read_method(text: str, budget: Budget | None = None) -> str:
+    """Return a text such as `h2o:0.25` or `loopserve:alpha=0.98:first=0` with the budget that it does not state.
 
     Args:
         text: The method as the user writes it.
@@ -141,25 +78,52 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     Raises:
         SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
+    name, make, types, options = _parsed(text)
+    if budget is None or "budget" not in types or "budget" in options or not options.get("decode", True):
+        return text
+    if isinstance(make, type) and issubclass(make, Shape) and (options or isinstance(budget, int)):
+        return text
+    paper = f"{name}:{PAPER}"
+    start = paper if text.startswith(paper) else name
+    return f"{start}:{budget}{text.removeprefix(start)}"
+
+
+def make_method(text: str) -> Intervention | None:
+    """Return the intervention to apply to the model; None for the full cache and sampling.
+
+    Raises:
+        SinkscopeError: As for `read_method`, or settings are invalid together, or it is no intervention.
+    """
+    _, make, _, options = _parsed(text)
+    try:
+        edit = make(**options)
+    except TypeError as error:  # it takes something else
+        raise SinkscopeError(f"method {text} cannot be made: {error}") from None
+    if not isinstance(edit, Intervention | None):
+        raise SinkscopeError(f"method {text} is a {type(edit).__name__}, no policy: check-cache takes other caches")
+    return edit
+
+
+def _parsed(text: str) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
+    """The name of a method, its class or what else makes it, the types of its settings, and those that it has."""
     name, *parts = text.split(":")
-    if name not in method_classes() and parts and parts[0].isidentifier() and parts[0] != PAPER:
+    classes = method_classes()
+    if name not in classes and parts and parts[0].isidentifier() and parts[0] != PAPER:
         name = f"{name}:{parts.pop(0)}"  # package.module:name
-    cls, fixed = method_class(name)
-    paper = PAPER in parts and hasattr(cls, PAPER)
-    if paper:
+    if name not in classes and ":" not in name:
+        raise SinkscopeError(
+            f"method {name!r} is unknown: expected some of {', '.join(classes)}, or package.module:name of a policy "
+            "class or of a function that makes a policy"
+        )
+    make, fixed = classes[name] if name in classes else (import_object(name, f"method {name!r}"), {})
+    types = setting_types(make) if isinstance(make, type) else {"budget": Budget}
+    if PAPER in parts and hasattr(make, PAPER):
         parts.remove(PAPER)
-    is_class = isinstance(cls, type)
-    types = setting_types(cls) if is_class else {"budget": Budget}
-    options = read_settings(parts, types, f"method {text!r}", "budget")
-    own = options.pop("budget", None)
-    is_shape = is_class and issubclass(cls, Shape)
-    takes_budget = "budget" in types and fixed.get("decode", True)
-    if own is None and takes_budget and not (is_shape and (options or isinstance(budget, int))):
-        own = budget
-    return Method(name, own, paper, tuple(options.items()))
+        make = make.paper
+    return name, make, types, {**fixed, **read_settings(parts, types, f"method {text!r}", "budget")}
 
 
-def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:
+def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[str, ...]:
     """Return the methods without duplicates.
 
     Raises:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from sinkscope.bench.methods import Method
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
@@ -84,7 +83,7 @@ class BenchRecord(Answer, Keyed):
 
     model: str
     task: str
-    method: Method
+    method: str
     prompt: str
     turn: int
     seed: int

@@ -258,7 +258,7 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     answers: Table = []
     for record in records.values():
         about = {"set": record.set, "part": record.part, "prompt": record.prompt}
-        about |= {"method": str(record.method), "tokens": len(record.tokens)}
+        about |= {"method": record.method, "tokens": len(record.tokens)}
         answers.append(names | record.metrics | about)
     frame: Any = pd.DataFrame(answers, columns=["set", "part", "method", "prompt", "tokens", *names])
     frame = frame.astype(dict.fromkeys(names, float))

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
-from sinkscope.bench.methods import FULL, SAMPLING
+from sinkscope.bench.methods import FULL, SAMPLING, make_method
 from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
@@ -109,10 +109,10 @@ class Task(ABC):
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
             rows = [conversation_ids(target, prompt, number, self.chat) for prompt in prompts]
-            temperature, sampler = 1.0 if method.name == SAMPLING else batch.temperature, None
+            temperature, sampler = 1.0 if method == SAMPLING else batch.temperature, None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler)
+            written = answer_rows(target, rows, batch.new, make_method(method), sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
                 metrics = self.score(target, batch, prompt.turns[number], answer)
                 records.append(batch.record(method, prompt, number, answer, metrics))

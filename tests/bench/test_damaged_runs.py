@@ -38,7 +38,7 @@ def record(prompt: str, method: str, score: float) -> dict[str, Any]:
     return {
         "model": "01",
         "task": "file",
-        "method": {"name": method, "budget": None, "paper": False, "settings": []},
+        "method": method,
         "prompt": prompt,
         "turn": 0,
         "seed": 0,

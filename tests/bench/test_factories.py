@@ -7,7 +7,7 @@ from bench_kit import tiny
 from refusals import refused
 
 from sinkscope.bench.answer import answer_rows
-from sinkscope.bench.methods import read_method
+from sinkscope.bench.methods import make_method, read_method
 from sinkscope.kv import StreamingLLM
 from sinkscope.opening.live import target_of
 
@@ -39,14 +39,14 @@ def _mine(tmp_path, monkeypatch):
 
 
 def told(method: str) -> list[tuple[object, ...]]:
-    answers = answer_rows(target_of(*tiny()), ROWS, 8, read_method(method).make())
+    answers = answer_rows(target_of(*tiny()), ROWS, 8, make_method(method))
     return [(one.tokens, one.metrics["read"], one.metrics["cached_peak"]) for one in answers]
 
 
 def test_a_class_and_a_function_of_the_budget_are_methods():
     assert told("mine_policies:policy:6") == told("mine_policies:Mine:6") == told("streaming:6") != told("full")
-    assert str(read_method("mine_policies:policy", 0.5)) == "mine_policies:policy:0.5"
-    assert read_method("mine_policies:policy:6").make() == StreamingLLM(6)
+    assert read_method("mine_policies:policy", 0.5) == "mine_policies:policy:0.5"
+    assert make_method("mine_policies:policy:6") == StreamingLLM(6)
 
 
 @pytest.mark.parametrize(

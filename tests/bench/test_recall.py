@@ -82,4 +82,4 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     assert full.parts == {"begin": 1.0, "end": 1.0} and window.metrics["read"] == 41
     assert window.score < 1 and window.metrics["prefix"] < 1 and isnan(full.metrics["chance"])
     assert late.score == 1.0  # answers are shorter than the steps that read everything
-    assert {len(record.tokens) for record in records if record.method.name == "full"} == {6}
+    assert {len(record.tokens) for record in records if record.method == "full"} == {6}

@@ -103,7 +103,7 @@ class Loops(Task):
             "eos": float(answer.ended == "eos"),
             "ttr": type_token_ratio(tokens),
             "cr": compression_ratio(tokens),
-            "interventions": float(len(steps)) if batch.methods[0].name == GUARD else None,
+            "interventions": float(len(steps)) if batch.methods[0].startswith(GUARD) else None,
             "alarm": steps[0] if steps else first_alarm(tokens),
             "chance": chance,
         }

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.bench.answer import Batch, Logits, answer_rows, conversation_ids
+from sinkscope.bench.methods import make_method
 from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts
 from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
@@ -90,7 +91,7 @@ class TextFidelity(Task):
         records: list[BenchRecord] = []
         for method in batch.methods:
             own: list[Logits] = []
-            answers = answer_rows(target, rows, batch.new, method.make() or Full(), along=along, see=own.append)
+            answers = answer_rows(target, rows, batch.new, make_method(method) or Full(), along=along, see=own.append)
             steps = torch.stack([comparison(*both) for both in zip(full, own, strict=True)]).round(decimals=6)
             for row, (prompt, answer) in enumerate(zip(batch.prompts, answers, strict=True)):
                 kl, agree = steps[: len(answer.tokens), :, row].T.tolist()
