@@ -1,19 +1,16 @@
-"""What ends the loops of a real model, and how its text goes on: guards, cuts, samplers, on openings of four kinds.
+"""What ends the loops of a real model, and how its text goes on: guards and samplers, on openings of four kinds.
 
     python -m experiments.loopguard.real WORK --model FILE [--halves choose report] [--new 400] [--only ARM ...]
 
-The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there. "full" also keeps
-the largest probability of each step. With `--alarmed`, a guard's outputs are made only where "full" is there and raises
-an alarm: before it a guard changes nothing, so the others equal "full" and are marked as "taken" from it.
-`experiments.loopguard.real_table` makes the tables.
+The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there. With `--alarmed`,
+a guard's outputs are made only where "full" is there and raises an alarm: before it a guard changes nothing, so the
+others equal "full" and are marked as "taken" from it. `experiments.loopguard.real_table` makes the tables.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,25 +18,59 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
-from experiments.loopguard.real_openings import openings_of
 from experiments.loopguard.variants import MONITORS
+from experiments.loopguard.verdicts import HALVES, guard_acts
 from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.generation.decode import decoding, padded, to_end
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import under
-from sinkscope.loops import Tail
 from sinkscope.loops.guard import LoopGuard, Steer
-from sinkscope.loops.guard.detect import monitors
 from sinkscope.loops.guard.steer import DRY
-from sinkscope.loops.text.monitor import Settings
-from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.inputs import end_ids
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
+KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("real_openings.json").read_text(encoding="utf-8"))
+"""Openings of prose, dialogue, code and tables; every second one is for choosing."""
 BUDGET = 256
 """Of the printed guard: it is as far below the length of these outputs as the paper's is below that of its own."""
+FULL = "full"
+PENALTY = Steer(temperature=0.0)
+GUARDS: dict[str, LoopGuard] = {
+    "rewind": LoopGuard(),
+    "rewind, temperature 0": LoopGuard(steer=PENALTY),
+    "rewind, penalty 0": LoopGuard(steer=Steer(penalty=0.0)),
+    **{f"cut {k}, penalty 2": LoopGuard(act="cut", steer=PENALTY, local=k) for k in (0, 4, 16)},
+    "cut 4, penalty 0": LoopGuard(act="cut", steer=None),
+    "as printed": LoopGuard.paper(BUDGET),
+    "as printed, local 4": LoopGuard.paper(BUDGET, local=4),
+    **{f"as printed, {name}": LoopGuard.paper(BUDGET, monitor=monitor) for name, monitor in MONITORS.items()},
+}
+
+
+def dry_with_breakers(tokenizer: Any, pad: int) -> LogitsProcessor:
+    """DRY with its usual numbers and breakers: a token that contains one is part of no repetition."""
+    ignored = {pad}
+    for token in range(len(tokenizer)):
+        if not {"\n", ":", '"', "*"}.isdisjoint(tokenizer.decode([token])):
+            ignored.add(token)
+    return DRY(ignore=ignored)
+
+
+SAMPLERS: dict[str, Callable[[Any, int], LogitsProcessor]] = {
+    "DRY, breakers": dry_with_breakers,
+    "repetition penalty 1.1": lambda tokenizer, pad: Penalty(1.1),
+}
+
+
+def openings_of(half: str, count: int = 12) -> list[tuple[str, str]]:
+    """The openings of a half, so many of each kind, with their kinds; the halves take turns within each kind."""
+    found: list[tuple[str, str]] = []
+    for kind, texts in KINDS.items():
+        for text in texts[HALVES.index(half) :: len(HALVES)][:count]:
+            found.append((kind, text))
+    return found
 
 
 def outputs_of(works: Sequence[Path], **where: Any) -> list[Row]:
@@ -52,124 +83,26 @@ def outputs_of(works: Sequence[Path], **where: Any) -> list[Row]:
     return list(found.values())
 
 
-class CutAll(LoopGuard):
-    """A guard that removes the whole repetition, its last tokens too."""
-
-    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
-        """Everything."""
-        return begin, length
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One remedy.
-
-    Attributes:
-        guard: Makes its guard, if it has one.
-        processors: Makes its samplers from the length of the padding and the tokenizer.
-    """
-
-    guard: Callable[[], LoopGuard] | None = None
-    processors: Callable[[Any, int], list[LogitsProcessor]] | None = None
-
-
-PENALTY = Steer(temperature=0.0)
-
-
-def plain(kind: type[LoopGuard] = LoopGuard, **settings: Any) -> Arm:
-    """A guard that only cuts the cache."""
-    return Arm(lambda: kind(act="cut", **settings))
-
-
-def printed(**settings: Any) -> Arm:
-    """The guard as printed, with some fields changed."""
-    return Arm(lambda: LoopGuard.paper(BUDGET, **settings))
-
-
-def dry_with_breakers(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
-    """DRY with its usual numbers and breakers: a token that contains one is part of no repetition."""
-    ignored = {pad}
-    for token in range(len(tokenizer)):
-        if not {"\n", ":", '"', "*"}.isdisjoint(tokenizer.decode([token])):
-            ignored.add(token)
-    return [DRY(ignore=ignored)]
-
-
-FULL = "full"
-ARMS: dict[str, Arm] = {
-    FULL: Arm(),
-    "cut all, penalty 2": plain(CutAll, steer=PENALTY, local=0),
-    **{f"cut {k}, penalty 2": plain(steer=PENALTY, local=k) for k in (0, 4, 16)},
-    "cut 4, penalty 0": plain(steer=None),
-    "rewind": Arm(LoopGuard),
-    "rewind, temperature 0": Arm(lambda: LoopGuard(steer=PENALTY)),
-    "rewind, penalty 0": Arm(lambda: LoopGuard(steer=Steer(penalty=0.0))),
-    "as printed": printed(),
-    "as printed, local 4": printed(local=4),
-    "as printed, p1 alone": printed(monitor=MONITORS["p1"]),
-    "as printed, always on": printed(monitor=MONITORS["always"]),
-    "DRY, breakers": Arm(None, dry_with_breakers),
-    "repetition penalty 1.1": Arm(None, lambda tokenizer, pad: [Penalty(1.1)]),
-}
-
-
-class Largest(LogitsProcessor):
-    """Keeps the largest probability of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Return the scores as they are."""
-        self.steps.append((scores.amax(-1) - scores.float().logsumexp(-1)).exp())
-        return scores
-
-
-def first_alarm(
-    settings: Settings, tokenizer: Any, ids: Sequence[int], prompt: str, largest: Sequence[float] = ()
-) -> tuple[int, Tail | None] | None:
-    """Return the number of the token at which the monitor fires, and the repetition; None if it does not."""
-    monitor = monitors(settings, tokenizer)(asked=asked_copies(prompt))
-    following = [*largest[1:], *largest[-1:]]  # the last one is not known
-    for number, (token, p_max) in enumerate(itertools.zip_longest(ids, following), 1):
-        step = monitor.update(token, p_max)
-        if step.trigger:
-            return number, step.tail
-    return None
-
-
 @torch.no_grad()
-def continued(live: Any, rows: list[list[int]], arm: Arm, new: int) -> list[Row]:
-    """Continue prompts greedily under a remedy: new tokens, events and, without a remedy, largest probabilities."""
+def continued(live: Any, rows: list[list[int]], arm: str, new: int) -> list[Row]:
+    """Continue prompts greedily under a remedy: new tokens, whether they ended, and what a guard did."""
     target = target_of(live)
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
-    largest = Largest()
-    processors: list[LogitsProcessor] = []
-    if arm.processors is not None:
-        processors = arm.processors(live.tokenizer, pad)
-    elif arm.guard is None:
-        processors = [largest]
     options = decoding(target, max_new_tokens=new, do_sample=False)
-    options["logits_processor"] = LogitsProcessorList(processors)
-    guard = None if arm.guard is None else arm.guard()
-    with under(guard, target) as acting:
+    if arm in SAMPLERS:
+        options["logits_processor"] = LogitsProcessorList([SAMPLERS[arm](live.tokenizer, pad)])
+    with under(GUARDS.get(arm), target) as acting:
         output = write(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     outputs: list[Row] = []
-    probabilities: list[list[float]] = [[] for _ in rows]
-    if largest.steps:
-        probabilities = torch.stack(largest.steps, 1).tolist()
     for number, row in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = to_end(row, ends)
         acts: list[Row] = []
-        if acting is not None:
-            for event in acting.events:
-                if event.row == number and event.kind == LoopGuard.KIND:
-                    acts.append({key: event.data[key] for key in ("generated", "taken_back", "period", "bad")})
-        rounded = [round(value, 4) for value in probabilities[number][: len(tokens)]]
-        ended = bool(tokens) and tokens[-1] in ends
-        outputs.append({"tokens": tokens, "ended": ended, "acts": acts, "largest": rounded})
+        for event in () if acting is None else acting.events:
+            if event.row == number:
+                acts.append({key: event.data[key] for key in ("generated", "taken_back", "period", "bad")})
+        outputs.append({"tokens": tokens, "ended": tokens[-1] in ends, "acts": acts})
     return outputs
 
 
@@ -177,7 +110,7 @@ def main(
     work: Path,
     *,
     model: str,
-    halves: Sequence[Literal["choose", "report"]] = ("choose", "report"),
+    halves: Sequence[Literal["choose", "report"]] = HALVES,
     new: int = 400,
     count: int = 12,
     only: Sequence[str] = (FULL,),
@@ -197,35 +130,28 @@ def main(
     live: Any = load(model, device="cpu")
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
-    setting: Row = {"model": Path(model).stem, "new": new}
-    made: dict[tuple[str, str, int], Row] = {}
-
-    def keep(row: Row) -> None:
-        made[row["arm"], row["half"], row["number"]] = row
-        with file.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-
-    if file.is_file():
-        for row in outputs_of([work], **setting):
-            made[row["arm"], row["half"], row["number"]] = row
-    places = [(half, number, *one) for half in halves for number, one in enumerate(openings_of(half, count))]
-    for name in only:
-        guard = ARMS[name].guard
-        missing: list[tuple[str, int, str, str]] = []
-        for half, number, kind, text in places:
-            if (name, half, number) in made:
-                continue
-            if alarmed and guard is not None:
-                stock = made[FULL, half, number]
-                if first_alarm(guard().settings, live.tokenizer, stock["tokens"], text) is None:
-                    keep({**stock, "arm": name, "largest": [], "taken": True})
+    file.touch()
+    name = Path(model).stem
+    for arm in only:
+        made = {(row["arm"], row["half"], row["number"]): row for row in outputs_of([work], model=name, new=new)}
+        kept: list[Row] = []
+        missing: list[tuple[Row, str]] = []
+        for half in halves:
+            for number, (kind, text) in enumerate(openings_of(half, count)):
+                row = {"model": name, "new": new, "arm": arm, "half": half, "number": number, "kind": kind}
+                stock = made.get((FULL, half, number)) if alarmed and arm in GUARDS else None
+                if (arm, half, number) in made:
                     continue
-            missing.append((half, number, kind, text))
-        rows = [live.tokenizer(text, verbose=False)["input_ids"] for *_, text in missing]
-        outputs = continued(live, rows, ARMS[name], new) if missing else []
-        for (half, number, kind, _), output in zip(missing, outputs, strict=True):
-            keep({**setting, "arm": name, "half": half, "number": number, "kind": kind, **output})
-        print(f"{setting['model']} {name}: {len(outputs)} outputs")
+                if stock is None or guard_acts(GUARDS[arm].settings, live.tokenizer, stock["tokens"], text):
+                    missing.append((row, text))
+                else:
+                    kept.append({**stock, **row, "taken": True})
+        rows = [live.tokenizer(text, verbose=False)["input_ids"] for _, text in missing]
+        outputs = continued(live, rows, arm, new) if rows else []
+        kept += [{**row, **output} for (row, _), output in zip(missing, outputs, strict=True)]
+        with file.open("a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in kept)
+        print(f"{name} {arm}: {len(outputs)} outputs")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m experiments.loopguard.verdicts --models FILE ... [--out figures/loopguard_verdicts.json]
 
-The texts are the answers in `honest_answers` and the longer ones in `honest_data.jsonl` (data, code, markup, logs, and
-what was asked for). Half of them is for choosing. For each half and rule: texts that are a loop for the checker, or in
-which a guard acts, and texts that are suspicious.
+The texts repeat because they should: what was asked for, or what their form brings (`honest_answers.jsonl`), and longer
+ones of data, code, markup and logs (`honest_data.jsonl`). Half of them is for choosing; the halves share no form. For
+each half and rule: texts that are a loop for the checker, or in which a guard acts, and texts that are suspicious.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.loopguard.honest_answers import HonestAnswer, honest_answers
-from experiments.loopguard.real_openings import HALVES
-from experiments.record import Row, write_record
+from experiments.record import Row, read_rows, write_record
 from experiments.script import run
-from sinkscope.files.records import read_records
 from sinkscope.loops import MonitorSettings, check
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.detect import monitors
@@ -25,7 +22,7 @@ from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.checkpoints.config import read_tokenizer
 
-DATA = Path(__file__).with_name("honest_data.jsonl")
+HALVES = ("choose", "report")
 RULES = {
     "checker": MonitorSettings(),
     "guard": LoopGuard().settings,
@@ -33,10 +30,12 @@ RULES = {
 }
 
 
-def honest_texts(half: str) -> list[HonestAnswer]:
-    """The honest texts of a half."""
-    data = read_records(DATA, HonestAnswer, "the file of honest texts")
-    return [*honest_answers(half), *(text for text in data if text.half == half)]
+def honest_texts(half: str) -> list[Row]:
+    """The honest texts of a half: their `form`, `prompt` and `answer`."""
+    texts: list[Row] = []
+    for name in ("honest_answers.jsonl", "honest_data.jsonl"):
+        texts += [text for text in read_rows(Path(__file__).with_name(name)) if text["half"] == half]
+    return texts
 
 
 def guard_acts(settings: Settings, tokenizer: Any, ids: Sequence[int], prompt: str = "") -> bool:
@@ -50,14 +49,14 @@ def of_honest(settings: Settings, tokenizers: dict[str, Any], half: str) -> Row:
     texts = honest_texts(half)
     row: Row = {"texts": len(texts), "checker": [], "suspicious": 0, **{name: [] for name in tokenizers}}
     for text in texts:
-        verdict = check(text.answer, settings=settings, prompt=text.prompt).records[0].verdict
+        verdict = check(text["answer"], settings=settings, prompt=text["prompt"]).records[0].verdict
         row["suspicious"] += verdict == "suspicious"
         if verdict in ("loops", "looped"):
-            row["checker"].append(text.form)
+            row["checker"].append(text["form"])
         for name, tokenizer in tokenizers.items():
-            ids = tokenizer(text.answer, add_special_tokens=False, verbose=False)["input_ids"]
-            if guard_acts(settings, tokenizer, ids, text.prompt):
-                row[name].append(text.form)
+            ids = tokenizer(text["answer"], add_special_tokens=False, verbose=False)["input_ids"]
+            if guard_acts(settings, tokenizer, ids, text["prompt"]):
+                row[name].append(text["form"])
     return row
 
 

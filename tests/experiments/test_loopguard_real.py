@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from repository import ROOT
 
 from experiments.loopguard import real, real_table, why
-from experiments.loopguard.real import first_alarm
-from experiments.loopguard.real_openings import KINDS, openings_of
-from experiments.loopguard.real_table import different, interval, judged, nearly_loops
-from experiments.loopguard.variants import OneSignal
+from experiments.loopguard.real import KINDS, openings_of
+from experiments.loopguard.real_table import different, judged, nearly_loops
 
 
 class Words:
@@ -52,14 +51,8 @@ def test_what_is_behind_the_first_act():
     assert row["behind"] == pytest.approx(different(salad["tokens"][40:]))
     sense = output([*range(40), *range(300, 400)], acts=[act])
     row = judged(sense, stock, Words())
-    assert not row["same"] and row["behind"] == 1.0 and not row["unchanged"]
-    assert judged(stock, stock, Words())["unchanged"]
-
-
-def test_the_interval_of_a_share():
-    low, high = interval(2, 48)
-    assert 0.0 <= low < 2 / 48 < high == pytest.approx(0.129, abs=1e-3)
-    assert interval(0, 12)[0] == 0.0 and interval(0, 2) == [0.0, 1.0]
+    assert not row["same"] and row["behind"] == 1.0 and not row["quiet"]
+    assert judged(stock, stock, Words())["quiet_unchanged"]
 
 
 def test_halves_share_no_opening_and_have_as_many_of_each_kind():
@@ -72,37 +65,28 @@ def test_halves_share_no_opening_and_have_as_many_of_each_kind():
 @pytest.mark.slow
 def test_outputs_without_an_alarm_need_not_be_made_again(tmp_path):
     """What is taken from the model alone is what the guard would have written; the others are written."""
-    setting = {"model": str(ROOT / "sinkscope/models/bundled"), "halves": ["choose"], "count": 2, "new": 100}
+    setting: Any = {"model": str(ROOT / "sinkscope/models/bundled"), "halves": ["choose"], "count": 2, "new": 100}
     real.main(tmp_path / "taken", **setting, only=["full", "rewind"], alarmed=True)
     real.main(tmp_path / "made", **setting, only=["rewind"])
-    rows = {}
-    for work in ("taken", "made"):
-        for line in (tmp_path / work / "runs.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            if row["arm"] == "rewind":
-                rows.setdefault(row["number"], []).append(row)
-    assert len(rows) == 8
-    for taken, made in rows.values():
-        assert taken["tokens"] == made["tokens"] and taken["acts"] == made["acts"]
-        assert taken.get("taken", False) == (not made["acts"])
-    acted = sum(bool(made["acts"]) for _, made in rows.values())
-    assert 0 < acted < 8
+    taken, made = (real.outputs_of([tmp_path / work], arm="rewind") for work in ("taken", "made"))
+    made = {row["number"]: row for row in made}
+    for row in taken:
+        other = made[row["number"]]
+        assert (row["tokens"], row["acts"], row.get("taken", False)) == (
+            other["tokens"],
+            other["acts"],
+            not other["acts"],
+        )
+    acted = [row for row in taken if row["acts"]]
+    assert len(taken) == 8 and 0 < len(acted) < 8
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"result": {"bundled": {"choose": {"full": {"acted": 9}, "before": {"acted": 3}}}}}))
-    real_table.main([tmp_path / "taken"], models=[ROOT / "sinkscope/models/bundled"], out=table)
+    real_table.main(tmp_path / "taken", models=[ROOT / "sinkscope/models/bundled"], out=table)
     told = json.loads(table.read_text())["result"]["bundled"]["choose"]
-    assert {name: row["acted"] for name, row in told.items()} == {"full": 0, "before": 3, "rewind": acted}
-    with_act = [taken for taken, _ in rows.values() if taken["acts"]]
-    stay = sum(len(row["tokens"]) for row in with_act)
-    back = sum(act["taken_back"] for row in with_act for act in row["acts"])
+    assert {name: row["acted"] for name, row in told.items()} == {"full": 0, "before": 3, "rewind": len(acted)}
+    stay = sum(len(row["tokens"]) for row in acted)
+    back = sum(act["taken_back"] for row in acted for act in row["acts"])
     assert told["rewind"]["cost"] == pytest.approx((stay + back) / stay) and "cost" not in told["full"]
-
-
-def test_the_monitor_takes_the_probability_of_the_token_that_follows():
-    """The ids 10 to 19 have a likeliest token of 0.95: known after the ids 9 to 18, and a streak of 3 after id 11."""
-    settings = OneSignal(signal="p1", warmup=0, streak=3)
-    assert first_alarm(settings, None, range(20), "", [0.1] * 10 + [0.95] * 10) == (12, None)
-    assert first_alarm(settings, None, range(20), "", [0.1] * 20) is None
 
 
 def test_why_is_asked_of_the_outputs_that_end_in_a_loop_without_a_remedy(tmp_path):

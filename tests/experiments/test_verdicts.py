@@ -22,12 +22,12 @@ def tokenizer() -> Any:
 def test_honest_texts_are_counted_by_checker_and_guard(tokenizer: Any) -> None:
     halves = {half: verdicts.honest_texts(half) for half in ("choose", "report")}
     assert [len(texts) for texts in halves.values()] == [64, 64]
-    assert not {text.form for text in halves["choose"]} & {text.form for text in halves["report"]}
+    assert not {text["form"] for text in halves["choose"]} & {text["form"] for text in halves["report"]}
     row = verdicts.of_honest(CHECKER, {"bundled": tokenizer}, "choose")
     looping: list[str] = []
     for text in halves["choose"]:
-        if check(text.answer, prompt=text.prompt).exit_code == 3:
-            looping.append(text.form)
+        if check(text["answer"], prompt=text["prompt"]).exit_code == 3:
+            looping.append(text["form"])
     assert row["texts"] == 64 and row["checker"] == looping
     assert {*row["bundled"]} & {*looping}
     for text, acts in (("the bird and the stone, " * 60, True), ("A bird sang.", False)):

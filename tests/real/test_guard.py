@@ -10,7 +10,7 @@ import sinkscope as ss
 
 pytest.importorskip("experiments.real.models")
 
-from experiments.loopguard.real_openings import openings_of
+from experiments.loopguard.real import openings_of
 
 NEW = 256
 

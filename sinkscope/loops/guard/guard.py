@@ -49,8 +49,8 @@ from sinkscope.results.notation import count_of, word_list
 CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, and has a place in float16
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
 _GUARDED = "guarded rows"
-DEFAULT_MONITOR = MonitorSettings(cooldown=8, most_copies=20)
-"""A loop that goes on is met with more than a cut: no need to wait. 20 copies of anything are one, data too."""
+DEFAULT_MONITOR = MonitorSettings(cooldown=8, data_tokens=256, most_copies=20)
+"""A loop that goes on is met with more than a cut: no need to wait. 20 copies, or 256 tokens, of data are one, too."""
 DEFAULT_STEER = Steer()
 
 
@@ -75,9 +75,9 @@ class LoopGuard(Intervention):
         anchors: Number of first positions that are kept (N_anchor; 32 in the paper), but at most a quarter of the
             budget.
         monitor: When to intervene. `MonitorSettings` looks for copies, by default with a cooldown of 8, and takes 20
-            copies of anything for a loop; `PaperSettings` takes the paper's votes. An act is soon after another within
-            its `window` (W). Under `PaperSettings` recent tokens come from the last W tokens alone (`Retention`), so an
-            intervention soon after another keeps fewer of them.
+            copies of anything, or 256 tokens of data, for a loop; `PaperSettings` takes the paper's votes. An act is
+            soon after another within its `window` (W). Under `PaperSettings` recent tokens come from the last W tokens
+            alone (`Retention`), so an intervention soon after another keeps fewer of them.
         steer: How a row that looped is kept from looping again. None does nothing, as in the paper.
         local: Number of last tokens that a cut never removes, because without them the next token has no context; 0 as
             printed.
