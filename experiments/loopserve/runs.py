@@ -147,7 +147,7 @@ def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) 
     """
     groups: dict[Any, list[BenchRecord]] = {ALL: []}
     for one in records:
-        if str(one.method) == method:
+        if one.method == method:
             groups[ALL].append(one)
             groups.setdefault(one.turn + 1 if by_turn else one.part, []).append(one)
     return [{"at": at, "method": method, "answers": len(group), **_scores(group)} for at, group in groups.items()]

@@ -33,7 +33,7 @@ def plain(text: str, new: int = 6, edit=None) -> list[int]:
 
 
 def test_answers_are_those_of_generate_after_right_answers():
-    records = {(str(r.method), r.prompt, r.turn): r for r in run(["full", "h2o:16"])}
+    records = {(r.method, r.prompt, r.turn): r for r in run(["full", "h2o:16"])}
     assert len(records) == 2 * 2 * 2
     for prompt in dialogues():
         first, second = prompt.turns
@@ -83,7 +83,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     assert (tmp_path / "r/runs.jsonl").read_bytes().startswith(kept[: len(kept) // 2])
     assert len(read_run(tmp_path / "r")) == 8
     more = run(["tova:16"], given, out=tmp_path / "r")
-    assert {str(r.method) for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
+    assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def compared(folder: Path, methods: list[str], **options) -> dict[Any, BenchReco
     file.write_text(json_lines(rows))
     model, tokenizer = tiny()
     records = run_bench(model, TextFidelity(source=str(file)), methods, tokenizer=tokenizer, **options)
-    return {(str(record.method), record.prompt): record for record in records}
+    return {(record.method, record.prompt): record for record in records}
 
 
 SEES = {  # of the causal keys, which each query sees after a prompt of n tokens
