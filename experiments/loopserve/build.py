@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -52,17 +51,8 @@ _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
 _TITLE_WORDS = 12  # LongBench has no titles; the first words of a document serve as one
 
 
-@dataclass(frozen=True)
-class BuiltTurn:
-    """A turn with its question at each position.
-
-    Attributes:
-        prompts: The text by position of the question.
-        answers: Correct answers.
-    """
-
-    prompts: dict[str, str]
-    answers: tuple[str, ...]
+BuiltTurn = tuple[dict[str, str], tuple[str, ...]]
+"""A turn: its text by position of the question, and its correct answers."""
 
 
 def build(
@@ -114,40 +104,31 @@ def variants(question: str, halves: tuple[str, str], whole: str, glue: str, befo
 
 
 def question_answering(records: Sequence[LongBenchRecord], turns: int, rng: random.Random) -> tuple[BuiltTurn, ...]:
-    """Algorithm 1."""
-    chosen = rng.sample(range(len(records)), turns)
-    rest = [one for one in range(len(records)) if one not in set(chosen)]
-    irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
+    """Algorithm 1: each turn shows its own document, some of those before it and two that nothing is asked about."""
+    shuffled = rng.sample(records, len(records))
+    chosen, rest = shuffled[:turns], shuffled[turns:]
     dialogue: list[BuiltTurn] = []
-    for turn, index in enumerate(chosen):
-        depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
-        shown = [chosen[each] for each in depends] + [drawn[turn] for drawn in irrelevant]
-        whole = "\n\n".join(records[each].context for each in shown)
-        record = records[index]
+    for turn, record in enumerate(chosen):
+        shown = [*rng.sample(chosen[:turn], rng.randint(0, turn)), record, *rng.sample(rest, 2)]
+        whole = "\n\n".join(each.context for each in shown)
         prompts = variants(f"Question: {record.question}", split_at_middle(whole), whole, "\n\n", ANSWER_ALONE)
-        dialogue.append(BuiltTurn(prompts, record.answers or ("",)))
+        dialogue.append((prompts, record.answers or ("",)))
     return tuple(dialogue)
 
 
 def summaries(records: Sequence[LongBenchRecord], turns: int, rng: random.Random) -> tuple[BuiltTurn, ...]:
-    """Algorithm 2."""
-    chosen = rng.sample(range(len(records)), turns)
-    irrelevant = rng.sample([index for index in range(len(records)) if index not in set(chosen)], turns)
-    documents = [[line for line in records[index].context.split("\n") if line.strip()] for index in chosen]
-    turns_of_parts: list[list[int]] = []
-    for number, parts in enumerate(documents):
-        assigned = sorted(rng.randint(0, number) for _ in parts)
-        turns_of_parts.append([*assigned[:-1], number])
+    """Algorithm 2: the lines of a document are spread over the turns up to the one that asks for its summary."""
+    shuffled = rng.sample(records, len(records))
+    shown: list[list[str]] = [[] for _ in range(turns)]
+    for number, record in enumerate(shuffled[:turns]):
+        lines = [line for line in record.context.split("\n") if line.strip()]
+        for line, turn in zip(lines, [*sorted(rng.choices(range(number + 1), k=len(lines) - 1)), number], strict=True):
+            shown[turn].append(line)
     dialogue: list[BuiltTurn] = []
-    for turn, index in enumerate(chosen):
-        shown: list[str] = []
-        for parts, assigned in zip(documents, turns_of_parts, strict=True):
-            shown += [part for part, when in zip(parts, assigned, strict=True) if when == turn]
-        record = records[index]
+    for turn, record in enumerate(shuffled[:turns]):
         question = "Summarize: " + (record.question or " ".join(record.context.split()[:_TITLE_WORDS]))
-        whole = "\n".join([*shown, records[irrelevant[turn]].context])
-        prompts = variants(question, split_at_middle(whole), whole, "\n\n")
-        dialogue.append(BuiltTurn(prompts, record.answers or ("",)))
+        whole = "\n".join([*shown[turn], shuffled[turns + turn].context])
+        dialogue.append((variants(question, split_at_middle(whole), whole, "\n\n"), record.answers or ("",)))
     return tuple(dialogue)
 
 
@@ -166,7 +147,7 @@ def few_shot(record: LongBenchRecord, turns: int, rng: random.Random) -> tuple[B
             question, answers = asked_about(held_out[turn])
         halves = "\n".join(own[: len(own) // 2]), "\n".join(own[len(own) // 2 :])
         prompts = variants(question, halves, "\n".join(own), "\n", HISTORY if turn else "")
-        dialogue.append(BuiltTurn(prompts, answers))
+        dialogue.append((prompts, answers))
     return tuple(dialogue)
 
 
@@ -198,9 +179,9 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
     for number, dialogue in enumerate(dialogues):
         for position in POSITIONS:
             turns: list[Row] = []
-            for turn in dialogue:
-                answers = [*turn.answers, *(each for each in classes if each not in turn.answers)]
-                turns.append({"prompt": turn.prompts[position], "answers": answers, "metric": SETS[name][1]})
+            for prompts, right in dialogue:
+                answers = [*right, *(each for each in classes if each not in right)]
+                turns.append({"prompt": prompts[position], "answers": answers, "metric": SETS[name][1]})
             rows.append({"id": f"{name}-{number} {position}", "set": name, "part": position, "turns": turns})
     return rows
 

@@ -48,16 +48,16 @@ def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
 def test_algorithm_1_loses_no_answer():
     for dialogue in serve_build.build("qasper", records(40), count=60):
         said = ""
-        for turn in dialogue:
-            said += turn.prompts["end"]
-            assert f"in the year {turn.answers[0]}." in said
+        for prompts, answers in dialogue:
+            said += prompts["end"]
+            assert f"in the year {answers[0]}." in said
 
 
 def test_algorithm_3_asks_held_out_examples():
     context = "\n".join(f"Question: what is {i}?\nType: T{i % 3}" for i in range(12))
     record = LongBenchRecord("a", context, "Question: what is x?\nType:", ("T1",), ("T0", "T1", "T2", "T9"))
     (built,) = serve_build.build("trec", [record], turns=3)
-    assert len({turn.prompts["end"].splitlines()[-2] for turn in built}) == 3
+    assert len({prompts["end"].splitlines()[-2] for prompts, _ in built}) == 3
     rows = serve_build.rows_of("trec", [built], serve_build.classes_of([record]))
     assert [row["part"] for row in rows] == ["begin", "middle", "end"]
     assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
