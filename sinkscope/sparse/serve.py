@@ -33,10 +33,9 @@ from sinkscope.sparse.sparse_prompts import SparsePrompts
 
 Variant = Literal["bands", "faithful"]
 SHORTEST = {"cpu": 8192, "cuda": 131072}
-"""Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 8,192 tokens took 0.78
-and 0.87 times as long along bands, and shorter ones were not faster. On a GPU it follows
-a trend: on an H100, those of a 7B shape with 32,768 and 65,536 tokens took 1.53 and 1.06 times as long, before the
-choice was recorded and with more cells (`experiments.gpu.bands`)."""
+"""Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 8,192 tokens took less
+time along bands, and those of 4,096 more (figures/loopserve.md). On a GPU it follows a trend: on an H100, those of a 7B
+shape with 32,768 and 65,536 tokens took 1.53 and 1.06 times as long, with more cells (`experiments.gpu.bands`)."""
 LEAST_NEW = 8
 """New tokens for each sampled query from which on the choice pays."""
 TOLERATED = 0.02
@@ -109,8 +108,7 @@ class LoopServe(SparsePrompts):
             131,072 on a GPU, because shorter ones that were measured took longer. So are turns of fewer new tokens than
             eight for each sampled query, and decoding on a GPU reads everything in layers whose keys and values take
             less than 1 GB. With 0, lines are chosen whatever that costs.
-        dense_above: Share of the causal cells above which a head is computed densely. On a CPU a layer of 8,192 tokens
-            with 57 % of the cells takes 0.75 of that time; alpha was chosen with 55 %.
+        dense_above: Share of the causal cells above which a head is computed densely; alpha was chosen with 55 %.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
         begin: Number of first tokens that all queries see in bands; algorithm 5 begins with two empty sets.
