@@ -153,7 +153,6 @@ class BenchTable(Result):
                 leads = [self.difference(group, other) for other in groups if other.method == reference]
                 lead = next(filter(None, leads), Interval(nan, nan, nan))
                 row = {
-                    "set": group.set,
                     "method": group.method,
                     task_class(self.task).main: group.score,
                     "low": group.low,
@@ -161,9 +160,10 @@ class BenchTable(Result):
                     "difference": lead.mean,
                     "from": lead.low,
                     "to": lead.high,
-                    **(self.parts | group.parts),
                     **group.metrics,
+                    **(self.parts | group.parts),
                     "answers": group.answers,
+                    "set": group.set,
                 }
                 rows.append(row)
         return plain(rows)

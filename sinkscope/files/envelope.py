@@ -103,7 +103,9 @@ class Envelope:
             SinkscopeError: `data` is not such an envelope.
         """
         if not isinstance(data, dict) or type(data.get("result")) is not dict:
-            raise SinkscopeError(f"{name} is not a result of sinkscope: expected an object with a schema and a result")
+            raise SinkscopeError(
+                f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
+            )
         schema = data.get("schema")
         if schema != SCHEMA:
             raise SinkscopeError(
