@@ -202,9 +202,7 @@ class LoopServe(SparsePrompts):
 
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
         """Why a prompt is too short for lines, or its new part; None if it is not."""
-        shortest = self.shortest
-        if shortest is None:
-            shortest = SHORTEST.get(device.type, 0)
+        shortest = SHORTEST.get(device.type, 0) if self.shortest is None else self.shortest
         if keys < shortest:
             return f"fewer than {shortest} keys"
         if shortest and queries < LEAST_NEW * self.sample:
