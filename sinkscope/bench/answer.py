@@ -19,7 +19,7 @@ from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
-from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, padded, to_end
+from sinkscope.generation.decode import ForcedAnswer, decoding, padded, to_end
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.keeper import CacheKeeper, HeldTokens
 from sinkscope.kv.usage import full_read
@@ -33,15 +33,13 @@ from sinkscope.models.windows import layer_window
 
 def answering_settings(target: Target) -> dict[str, Any]:
     """Return what determines the answers of a model, whatever is done with it."""
-    with noted_decoding() as used:
-        decoding(target, do_sample=False)
     return {
         "model": asdict(model_info(target)),
         "kind": target.kind,
         "device": target.device.type,
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": str(getattr(target.config, "_attn_implementation", "unknown")),
-        "decoding": used,
+        "decoding": {"do_sample": False, "eos_token_id": end_ids(target)},
     }
 
 

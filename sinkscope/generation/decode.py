@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +19,8 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.inputs import end_ids
 from sinkscope.models.target import Target
 
-_IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record
 _NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
 """Settings of a checkpoint that do not say how tokens are chosen."""
-_RECORD: ContextVar[dict[str, Any] | None] = ContextVar("record", default=None)
 
 
 def decoding(target: Target, **ours: Any) -> dict[str, Any]:
@@ -42,37 +38,18 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
     settings = dict[str, Any](ours)
-    ignored = dict[str, Any]()
+    ignored: list[str] = []
     for name, value in config.to_diff_dict().items():
         if name not in _NO_CHOICE and not name.startswith("_"):
             settings.setdefault(name, neutral.get(name))
             if value != neutral.get(name) and (settings[name] or None) != (value or None):
-                ignored[name] = value
-    used = {name: settings[name] for name in _IN_RESULTS if settings.get(name) is not None}
-    record = _RECORD.get()
-    if record is not None:
-        record |= {**used, "eos_token_id": end_ids(target), "not_used_of_checkpoint": ignored}
+                ignored.append(f"{name} {value}")
     if ignored:
         warn(
-            f"sinkscope decodes with its own settings ({_listed(used)}) and ignores those of the "
-            f"generation_config.json of {target.name}: {_listed(ignored)}"
+            f"sinkscope decodes with its own settings and ignores those of the generation_config.json of "
+            f"{target.name}: {', '.join(ignored)}"
         )
     return settings
-
-
-def _listed(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-
-@contextmanager
-def noted_decoding() -> Iterator[dict[str, Any]]:
-    """Context manager whose dictionary records how tokens were chosen inside; it stays empty if none were."""
-    record: dict[str, Any] = {}
-    token = _RECORD.set(record)
-    try:
-        yield record
-    finally:
-        _RECORD.reset(token)
 
 
 @dataclass

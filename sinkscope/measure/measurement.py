@@ -13,7 +13,6 @@ from sinkscope.engine.run import held
 from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, refuse_unknown
 from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
-from sinkscope.generation.decode import noted_decoding
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
@@ -125,7 +124,7 @@ class Measurement(Generic[P, R]):
         setup.target.shards.agree("setting", self.function.__name__, plan)
         target = setup.target
         alone = held(target)
-        with alone, noted_decoding() as decoding, watched_by(setup.progress), evaluating(target.hf):
+        with alone, watched_by(setup.progress), evaluating(target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,
@@ -145,8 +144,6 @@ class Measurement(Generic[P, R]):
         settings[TEXT_READ] = setup.text_read
         if setup.text_said is not None:
             settings["text_said"] = setup.text_said
-        if decoding:
-            settings["decoding"] = decoding
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
 
 
