@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.run import held
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.models.grouped_heads import head_projection
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input
+from sinkscope.models.hooks import Hook, first_tensor, forward_parameters, on_hidden, on_input
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.neurons import mlp_writers, norms_of
 from sinkscope.models.target import Target
@@ -121,25 +119,20 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
         patterns = [patterns]
     chosen: dict[str, Site] = {}
     for pattern in patterns:
-        if isinstance(pattern, str):
-            matches = fnmatch.filter(names, pattern)
-        else:
-            matches = list(filter(pattern, names))
+        matches = list(filter(pattern, names)) if callable(pattern) else fnmatch.filter(names, pattern)
         if not matches:
             kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
             raise SinkscopeError(
                 f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
             )
-        absent: NoSiteError | None = None
-        is_there = False
+        absent: list[NoSiteError] = []
         for name in matches:
             try:
                 chosen[name] = _site(target, name)
-                is_there = True
             except NoSiteError as error:
-                absent = error
-        if absent is not None and not is_there:
-            raise absent
+                absent.append(error)
+        if len(absent) == len(matches):
+            raise absent[-1]
     return [chosen[name] for name in names if name in chosen]
 
 
@@ -152,48 +145,41 @@ def _site(target: Target, name: str) -> Site:
         target.check_head()
         return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)
-    layer = int(number)
-    if part.startswith("attn.") and layer not in target.attending:
-        raise NoSiteError(
-            f"site {name!r} is not offered: layer {layer} of {target.name} has no softmax attention; it is in layers "
-            f"{', '.join(map(str, target.attending))}"
+    layer, place, adapter = int(number), _PLACES[part], target.adapter
+    unproved = dict(adapter.unproved)
+    reason = unproved.get(name, unproved.get("*"))
+    if reason is not None and part != "attn.hook_pattern":
+        raise UnsupportedError(
+            f"site {name!r} is not offered on {adapter.model_type}, because its place could not be proved: {reason}; "
+            "leave it out of sites, or mend the row of the adapter"
         )
+    problem = _problem(target, layer, part)
+    if problem:
+        raise NoSiteError(f"site {name!r} does not exist on {adapter.model_type}: {problem}; leave it out of sites")
     if part == "attn.hook_pattern":
         return Site(name, layer, None)
-    place = _PLACES[part]
+    module = target.sub(layer, *place.parts) if place.parts else target.layers[layer]
     cut = first_tensor if place.cut is None else partial(place.cut, target)
-    factor = 1.0 if place.factor is None else getattr(target.adapter, place.factor)
-    return Site(name, layer, _module(target, layer, part), place.when, cut, factor)
+    factor = 1.0 if place.factor is None else getattr(adapter, place.factor)
+    return Site(name, layer, module, place.when, cut, factor)
 
 
-def _module(target: Target, layer: int, part: str) -> nn.Module:
-    """The module of a site of a layer."""
-    adapter = target.adapter
-    parts = _PLACES[part].parts
-    unproved = dict(adapter.unproved)
-    reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*"))
-    if reason is not None:
-        raise UnsupportedError(
-            f"site 'blocks.{layer}.{part}' is not offered on {adapter.model_type}, because its place could not be "
-            f"proved: {reason}; leave it out of sites, or mend the row of the adapter"
-        )
-    problem = ""
+def _problem(target: Target, layer: int, part: str) -> str:
+    """Why a layer has no such site; "" if it has."""
+    adapter, parts = target.adapter, _PLACES[part].parts
+    if part.startswith("attn.") and layer not in target.attending:
+        layers = ", ".join(map(str, target.attending))
+        return f"layer {layer} of {target.name} has no softmax attention; it is in layers {layers}"
     if part.startswith("mlp.") and layer in target.mixtures:
-        problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
-    elif "fused_qkv" in parts and adapter.fused_qkv is not None and adapter.qkv_layout is None:
-        problem = "the layout of q, k and v in one module varies"
-    elif not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
-        problem = "layers do more than add their parts"
-    else:
-        is_sum = part == "hook_mlp_out" and layer in target.with_neurons and len(mlp_writers(target, layer)) > 1
-        lacks_up = part == "mlp.hook_pre_linear" and not target.is_gated(layer)
-        if is_sum or lacks_up or (parts and target.paths[layer].keys().isdisjoint(parts)):
-            problem = "no module gives it alone"
-    if problem:
-        raise NoSiteError(
-            f"site 'blocks.{layer}.{part}' does not exist on {adapter.model_type}: {problem}; leave it out of sites"
-        )
-    return target.sub(layer, *parts) if parts else target.layers[layer]
+        return f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
+    if "fused_qkv" in parts and adapter.fused_qkv is not None and adapter.qkv_layout is None:
+        return "the layout of q, k and v in one module varies"
+    if not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
+        return "layers do more than add their parts"
+    is_sum = part == "hook_mlp_out" and layer in target.with_neurons and len(mlp_writers(target, layer)) > 1
+    lacks_up = part == "mlp.hook_pre_linear" and not target.is_gated(layer)
+    is_absent = bool(parts) and target.paths[layer].keys().isdisjoint(parts)
+    return "no module gives it alone" if is_sum or lacks_up or is_absent else ""
 
 
 Reducer = Callable[[Tensor], Tensor]
@@ -250,30 +236,35 @@ def trace(
         reduce = REDUCERS[reduce]
     rows = read_inputs(target, tokens, attention_mask, bos=bos)
     wanted = resolve(target, sites)
-    batches: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
     size = batch_size or len(rows.ids)
-    for start in range(0, len(rows.ids), size):
-        mask = None if rows.mask is None else rows.mask[start : start + size].to(target.device)
-        passed = _passed(target, rows.ids[start : start + size], mask, wanted, reduce)
-        for site in wanted:
-            if site.name not in passed:
-                raise UnsupportedError(
-                    f"site {site.name!r} was never reached on this {target.kind} model, because its module did not run "
-                    "(a bridge replaces those that fuse several projections); leave it out of sites"
-                )
-            batches[site.name].append(passed[site.name])
-    return {name: torch.cat(tensors) for name, tensors in batches.items()}
+    passed: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
+    with held(target):
+        for start in range(0, len(rows.ids), size):
+            mask = None if rows.mask is None else rows.mask[start : start + size].to(target.device)
+            _pass(target, rows.ids[start : start + size], mask, wanted, reduce, passed)
+    for name, tensors in passed.items():
+        if not tensors:
+            raise UnsupportedError(
+                f"site {name!r} was never reached on this {target.kind} model, because its module did not run (a "
+                "bridge replaces those that fuse several projections); leave it out of sites"
+            )
+    return {name: torch.cat(tensors) for name, tensors in passed.items()}
 
 
-def _passed(
-    target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, sites: list[Site], reduce: Reducer
-) -> dict[str, Tensor]:
-    """What passes each site, reduced, in a run of the model to the deepest one."""
-    passed: dict[str, Tensor] = {}
+def _pass(
+    target: Target,
+    ids: Int[Tensor, "batch pos"],
+    mask: Tensor | None,
+    sites: list[Site],
+    reduce: Reducer,
+    passed: dict[str, list[Tensor]],
+) -> None:
+    """Run the model to the deepest site, and add what passes each, reduced."""
+    before = {name: len(tensors) for name, tensors in passed.items()}
 
     def keep(name: str, tensor: Tensor) -> None:
-        if name not in passed:  # a copy: Falcon adds into its MLP's output in place after the hook has seen it
-            passed[name] = reduce(tensor).detach().to("cpu", copy=True)
+        if len(passed[name]) == before[name]:  # a copy: Falcon adds into its MLP's output after the hook has seen it
+            passed[name].append(reduce(tensor).detach().to("cpu", copy=True))
 
     hooks: list[Hook] = []
     of_rows: dict[int, str] = {}
@@ -289,18 +280,18 @@ def _passed(
             keep(site.name, site.shown(value, ids.shape))
 
         hooks.append((site.module, site.when, on_input(read) if site.when == "pre" else on_hidden(read)))
-
-    def show(rows: AttentionRows) -> None:
-        keep(of_rows[rows.layer], rows.probs)
-
-    last_layer = deepest if 0 <= deepest < target.n_layers else None
-    unembed = any(module is target.hf for module, _, _ in hooks)
     rows = nullcontext()
     if of_rows:
-        rows = attention_rows(target, show, layers=list(of_rows), rows_per_chunk=ids.shape[1])
-    with held(target), rows, target.hooks(*hooks):
-        positions: dict[str, Any] = {}
-        if mask is not None and "position_ids" in signature(target.base.forward).parameters:
-            positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted
+        rows = attention_rows(
+            target,
+            lambda rows: keep(of_rows[rows.layer], rows.probs),
+            layers=list(of_rows),
+            rows_per_chunk=ids.shape[1],
+        )
+    positions: dict[str, Any] = {}
+    if mask is not None and "position_ids" in forward_parameters(type(target.base)):
+        positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted
+    last_layer = deepest if 0 <= deepest < target.n_layers else None
+    unembed = any(module is target.hf for module, _, _ in hooks)
+    with rows, target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer, **positions)
-    return passed

@@ -138,7 +138,7 @@ def test_patch_from_result(tmp_path):
     for spikes in ((), (replace(first, needed=()),), (replace(first, needed=("mlp 2",)),)):
         with pytest.raises(SinkscopeError, match="nothing to edit"):
             SinkPatch.from_result(replace(found, spikes=spikes))
-    with pytest.raises(SinkscopeError, match="not at the first token"):
+    with pytest.raises(SinkscopeError, match=r"nothing to edit \(spikes: .*give the neurons yourself"):
         SinkPatch.from_result(replace(found, spikes=(elsewhere,)))
     with pytest.raises(SinkscopeError, match="this result has 2 spikes, numbered from 0"):
         SinkPatch.from_result(found, spike=2)

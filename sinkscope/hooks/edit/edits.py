@@ -250,12 +250,11 @@ def spike_of(result: Any, spike: int | None) -> Any:
     for candidate in result.first_spikes:
         if candidate.needed_neurons and (spike is None or candidate is result.spikes[spike]):
             return candidate
-    if result.spikes and not result.first_spikes:
-        raise SinkscopeError(
-            f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and only "
-            "neurons of a spike there are taken from a result: give the neurons yourself with sites=[...]"
-        )
-    raise SinkscopeError("no neurons were found that a spike of the first token needs, so there is nothing to edit")
+    places = ", ".join(spike.place.words for spike in result.spikes)
+    raise SinkscopeError(
+        f"no neurons were found that a spike of the first token needs, so there is nothing to edit (spikes: "
+        f"{places or 'none'}): give the neurons yourself with sites=[...]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
