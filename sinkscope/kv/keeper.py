@@ -8,7 +8,6 @@ is refused when the keeper is made, or when a cache is taken over (`adopt`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -86,52 +85,34 @@ def _within(layer: CacheLayer, window: int) -> Float[Tensor, " row"]:
     return ((pos >= 0) & (pos >= begin)).sum(-1).float().mean(1)
 
 
-_NONE = torch.zeros(1, dtype=torch.double)
-
-
-@dataclass
-class TokenCount:
-    """Tokens of each row over several calls, summed over layers.
-
-    Attributes:
-        calls: Number of calls.
-        held: Sum of the tokens that were held.
-        read: Sum of those to which a query could attend.
-        peak: The largest number that was held.
-        bytes: The largest number of bytes.
-    """
-
-    calls: int = 0
-    held: Float[Tensor, " row"] = _NONE
-    read: Float[Tensor, " row"] = _NONE
-    peak: Float[Tensor, " row"] = _NONE
-    bytes: int = 0
-
-
 class Meter:
     """Counts tokens and bytes of one cache, in a memory that does not grow with the number of calls.
 
     Args:
         windows: Sliding window of each decoder layer, if it has one: what it hides is held and not read.
         processes: Number of processes that hold as many heads of the model each.
+
+    Attributes:
+        seen: Number of tokens read, by the longest row.
     """
 
     def __init__(self, windows: Sequence[int | None], processes: int = 1) -> None:
         self._windows = windows
         self._processes = processes
         self._token_bytes: dict[int, int] = {}  # by layer
-        self._rows = self._seen = 0
-        self._prompts, self._decoding = TokenCount(), TokenCount()
+        self._rows = self.seen = self._bytes = self._steps = 0
+        self._held = self._read = self._most = torch.zeros(1, dtype=torch.double)  # of steps, summed over layers
 
     def note(self, layers: list[CacheLayer], beside: int, *, decodes: bool) -> None:
-        """Count what layers hold after a call, and the bytes `beside` them, if the call appended anything."""
+        """Note a call that appended something; of a decoding step, count what layers hold, and bytes `beside` that."""
         first = layers[0]
         if first.columns is None or not first.keys.shape[-2]:
             return
         if self._rows != len(first.keys):  # others: nobody knows which row became which
-            self._prompts, self._decoding = TokenCount(), TokenCount()
-        self._rows = len(first.keys)
-        self._seen = first.columns.seen
+            self._rows = len(first.keys)
+            self._steps = 0
+            self._held = self._read = self._most = torch.zeros(self._rows, dtype=torch.double)
+        self.seen = first.columns.seen
         used = beside
         for kv in layers:
             if kv.number not in self._token_bytes:
@@ -140,41 +121,31 @@ class Meter:
                 if part is not None:
                     memory = part if part.room is None else part.room
                     used += memory.keys.nbytes + memory.values.nbytes
-        tokens = HeldTokens.by(layers, self._windows)
-        count = self._decoding if decodes else self._prompts
-        count.calls += 1
-        count.held = count.held.to(tokens.held) + tokens.held
-        count.read = count.read.to(tokens.read) + tokens.read
-        count.peak = count.peak.to(tokens.held).maximum(tokens.held)
-        count.bytes = max(count.bytes, used)
-
-    @property
-    def calls(self) -> int:
-        """Number of calls that were counted."""
-        return self._prompts.calls + self._decoding.calls
+        if decodes:
+            tokens = HeldTokens.by(layers, self._windows)
+            self._steps += 1
+            self._held = self._held.to(tokens.held) + tokens.held
+            self._read = self._read.to(tokens.read) + tokens.read
+            self._most = self._most.to(tokens.held).maximum(tokens.held)
+            self._bytes = max(self._bytes, used)
 
     def usage(self) -> Usage:
         """Return the totals so far."""
-        prompts = self._prompts
-        decoding = self._decoding
-        layers = len(self._token_bytes)
         stock = 0
         for number, token_bytes in self._token_bytes.items():
             window = self._windows[number]
-            stock += token_bytes * (self._seen if window is None else min(self._seen, window - 1))
-        steps = layers * decoding.calls
-        held = (prompts.held.cpu() + decoding.held.cpu()) / layers / self.calls
-        peak = prompts.peak.cpu().maximum(decoding.peak.cpu()) / layers
+            stock += token_bytes * (self.seen if window is None else min(self.seen, window - 1))
+        layers = len(self._token_bytes)
+        steps = max(1, self._steps)
+        by_row = [self._most / layers, self._read / layers / steps, self._held / layers / steps]
+        most, read, held = [numbers.tolist() if self._steps else [] for numbers in by_row]
         return Usage(
-            decoding_tokens=(decoding.peak / layers).tolist() if steps else [],
-            decoding_bytes=decoding.bytes * self._processes,
+            decoding_tokens=most,
+            decoding_bytes=self._bytes * self._processes,
             stock_bytes=self._rows * stock * self._processes,
-            mean_tokens=held.tolist(),
-            peak_tokens=peak.tolist(),
-            physical_bytes=max(prompts.bytes, decoding.bytes) * self._processes,
-            read_tokens=self._seen,
-            mean_read=(decoding.read / steps).tolist() if steps else [],
-            mean_held=(decoding.held / steps).tolist() if steps else [],
+            read_tokens=self.seen,
+            mean_read=read,
+            mean_held=held,
         )
 
 
@@ -243,7 +214,7 @@ class CacheKeeper(Actor):
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the block; of a model that is split, the bytes of all processes."""
-        return [meter.usage() for meter in self._counted if meter.calls]
+        return [meter.usage() for meter in self._counted if meter.seen]
 
     def _settle(self) -> None:
         """Leave whole caches behind."""

@@ -241,8 +241,7 @@ class AdaKV(SnapKV):
 
     The highest scores of all kv heads of a layer are pooled, up to the sum of the heads' budgets. Each head then keeps
     `1 - floor` times its number of slots in that pool plus `floor` times its even share, rounded down. Window and
-    `first` are kept in every head and count towards the budget. `budget` is the mean over the heads of a layer. Heads
-    are ragged, so `run.usage` reports fewer logical than physical bytes.
+    `first` are kept in every head and count towards the budget. `budget` is the mean over the heads of a layer.
 
     Attributes:
         floor: Part of the budget that is shared evenly. The default of 0.2 is what the authors advise for models whose

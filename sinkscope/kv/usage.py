@@ -12,17 +12,14 @@ from sinkscope.results.notation import count_of
 
 @dataclass(frozen=True)
 class Usage:
-    """What one cache held, over all counted calls. Lists have a number for each row, the mean over layers and kv heads.
+    """What one cache held while it decoded. Lists have a number for each row, the mean over layers and kv heads.
 
     Attributes:
         decoding_tokens: Largest number of cached tokens after a decoding step. Empty if there was no step.
-        decoding_bytes: Largest number of bytes allocated after a decoding step, as in `physical_bytes`.
+        decoding_bytes: Largest number of bytes allocated for keys and values after a decoding step, including holes,
+            padding, room for the next tokens, working copies, and the latest queries if a policy keeps these.
         stock_bytes: Bytes of keys and values in the model's own cache after the last call, which in a layer with a
             sliding window holds the window alone.
-        mean_tokens: Mean number of cached tokens after a call.
-        peak_tokens: Largest number of cached tokens after a call: as a rule those of the prompt, which is read whole.
-        physical_bytes: Peak number of bytes allocated for keys and values, including holes, padding, room for the next
-            tokens, working copies, and the latest queries if a policy keeps these.
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
         mean_read: Number of tokens that a decoding step attended to, its own included, averaged over steps. Empty if
             there was no step.
@@ -32,9 +29,6 @@ class Usage:
     decoding_tokens: list[float]
     decoding_bytes: int
     stock_bytes: int
-    mean_tokens: list[float]
-    peak_tokens: list[float]
-    physical_bytes: int
     read_tokens: int
     mean_read: list[float]
     mean_held: list[float]

@@ -255,9 +255,7 @@ def test_usage_is_counted_by_hand(model):
         decode(model, ids, mask, 20)
     (usage,) = run.usage
     size = 2 * 2 * 8 * 4  # keys and values, kv heads, width, bytes
-    assert usage.peak_tokens == [20.0, 13.0]
-    torch.testing.assert_close(usage.mean_tokens, [(20 + 6 * 9) / 7, (13 + 6 * 9) / 7])
-    assert usage.physical_bytes == 2 * size * 2 * 20
+    assert usage.read_tokens == 26 and usage.mean_held == usage.mean_read == [9.0, 9.0]
     assert usage.decoding_tokens == [9.0, 9.0] and usage.decoding_bytes == 2 * size * 2 * 9
     assert usage.stock_bytes == 2 * size * 2 * 26
     assert run.summary() == (
@@ -292,6 +290,6 @@ def test_tokens_are_counted_since_the_number_of_rows_changed(model):
     with torch.no_grad(), Full().on(model) as run:
         model(prompts([9])[0], past_key_values=cache)
         cache.batch_repeat_interleave(2)
-        for new in (2, 1):
+        for new in (2, 1, 1):
             model(prompts([new])[0].repeat(2, 1), past_key_values=cache)
-    assert (run.usage[0].mean_tokens, run.usage[0].peak_tokens) == ([11.5, 11.5], [12.0, 12.0])
+    assert (run.usage[0].mean_held, run.usage[0].decoding_tokens) == ([12.5, 12.5], [13.0, 13.0])

@@ -81,7 +81,7 @@ def test_names_modules_and_budgets(module, model):
     ids, mask = prompts([12])
     with made.on(model) as run:
         model.generate(ids, attention_mask=mask, max_new_tokens=4)
-    assert run.usage[0].peak_tokens == [12.0]
+    assert run.usage[0].decoding_tokens == [7.0]
 
 
 def test_the_budget_is_the_first_field_of_each_policy(module):
