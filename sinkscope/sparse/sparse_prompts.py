@@ -212,10 +212,9 @@ class PromptReader(Actor):
             raise UnsupportedError(
                 f"{name} reads prompts along lines of all tokens, and the cache has lost some: begin a new cache"
             )
-        is_causal = (
+        if prompt.hidden or not (
             isinstance(prompt.source, CausalMask) or getattr(prompt.source, "function", None) is causal_mask_function
-        )
-        if prompt.hidden or not is_causal:
+        ):
             raise UnsupportedError(
                 f"{name} reads prompts under causal masks, with padding or without, and this mask hides or shows other "
                 "keys: leave out what hides them, or read such prompts without it"
