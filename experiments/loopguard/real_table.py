@@ -86,7 +86,7 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
 def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
     """A row for each half and arm of one model, and what its healthy text is."""
     stock = {(one["half"], one["number"]): one for one in outputs if one["arm"] == FULL}
-    judgement = pd.DataFrame(
+    judgement: Any = pd.DataFrame(
         {"half": one["half"], "arm": one["arm"], **judged(one, stock[one["half"], one["number"]], tokenizer)}
         for one in outputs
     )
