@@ -104,9 +104,9 @@ def _outcomes(kit: Kit, promise: Promise, right: bool = True) -> Iterator[Outcom
     """What the uses of a promise give; the logits have to be right, unless something else is asked."""
     flows: list[Flow] = []
     for times, uses in FLOWS[promise.__name__].items():
-        flows += [kit.asking(flow, times) for flow in uses if (kit.evicts if times else kit.has_room(flow))]
+        flows += [kit.asking(flow, times) for flow in uses if kit.asked_for or not times]
     if not flows:
-        raise ApartError("all texts are longer than what it keeps" if kit.evicts else "it keeps everything")
+        raise ApartError("it keeps everything")
     for outcome in kit.outcomes(*flows):
         if right:
             _right(kit, outcome)
@@ -120,7 +120,7 @@ def _right(kit: Kit, outcome: Outcome) -> None:
     """
     flow, text = outcome.flow, outcome.last
     plain = flow.uncopied
-    if plain != flow and (flow.budget is not None or not kit.has_room(flow)):
+    if plain != flow and flow.budget is not None:
         _beside(kit, outcome, plain, "the logits without a copy", slice(None))
     elif not outcome.recorder.rotated_again:
         kit.close(outcome.error(), flow)
@@ -144,8 +144,6 @@ def _beside(kit: Kit, outcome: Outcome, other: Flow, whose: str, rows: slice) ->
 def _orders(kit: Kit, times: int) -> None:
     """Draw orders of acts that are served."""
     for model, share in (("grouped", 2), ("windows", 1), ("hybrid", 1)):
-        if not times and not kit.has_room(Flow(model, (_LONGEST,))):
-            continue
         served: list[str] = []
         for block in _BLOCKS[bool(times) :] if model == "grouped" else _BLOCKS[2:]:
             with suppress(ApartError):
@@ -189,7 +187,7 @@ def with_room_for_everything_it_changes_nothing(kit: Kit) -> str:
         pass
     every = 1 if isinstance(kit.subject, Cache) else 13
     flows = [kit.asking(Flow(lengths=(length,), acts="step 1"), 0) for length in range(1, _LENGTHS, every)]
-    for outcome in kit.outcomes(*(flow for flow in flows if kit.has_room(flow))):
+    for outcome in kit.outcomes(*flows):
         _right(kit, outcome)
     _orders(kit, 0)
     return ""
@@ -232,9 +230,9 @@ def the_budget_holds_in_tokens_and_bytes(kit: Kit) -> str:
     held = 0
     for outcome in _outcomes(kit, the_budget_holds_in_tokens_and_bytes, right=False):
         flow = outcome.flow
-        if flow.budget is None:
-            raise ApartError("it keeps what it will: give the factory a parameter budget or share")
-        budget = max(1, share_of(flow.budget, flow.prompt)) if isinstance(flow.budget, float) else flow.budget
+        budget = flow.budget or 0
+        if isinstance(budget, float):
+            budget = max(1, share_of(budget, flow.prompt))
         later = [kind for kind, numbers in flow.parts() for _ in range(numbers[0])]
         for number, kind in enumerate(later):
             read, allowed = float(outcome.last.read(flow.prompt + number).max()), budget + 1 + number * kit.grows

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 import sinkscope as ss
 from sinkscope.conformance.promises import PROMISES
-from sinkscope.kv import Policy, StreamingLLM
+from sinkscope.kv import Policy
 
 ERRORS, EASY, ROWS, PLACES, TOKENS, FIRST = PROMISES
 
@@ -59,14 +59,6 @@ def refusing(budget):
     return Refusing(budget=budget)
 
 
-def always_sixty_four():
-    return StreamingLLM(budget=64)
-
-
-def row_zero_of_sixty_four():
-    return SlotsOfRowZero(budget=64)
-
-
 class SingleRow(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         if len(key_states) > 1:
@@ -106,15 +98,3 @@ def test_rows_that_are_refused_are_no_pass():
     result = ss.check_cache(single_row, only=[EASY, ROWS])
     assert result.verdict == "incomplete" and "rows not tried" in result.conclusion() and result.exit_code == 1
     assert "one row at a time" in result.text()
-
-
-def test_a_budget_that_is_fixed_is_found_and_tried():
-    """Nobody asks these to keep a part; that they do is seen on a long text."""
-    only = [FIRST, TOKENS, ROWS, EASY]
-    result = ss.check_cache(always_sixty_four, only=only)
-    assert verdicts(result) == {
-        EASY: "passes", FIRST: "passes", TOKENS: "does not apply", ROWS: "passes"
-    }  # fmt: skip
-    assert result.verdict == "incomplete" and set(result.untried()) == {"budget"}
-    assert "parameter budget" in result.conclusion()
-    assert verdicts(ss.check_cache(row_zero_of_sixty_four, only=[ROWS])) == {ROWS: "fails"}
