@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from repository import ROOT
+
+from sinkscope.measure.margin import margin_of
 
 PAPERS = ("repeated-token", "loopguard", "loopserve")
 _MARK = re.compile(r"<!-- (\S+/\S+)\.json: (.+?) -->", re.DOTALL)
@@ -32,6 +35,22 @@ def number_of(result: SimpleNamespace, table: str, name: str, number: str) -> fl
     return getattr(rows[0].numbers, number).value
 
 
+def paired(one: list[float], other: list[float], digits: int) -> str:
+    """The mean difference over texts, with its margin."""
+    differences = np.array(one) - np.array(other)
+    return f"{differences.mean():.{digits}f} ± {margin_of(differences):.{digits}f}"
+
+
+def of_prompts(found: SimpleNamespace) -> dict[str, Callable[..., list[float]]]:
+    """What prompts of LoopServe lose, and of a length their time and the share of cells, at the default alpha."""
+    rows = [(name, vars(row)["0.99"]) for name, row in vars(found).items() if "0.99" in getattr(row, "__dict__", ())]
+    return {
+        "lost": lambda: [row.nll - row.dense_nll for _, row in rows],
+        "times": lambda length: [row.time for name, row in rows if f", {length}," in name],
+        "attended": lambda length: [row.attended for name, row in rows if f", {length}," in name],
+    }
+
+
 def marked() -> list[tuple[str, str, str]]:
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "figures").glob("*.md"))]:
@@ -46,6 +65,7 @@ def test_a_page_shows_the_numbers_of_its_data(page, name, stands):
     found = data(name)
     names = {"r": found, "np": np, "mean": np.mean, "number": partial(number_of, found)}
     names["reported"] = lambda model: [one for one in found.real if (one.half, one.model) == ("report", model)]
+    names |= {"paired": paired, **of_prompts(found)}
     measured = eval(f"f{stands!r}", names).replace(" %", "%")
     shown = " ".join(_MARK.sub("", (ROOT / page).read_text()).replace(" %", "%").split())
     assert re.search(rf"(?<![\d.,]){re.escape(measured)}(?![\d%])", shown), measured
