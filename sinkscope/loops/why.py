@@ -173,18 +173,15 @@ class LoopedText:
     def after_ordinary_text(self, cuts: int) -> tuple[LoopedText, int]:
         """Return the text with room for a control of its copies, and how many tokens of ordinary text make the room."""
         target, last = self.setup.target, self.cuts(cuts)[-1]
-        missing = last - 2 * self.loop.start + 1
-        if target.max_positions:
-            missing = min(missing, target.max_positions - last - self.new_tokens)
-        if missing <= 0:
-            return self, 0
+        room = (target.max_positions or 1 << 30) - last - self.new_tokens
+        missing = max(0, min(last - 2 * self.loop.start + 1, room))
         tokenizer = tokenizer_of(target)
         text = self.setup.halves.choose[: 8 * missing]  # more characters a token than any tokenizer needs for prose
         ordinary = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:missing]
         first = int(self.loop.start > 0 and self.ids[0] in tokenizer.all_special_ids)  # it stays the first
-        ids = [*self.ids[:first], *ordinary, *self.ids[first:]]
-        loop = self.loop._replace(start=self.loop.start + len(ordinary))
-        return LoopedText(self.setup, ids, self.prompt + len(ordinary), loop), len(ordinary)
+        ids, added = [*self.ids[:first], *ordinary, *self.ids[first:]], len(ordinary)
+        loop = self.loop._replace(start=self.loop.start + added)
+        return LoopedText(self.setup, ids, self.prompt + added, loop), added
 
     def cuts(self, count: int) -> list[int]:
         """Return positions near the onset: from two rounds on, over one more, but not inside the prompt."""

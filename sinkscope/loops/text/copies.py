@@ -260,6 +260,6 @@ def _has_short_lines(words: Sequence[str]) -> bool:
     whole = [line for line in lines[1:-1] if line]
     short = 0
     for line in whole:
-        is_item = line[0].isdigit() and [*line[1:2]] in (["."], [")"])
+        is_item = line[0].isdigit() and _is_marker(line, 0)
         short += len(line) <= SHORT_LINE and line[-1][0] not in _ENDS and not is_item
     return 2 * short > len(whole)

@@ -72,20 +72,21 @@ class TextWatch:
     Args:
         settings: Settings of the monitor.
         asked: Number of copies that the prompt asks for.
+        has_words: Whether it is a text.
 
     Attributes:
         monitor: The monitor.
         level: 2 if the text loops or looped, 1 if it has a repetition that may be honest, else 0.
     """
 
-    def __init__(self, settings: Settings, asked: int = 0) -> None:
-        self.monitor = Monitor(settings, self._words_of, asked)
+    def __init__(self, settings: Settings, asked: int, has_words: bool) -> None:
+        self.monitor = Monitor(settings, self._words_of if has_words else None, asked)
         self.level = 0
         self._asked = asked
         self._splitter = Splitter()
         self._echoes = Echoes()
         self._recent: deque[str] = deque(maxlen=KEPT_TOKENS)  # the texts of the last tokens
-        self._has_words = False
+        self._has_words = has_words
         self._detected = self._onset = 0  # of what raised the level
         self._excerpt = ""
         self._longest: Tail | None = None
@@ -98,16 +99,13 @@ class TextWatch:
             for token in said:
                 self._advance(token, str(token))
             return
-        self._has_words = self._has_words or bool(said)
         for word in self._splitter.feed(said, last):
             self._advance(crc32(word.encode("utf-8", "replace")), word)
-        if last and self._has_words:
+        if last and self.monitor.last.step:
             self._look_for_echoes("\n", self.monitor.last.step + 1)
 
     def _words_of(self, ids: Sequence[int]) -> Sequence[str]:
-        """The words of the last tokens; of ids there are none."""
-        if not self._has_words:
-            return ()
+        """The words of the last tokens."""
         if len(ids) == 1:
             return [self._recent[-1]]
         return [*self._recent][-len(ids) :]
@@ -198,7 +196,8 @@ class Watch:
             return
         channels = self.open.setdefault(piece.answer, {})
         if piece.said and piece.channel not in channels:
-            channels[piece.channel] = TextWatch(self.settings, max(self._asked, asked_copies(piece.prompt)))
+            asked = max(self._asked, asked_copies(piece.prompt))
+            channels[piece.channel] = TextWatch(self.settings, asked, isinstance(piece.said, str))
         for channel, watch in channels.items():
             level = watch.level
             if channel == piece.channel:
