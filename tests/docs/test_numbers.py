@@ -35,6 +35,16 @@ def number_of(result: SimpleNamespace, table: str, name: str, number: str) -> fl
     return getattr(rows[0].numbers, number).value
 
 
+def needs(found: SimpleNamespace, cause: str, model: str) -> str:
+    """The cells of a cause of loops of a model: how many need it, and what they do without it and under its control."""
+    loops = [one for one in found.real if (one.half, one.model) == ("report", model)]
+    tried = [getattr(one.tried, cause) for one in loops]
+    shares = [np.mean([getattr(one, name) for one in tried]) for name in ("goes_on", "other_loop", "control")]
+    return " | ".join(
+        [f"{sum(cause in one.found for one in loops)} of {len(loops)}", *(f"{share:.0%}" for share in shares)]
+    )
+
+
 def paired(one: list[float], other: list[float], digits: int) -> str:
     """The mean difference over texts, with its margin."""
     differences = np.array(one) - np.array(other)
@@ -64,7 +74,7 @@ def marked() -> list[tuple[str, str, str]]:
 def test_a_page_shows_the_numbers_of_its_data(page, name, stands):
     found = data(name)
     names = {"r": found, "np": np, "mean": np.mean, "number": partial(number_of, found)}
-    names["reported"] = lambda model: [one for one in found.real if (one.half, one.model) == ("report", model)]
+    names["needs"] = partial(needs, found)
     names |= {"paired": paired, **of_prompts(found)}
     measured = eval(f"f{stands!r}", names).replace(" %", "%")
     shown = " ".join(_MARK.sub("", (ROOT / page).read_text()).replace(" %", "%").split())
