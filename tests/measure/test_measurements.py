@@ -98,11 +98,9 @@ def test_it_is_shown_with_its_conclusion(name, measured):
 
 
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
-def test_every_kind_concludes_and_has_a_page(kind):
+def test_every_kind_has_a_page(kind):
     import_module(kind_modules()[kind])
-    cls = result_class(kind)
-    assert (ROOT / cls.link()).is_file(), f"{kind}: set `page`"
-    assert cls.conclusion is not Result.conclusion
+    assert (ROOT / result_class(kind).link()).is_file(), f"{kind}: set `page`"
 
 
 PLAIN_ONLY = {"lines", "barcode", "why_loop"}
