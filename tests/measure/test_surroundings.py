@@ -42,8 +42,8 @@ MEASUREMENTS = [name for name in CALLS if name not in {"trace", "generate", *edi
 QUICK = {
     "a thread that calls": "lines",
     "a thread that writes": "barcode",
-    "a thread that edits": "lines",
-    "a thread that measures": "probability",
+    "a thread that edits": "find_sinks",
+    "a thread that measures": "lines",
     "dropout": "attack",
     "gradient checkpointing": "a given patch",
     "no gradients": "lines",
