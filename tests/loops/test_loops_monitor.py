@@ -86,7 +86,9 @@ def test_a_limit_of_copies_holds_for_data_as_well_unless_more_are_asked_for(aske
     monitor = Monitor(MonitorSettings(most_copies=20), lambda ids: ["="] * len(ids), asked)
     steps = [*map(monitor.update, [*range(100, 400), *[1, 2, 3, 4] * 60])]
     assert next(step.step - 300 for step in steps if step.trigger) == first
-    assert LoopGuard().monitor.most_copies == 20 and MonitorSettings().most_copies is None
+    guard, checker = LoopGuard().monitor, MonitorSettings()
+    assert (guard.most_copies, guard.data_tokens) == (20, 256)
+    assert (checker.most_copies, checker.data_tokens) == (None, 512)
 
 
 @pytest.mark.parametrize("votes", [2, 3])

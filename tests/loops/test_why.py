@@ -12,6 +12,7 @@ from kv_kit import close, decode, logits_of, prompts, shallow_of
 from organisms.kept_loops import CASES, KeptLoop, kept_loop
 from refusals import refused
 
+from sinkscope.hooks.edit import Knockout
 from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import FROM_START, LoopedText, RemovalEffect, WhyLoop, why_loop
@@ -128,20 +129,14 @@ def test_a_loop_goes_on_from_any_of_its_tokens():
 
 
 def share_without_the_first(model: Any, found: WhyLoop, new: int) -> float:
-    """By a mask of the whole text that hides column 0 from all rows but its own, read anew for each token."""
+    """By `generate` with the first token hidden from the start."""
     assert found.period is not None
     looped = LoopedText(SimpleNamespace(edit=None, seed=0), list(found.ids), 2, Tail(found.period, 40, 9.0))  # pyright: ignore
     goes_on: list[bool] = []
     for cut in found.cuts:
-        ids = list(found.ids[:cut])
-        for _ in range(new):
-            sees = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-            sees[1:, 0] = False
-            mask = torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)[None, None]
-            with torch.no_grad():
-                logits = model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits
-            ids.append(int(logits[0, -1].argmax()))
-        goes_on.append(looped.goes_on(ids[cut:]))
+        with Knockout([0]).on(model):
+            written = model.generate(torch.tensor([found.ids[:cut]]), max_new_tokens=new, do_sample=False)
+        goes_on.append(looped.goes_on(written[0, cut:].tolist()))
     return sum(goes_on) / len(goes_on)
 
 
