@@ -16,8 +16,6 @@ from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelI
 from sinkscope.files.records import build
 
 SCHEMA = 6
-BEFORE = {5: "read it with sinkscope 0.2.0, or "}
-"""What can be done with files of an earlier schema, but to run their command again."""
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 ANY_KIND = "result"
 """Kind of a class that states none."""
@@ -110,7 +108,7 @@ class Envelope:
             )
         schema = data.get("schema")
         if schema != SCHEMA:
-            remedy = f"{BEFORE.get(schema, '')}run the command again"
+            remedy = f"{'read it with sinkscope 0.2.0, or ' if schema == 5 else ''}run the command again"
             raise SinkscopeError(f"{name} has schema {schema!r}, and this version reads {SCHEMA}: {remedy}")
         kind_class = result_class(str(data.get("kind")), name)
         if not issubclass(kind_class, cls):
