@@ -110,22 +110,20 @@ class Reach:
 
     def __init__(self) -> None:
         self.is_certain = False
-        self._pending: Tensor | None = None
+        self._pending: list[Tensor] = []
 
     def note(self, met: Tensor) -> None:
         """Note which tokens it meets in a call."""
-        if self.is_certain:
-            return
-        here = met.any()
-        if here.device.type == "cpu":
-            self.is_certain = bool(here)
-        else:
-            self._pending = here if self._pending is None else self._pending.to(here.device) | here
+        if not self.is_certain:
+            self._pending.append(met.any())
+            if met.device.type == "cpu" or len(self._pending) >= _MOST_PENDING:
+                self.ask()
 
-    @property
-    def is_any(self) -> bool:
-        """Whether it has met one."""
-        return self.is_certain or (self._pending is not None and bool(self._pending))
+    def ask(self) -> bool:
+        """Return whether it has met one."""
+        self.is_certain = self.is_certain or any(map(bool, self._pending))
+        self._pending.clear()
+        return self.is_certain
 
 
 class Run(Calls):
@@ -210,7 +208,7 @@ class Run(Calls):
         reach = Reach()
 
         def warn_if_none(error: object, *_: object) -> None:
-            if error is None and self.passes and not reach.is_any:
+            if error is None and self.passes and not reach.ask():
                 warn(f"{name} never acted: {why}, so all results are those without it")
 
         self.stack.push(warn_if_none)
@@ -259,11 +257,7 @@ class Run(Calls):
     @property
     def usage(self) -> list[Any]:
         """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
-        for actor in self.actors:
-            usage = getattr(actor, "usage", None)
-            if usage is not None:
-                return usage
-        return []
+        return next((actor.usage for actor in self.actors if hasattr(actor, "usage")), [])
 
     @property
     def events(self) -> list[Event]:

@@ -60,7 +60,9 @@ class HeldTokens(NamedTuple):
             read = read + seen
             whole = kv.whole_layer
             if whole is not None:  # the layer is a copy of a part
-                here = whole.slots - whole.holes().to(first.device) + kv.seen - whole.seen
+                here = whole.slots + kv.seen - whole.seen
+                if not whole.gapless:
+                    here = here - whole.holes().to(first.device)
             held = held + here
         rows = first.shape[:1]
         held = torch.as_tensor(held, dtype=torch.double).expand(rows)
