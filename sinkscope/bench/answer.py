@@ -167,8 +167,8 @@ def answer_rows(
         cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
         read = whole = [full_read(count, windows) for count in cached]
         if run is not None:
-            read = [float(call.read_by_row()[row]) for call in held.calls[1:length]]
-            cached = [float(call.held_by_row()[row]) for call in held.calls[1:length]]
+            read = [float(call.read[row]) / call.layers for call in held.calls[1:length]]
+            cached = [float(call.held[row]) / call.layers for call in held.calls[1:length]]
         lossy = [count < full - 1e-6 for count, full in zip(read, whole, strict=False)]
         metrics: Metrics = {
             "prompt_tokens": prompt,

@@ -87,8 +87,8 @@ class Calls:
 
     @property
     def acts_here(self) -> bool:
-        """Whether the run acts on what the current thread does."""
-        return self._is_open and self._thread is threading.current_thread()
+        """Whether the run acts on what the current thread does, which has not gone apart since it was entered."""
+        return self._is_open and self._thread is threading.current_thread() and DEPTH.value <= self._depth
 
     @property
     def step(self) -> Step | None:
@@ -98,7 +98,7 @@ class Calls:
             UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
         """
         step = self._step
-        if step is not None and self._thread is threading.current_thread():
+        if step is not None and self._thread is threading.current_thread() and DEPTH.value <= self._depth:
             return step
         if _in_backward():
             raise UnsupportedError(
@@ -199,7 +199,7 @@ class Calls:
     def _attend(self, attention: Attention) -> None:
         """Let actors act in a layer; where the cache lacks tokens, keys stand in the columns of slots."""
         step = self._step
-        if step is None:
+        if step is None or DEPTH.value > self._depth:
             return
         kv = step.by_number.get(attention.layer) if step.has_gaps else None
         if kv is not None:
@@ -216,7 +216,7 @@ class Calls:
         """End the record of a call with the decoder's output, or, after an error, without."""
         step = self._step
         output = values[-1]
-        if step is None or self._thread is not threading.current_thread():
+        if step is None or self._thread is not threading.current_thread() or DEPTH.value > self._depth:
             return
         self._step = None
         listener = self._listener

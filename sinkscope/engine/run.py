@@ -24,7 +24,7 @@ from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.tap import Listener, check_attention_known, tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import bridge_hooks
-from sinkscope.models.hooks import Hook
+from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
 
 _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
@@ -149,7 +149,7 @@ class Run(Calls):
         """Begin to act on the model."""
         if self._is_used:
             raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        self._is_used, self._thread = True, threading.current_thread()
+        self._is_used, self._thread, self._depth = True, threading.current_thread(), DEPTH.value
         target = self.target
         with ExitStack() as self.stack:
             self.stack.enter_context(held(target, self))
@@ -257,7 +257,8 @@ class Run(Calls):
     @property
     def usage(self) -> list[Any]:
         """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
-        return next((actor.usage for actor in self.actors if hasattr(actor, "usage")), [])
+        keepers: list[Any] = [actor for actor in self.actors if hasattr(actor, "usage")]
+        return keepers[0].usage if keepers else []
 
     @property
     def events(self) -> list[Event]:

@@ -68,14 +68,6 @@ class HeldTokens(NamedTuple):
         held = torch.as_tensor(held, dtype=torch.double).expand(rows)
         return cls(len(layers), held, torch.as_tensor(read, dtype=torch.double).expand(rows))
 
-    def held_by_row(self) -> Float[Tensor, " row"]:
-        """Return tokens of each row, the mean over layers."""
-        return self.held.cpu() / self.layers
-
-    def read_by_row(self) -> Float[Tensor, " row"]:
-        """Return tokens of each row to which a query could attend, the mean over layers."""
-        return self.read.cpu() / self.layers
-
 
 def _within(layer: CacheLayer, window: int) -> Float[Tensor, " row"]:
     """Tokens of each row in a layer that its newest query sees, its own included."""
