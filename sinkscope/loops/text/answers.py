@@ -47,11 +47,8 @@ class Piece(NamedTuple):
     prompt: str = ""
 
 
-class Answer(NamedTuple):
-    """A whole answer of a record: what is said in each of its channels, and what was asked for."""
-
-    channels: list[tuple[str, Any]]
-    prompt: str
+Answer = list[tuple[str, Any]]
+"""A whole answer of a record: what is said in each of its channels."""
 
 
 def pieces_in(source: Any, name: str, field: str | None, skip: Callable[[str], None]) -> Iterator[Piece]:
@@ -138,47 +135,40 @@ def _pieces_of_choices(choices: list[Mapping[str, Any]]) -> Iterator[Piece]:
 
 def _pieces_of_record(row: Any, field: str | None, name: str) -> Iterator[Piece]:
     """The whole answers in a record."""
-    answers = answers_in(at_field(row, field), asked_in(row))
+    answers, prompt = answers_in(at_field(row, field)), asked_in(row)
     for number, answer in enumerate(answers, 1):
         own = name if len(answers) == 1 else f"{name} answer {number}"
-        for channel, said in answer.channels:
-            yield Piece(own, said, channel, prompt=answer.prompt)
+        for channel, said in answer:
+            yield Piece(own, said, channel, prompt=prompt)
         yield Piece(own, ends=True)
 
 
-def answers_in(value: Any, prompt: str = "") -> list[Answer]:
+def answers_in(value: Any) -> list[Answer]:
     """Return the answers in a value: a text, token ids, messages, or a record with one of these.
 
     Raises:
         ValueError: There is none.
     """
     if isinstance(value, str) or is_ids(value):
-        return [Answer([(TEXT, value)], prompt)]
-    if isinstance(value, list):
-        return _answers_in_list(value, prompt)
+        return [[(TEXT, value)]]
+    if isinstance(value, list):  # of answers, or of messages, of which users and tools wrote some
+        answers: list[Answer] = []
+        for item in value:
+            role = item.get("role") if isinstance(item, dict) else None
+            if role in (None, "assistant"):
+                answers += answers_in(item)
+        return answers
     if isinstance(value, dict):
         if value.keys() & {"role", "content", "tool_calls"}:
-            return [Answer([*said_in(value)], prompt)]
+            return [[*said_in(value)]]
         fields = [value[name] for name in (*FIELDS, "messages") if name in value]
         for field in fields:
             if field not in (None, "", [], {}):
-                return answers_in(field, prompt)
+                return answers_in(field)
         if fields:
-            return [Answer([], prompt)]
+            return [[]]
     there = ", ".join(value) if isinstance(value, dict) else repr(value)
     raise ValueError(f"it holds no text and no token ids, but {there:.200}: name the field of the answer by --field")
-
-
-def _answers_in_list(items: list[Any], prompt: str) -> list[Answer]:
-    """The answers in a list of answers, or of messages, of which users and tools wrote some."""
-    answers: list[Answer] = []
-    for item in items:
-        role = item.get("role") if isinstance(item, dict) else None
-        if role == "user":
-            prompt = words_of(item["content"])
-        if role in (None, "assistant"):
-            answers += answers_in(item, prompt)
-    return answers
 
 
 def is_ids(value: Any) -> bool:
@@ -202,19 +192,16 @@ def said_in(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def asked_in(row: Any) -> str:
-    """Return what a record, or a list of messages, asks for."""
+    """Return what a record, or a list of messages, asks for, in all turns."""
     if isinstance(row, str):
         return row
-    if isinstance(row, list):
-        for message in reversed(row):
-            if isinstance(message, dict) and message.get("role") == "user":
-                return words_of(message.get("content"))
+    asked: list[str] = []
+    for item in row if isinstance(row, list) else ():
+        if isinstance(item, dict) and item.get("role") == "user":
+            asked.append(words_of(item.get("content")))
     if isinstance(row, dict):
-        for name in PROMPTS:
-            asked = asked_in(row.get(name))
-            if asked:
-                return asked
-    return ""
+        asked += [asked_in(row.get(name)) for name in PROMPTS]
+    return "\n".join(asked)
 
 
 def at_field(row: Any, field: str | None) -> Any:
