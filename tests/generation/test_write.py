@@ -47,25 +47,27 @@ def written(rows: int = 1, **options: Any) -> list[list[int]]:
     return output[:, width:].tolist()
 
 
-class Lengths(LogitsProcessor):
-    """Notes how many tokens rows have when their next one is chosen."""
+class Seen(LogitsProcessor):
+    """Notes the rows as they are when their next token is chosen."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.rows: list[list[int]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen += [input_ids.shape[1]] * len(input_ids)
+        self.rows += input_ids.tolist()
         return scores
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_processors_are_asked_of_each_text_as_it_is(rows):
-    lengths, width = Lengths(), max(prompt.shape[1] for prompt in prompts(rows))
-    texts = written(rows, logits_processor=LogitsProcessorList([lengths]))
-    assert all(len(text) == NEW for text in texts)
-    assert lengths.seen.count(width) == rows, "the first token is chosen once"
-    assert set(lengths.seen) == set(range(width, width + NEW))
-    assert len(lengths.seen) > rows * NEW, "what was taken back is chosen again"
+    seen, width = Seen(), max(prompt.shape[1] for prompt in prompts(rows))
+    texts = written(rows, logits_processor=LogitsProcessorList([seen]))
+    lengths = [len(row) for row in seen.rows]
+    assert lengths.count(width) == rows, "the first token is chosen once"
+    assert set(lengths) == set(range(width, width + NEW))
+    assert len(lengths) > rows * NEW, "what was taken back is chosen again"
+    for text in texts:
+        assert len(text) == NEW and text[:-1] in [row[width:] for row in seen.rows], "before its last token was chosen"
 
 
 def test_rows_are_what_they_are_alone():

@@ -6,12 +6,10 @@ from functools import cache
 
 import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
-from transformers import LogitsProcessor
 
 from sinkscope.generation.conversation import Conversation
 from sinkscope.generation.decode import padded
 from sinkscope.generation.generate import generate
-from sinkscope.generation.write import write
 from sinkscope.hooks.edit import Event
 from sinkscope.loops import MonitorSettings, tail_period
 from sinkscope.loops.guard import LoopGuard
@@ -76,6 +74,15 @@ def test_a_loop_is_taken_back_from_the_output():
     assert copies <= 2 and tail_period(tokens, shortest=24) is None
 
 
+def test_nothing_is_taken_back_from_a_text_whose_scores_are_asked_for():
+    o = made(64)
+    prompt = o.looping_prompt(12, delay=30, start=250).ids[0].tolist()
+    chat = Conversation(o.model, LoopGuard(monitor=EAGER), tokenizer=o.tokenizer)
+    turn = chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True)
+    assert len(turn.output.scores) == len(turn.ids) == REWOUND
+    assert turn.events and not any(event.data["taken_back"] for event in turn.events)
+
+
 @cache
 def two_loops():
     """A model whose next token depends on the last one above all, and two rows that loop at different times."""
@@ -86,40 +93,6 @@ def two_loops():
     rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 14)]
     guard = LoopGuard(64, anchors=4, monitor=MonitorSettings(window=48, cooldown=8, tail_shortest=12, tail_beyond=0))
     return model, tokenizer, rows, guard
-
-
-class Seen(LogitsProcessor):
-    """What a penalty of repetitions sees."""
-
-    def __init__(self):
-        self.texts = []
-
-    def __call__(self, input_ids, scores):
-        self.texts += input_ids.tolist()
-        return scores
-
-
-def test_what_was_taken_back_is_not_seen_by_penalties():
-    """Each row is seen as it is at the time, also where other rows hold more tokens."""
-    model, _, rows, guard = two_loops()
-    ids, mask = padded(rows, 0, torch.device("cpu"))
-    seen = Seen()
-    ask = {"attention_mask": mask, "pad_token_id": 0, "do_sample": False, "logits_processor": [seen]}
-    with guard.on(model) as run, torch.no_grad():
-        written = write(run, model, ids, max_new_tokens=48, stopping_criteria=None, **ask)
-    assert any(event.data["taken_back"] for event in run.events)
-    for whole in written.tolist():
-        assert whole[:-1] in seen.texts, "before its last token was chosen"
-    assert {len(text) for text in seen.texts} == set(range(ids.shape[1], ids.shape[1] + 48))
-
-
-def test_nothing_is_taken_back_from_a_text_whose_scores_are_asked_for():
-    o = made(64)
-    prompt = o.looping_prompt(12, delay=30, start=250).ids[0].tolist()
-    chat = Conversation(o.model, LoopGuard(monitor=EAGER), tokenizer=o.tokenizer)
-    turn = chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True)
-    assert len(turn.output.scores) == len(turn.ids) == REWOUND
-    assert turn.events and not any(event.data["taken_back"] for event in turn.events)
 
 
 def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
