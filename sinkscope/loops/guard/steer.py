@@ -21,7 +21,7 @@ from transformers import LogitsProcessor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural, Whole, check_fields
-from sinkscope.loops.text.repetition import EarlierCopies, copy_length
+from sinkscope.loops.text.repetition import EarlierCopies
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -173,14 +173,11 @@ class DRY(LogitsProcessor):
         """Return the scores with the losses."""
         scores = scores.clone()
         for ids, row_scores in zip(input_ids.tolist(), scores, strict=True):
-            longest = 0
-            while longest < min(LONGEST_COPY, len(ids)) and ids[-1 - longest] not in self._ignore:
-                longest += 1
+            copies = EarlierCopies(1)
+            copies.follow([-place if token in self._ignore else token for place, token in enumerate(ids, 1)])
             losses: dict[int, float] = {}
-            for place in range(1, len(ids)):
-                if ids[place - 1] != ids[-1]:
-                    continue
-                further = copy_length(ids, place, longest) - self._allowed_length
+            for place, length in copies.of_end(LONGEST_COPY):
+                further = length - self._allowed_length
                 if further >= 0:
                     grown = math.log(self._multiplier) + further * math.log(self._base)
                     loss = math.exp(min(grown, math.log(LARGEST_LOSS)))
