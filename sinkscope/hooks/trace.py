@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.engine.run import held
 from sinkscope.engine.tap import attention_rows
@@ -20,9 +20,9 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.models.grouped_heads import head_projection
-from sinkscope.models.hooks import Hook, first_tensor, forward_parameters, on_hidden, on_input
+from sinkscope.models.hooks import Hook, first_tensor, forward_parameters
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.neurons import mlp_writers, norms_of
+from sinkscope.models.neurons import HookPoint, mlp_writers, norms_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 
@@ -33,7 +33,7 @@ class NoSiteError(UnsupportedError):
 
 @dataclass(frozen=True)
 class Site:
-    """One place in the model: `cut` maps the module's input or output to `[batch pos ...]`.
+    """A hook point with a name: `cut` maps what passes it to `[batch pos ...]`.
 
     After the last layer, `layer` is the number of layers. Where a layer adds what the module gives, it multiplies it by
     `factor`.
@@ -41,8 +41,7 @@ class Site:
 
     name: str
     layer: int | None
-    module: nn.Module | None  # None: attention rows, which no module returns
-    when: str = "post"
+    point: HookPoint | None  # None: attention rows, which pass no module
     cut: Callable[[Any], Tensor] = first_tensor
     factor: float = 1.0
 
@@ -138,12 +137,12 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
 
 def _site(target: Target, name: str) -> Site:
     if name == "hook_embed":
-        return Site(name, None, target.embedding)
+        return Site(name, None, HookPoint(target.embedding))
     if name == "ln_final":
-        return Site(name, target.n_layers, target.base, cut=lambda output: output[0])
+        return Site(name, target.n_layers, HookPoint(target.base), cut=lambda output: output[0])
     if name == "logits":
         target.check_head()
-        return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
+        return Site(name, target.n_layers, HookPoint(target.hf), cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)
     layer, place, adapter = int(number), _PLACES[part], target.adapter
     unproved = dict(adapter.unproved)
@@ -161,7 +160,7 @@ def _site(target: Target, name: str) -> Site:
     module = target.sub(layer, *place.parts) if place.parts else target.layers[layer]
     cut = first_tensor if place.cut is None else partial(place.cut, target)
     factor = 1.0 if place.factor is None else getattr(adapter, place.factor)
-    return Site(name, layer, module, place.when, cut, factor)
+    return Site(name, layer, HookPoint(module, place.when), cut, factor)
 
 
 def _problem(target: Target, layer: int, part: str) -> str:
@@ -272,14 +271,14 @@ def _pass(
     for site in sites:
         if site.layer is not None:
             deepest = site.layer
-        if site.module is None:
+        if site.point is None:
             of_rows[deepest] = site.name
             continue
 
         def read(value: Any, site: Site = site) -> None:
             keep(site.name, site.shown(value, ids.shape))
 
-        hooks.append((site.module, site.when, on_input(read) if site.when == "pre" else on_hidden(read)))
+        hooks.append(site.point.hook(read))
     rows = nullcontext()
     if of_rows:
         rows = attention_rows(

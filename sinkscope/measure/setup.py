@@ -27,9 +27,18 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
-from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
-from sinkscope.models.text.kinds import Half, TextRows, kind_rows
-from sinkscope.models.text.own import own_text, text_records
+from sinkscope.models.text import (
+    Half,
+    Halves,
+    TextRows,
+    halves_of,
+    kind_rows,
+    put_before,
+    resolve_bos,
+    text_rows,
+    typical_text,
+)
+from sinkscope.models.text.chat import own_text, text_records
 from sinkscope.opening.load import fits_in_memory, open_target
 
 T = TypeVar("T")
@@ -148,8 +157,8 @@ class Setup:
         start = resolve_bos(target.tokenizer, target.config, bos)
         sentence: str | None = None
         if records is not None:
-            read = own_text(records, target.tokenizer, target.name)
-            content, sentence = read.text, read.sentence(pathless(os.fspath(text or "")))
+            content, said = own_text(records, target.tokenizer, target.name)
+            sentence = f"{pathless(os.fspath(text or ''))}: {said}."
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)

@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import linear
 
 from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.models.shards import local, shards_of
@@ -17,8 +18,6 @@ from sinkscope.models.weights import is_plain
 
 HiddenStates = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]
-InputRows = tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]
-"""Weights and biases of an input projection; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ class Experts:
         self.module = module
         self._weights = module if weights is None else weights
         self._is_transposed: bool = getattr(module, "is_transposed", self.TRANSPOSED)
-        self._is_concatenated: bool = getattr(module, "is_concatenated", True)  # or gates and ups alternate
+        self._order = "(half neuron)"  # of gates and ups
+        if not getattr(module, "is_concatenated", True):
+            self._order = "(neuron half)"
         self._shards = shards_of(self._down)
 
     @property
@@ -84,7 +85,8 @@ class Experts:
         """Whether the weights can be read; split weights can only if they have no biases."""
         if self._shards.size == 1:
             return is_plain(self._down) and self._down.ndim == 3
-        return self._is_concatenated and not self._is_transposed and not hasattr(self.module, "gate_up_proj_bias")
+        is_usual = self._order == "(half neuron)" and not self._is_transposed
+        return is_usual and not hasattr(self.module, "gate_up_proj_bias")
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """Return what the arguments of a call mean: hidden states, chosen experts and their weights, by any names."""
@@ -93,40 +95,23 @@ class Experts:
         by_expert.scatter_add_(1, chosen.long().clamp(max=self.count), weights)
         return Routed(_tokens(args, kwargs), by_expert[:, : self.count])
 
-    def inputs(self, expert: int) -> list[InputRows]:
-        """Return weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
+    def post(self, expert: int, hidden: HiddenStates) -> Neurons:
+        """Return `hook_post` before the routing weight, by the experts' own activation, which may clamp and shift.
+
+        Args:
+            expert: Number of the expert.
+            hidden: What it reads.
+        """
         weight = local(self._weights.gate_up_proj)[expert]
         if self._is_transposed:
             weight = weight.T
         bias = getattr(self.module, "gate_up_proj_bias", None)
-        width = len(weight) // 2
-        halves = list[InputRows]()
-        for half in (0, 1):
-            rows = slice(half, None, 2)
-            if self._is_concatenated:
-                rows = slice(half * width, (half + 1) * width)
-            halves.append((weight[rows], None if bias is None else bias[expert][rows]))
-        return halves
-
-    def factors(self, expert: int, hidden: HiddenStates, neurons: Any = slice(None)) -> list[Neurons]:
-        """Return what an expert's input projections (gate and up, or the only one) give, of some neurons or of all."""
-        if self._shards.size > 1:  # which have no biases
-            wholes = [self._shards.gather(hidden @ weight.T, self.width) for weight, _ in self.inputs(expert)]
-            return [whole[:, neurons] for whole in wholes]
-        factors = list[Tensor]()
-        for weight, bias in self.inputs(expert):
-            bias = None if bias is None else bias[neurons]
-            factors.append(torch.nn.functional.linear(hidden, weight[neurons], bias))
-        return factors
-
-    def activate(self, *factors: Neurons) -> Neurons:
-        """Return `hook_post` before the routing weight, by the experts' own activation, which may clamp and shift."""
-        if not hasattr(self.module, "_apply_gate"):
-            return self._weights.act_fn(factors[0]) * factors[1]
-        order = "(neuron half)"
-        if self._is_concatenated:
-            order = "(half neuron)"
-        return self.module._apply_gate(rearrange(list(factors), f"half token neuron -> token {order}"))
+        both = linear(hidden, weight, None if bias is None else bias[expert])
+        halves = rearrange(both, f"token {self._order} -> half token neuron", half=2)
+        gate, up = self._shards.gather(halves, self.width)
+        if hasattr(self.module, "_apply_gate"):
+            return self.module._apply_gate(rearrange([gate, up], f"half token neuron -> token {self._order}"))
+        return self._weights.act_fn(gate) * up
 
     def columns(self, expert: int, neurons: Any = slice(None)) -> Float[Tensor, "neuron d_model"]:
         """Return what neurons of an expert, some or all, write when their `hook_post` is 1."""
@@ -138,8 +123,7 @@ class Experts:
         total = torch.zeros_like(routed.hidden)
         bias = getattr(self.module, "down_proj_bias", None)
         for expert in routed.weight.any(0).nonzero().flatten().tolist():
-            post = self.activate(*self.factors(expert, routed.entering(expert)))
-            written = post @ self.columns(expert)
+            written = self.post(expert, routed.entering(expert)) @ self.columns(expert)
             if bias is not None:
                 written = written + bias[expert]
             total += routed.weight[:, expert, None] * written
@@ -151,13 +135,9 @@ class UngatedExperts(Experts):
 
     PARTS = ("up_proj", "down_proj", "act_fn")
 
-    def inputs(self, expert: int) -> list[InputRows]:
-        """Return the weights of the input projection."""
-        return [(self.module.up_proj[expert], None)]
-
-    def activate(self, *factors: Neurons) -> Neurons:
-        """Return the activation alone."""
-        return self.module.act_fn(factors[0])
+    def post(self, expert: int, hidden: HiddenStates) -> Neurons:
+        """Return the same, without a gate."""
+        return self.module.act_fn(linear(hidden, self.module.up_proj[expert]))
 
 
 class ScaledInputExperts(Experts):

@@ -1,14 +1,16 @@
-"""The neurons of a layer: their values at chosen positions, what each writes to the residual stream, and their hooks.
+"""Neurons and heads of a layer: their values, what each writes to the residual stream, and where both can be edited.
 
 Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert follow after all of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +21,7 @@ from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, 
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.models.weights import brought, input_columns
+from sinkscope.results.parts import Neuron
 
 
 def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
@@ -38,8 +41,6 @@ def mlp_writers(target: Target, layer: int) -> list[nn.Module]:
 def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
     """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
     writers = mlp_writers(target, layer)
-    if len(writers) == 1:
-        return [(writers[0], "post", on_hidden(see))]
     outputs: list[Tensor] = []
 
     def keep(output: Tensor) -> None:
@@ -52,34 +53,6 @@ def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Ho
             see(total)
 
     return [(writer, "post", on_hidden(keep)) for writer in writers]
-
-
-def column_factor(target: Target, layer: int, expert: int | None = None) -> float:
-    """Return the factor between a neuron's column and what the layer adds to the residual stream (or a norm reads)."""
-    factor = target.adapter.down_factor
-    if expert is not None:
-        factor = target.adapter.expert_factor
-    elif layer in target.mixtures:
-        factor = target.adapter.shared_factor
-    return factor * target.adapter.write_factor
-
-
-@torch.no_grad()
-def w_out(
-    target: Target, layer: int, neurons: Sequence[int], expert: int | None = None
-) -> Float[Tensor, "neuron d_model"]:
-    """Return columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
-
-    In a mixture, None means the shared expert. Routing weight and sigmoid gate are not included, constant factors
-    up to the residual stream (or up to a norm after the MLP) are.
-    """
-    factor = column_factor(target, layer, expert)
-    with target.loaded(layer):
-        if expert is not None:
-            written = target.experts(layer).columns(expert, list(neurons))
-        else:
-            written = input_columns(target, target.sub(layer, "down"), neurons)
-        return written.float() * factor
 
 
 @dataclass(frozen=True)
@@ -136,7 +109,7 @@ def view_layer(
         routed = experts.routed(args, kwargs)
         keep("routing", routed.weight)
         with brought(module):
-            parts["of experts"] = _expert_activations(experts, routed, chosen)
+            parts["of experts"] = _of_experts(experts, routed, chosen)
 
     on_part = partial(target.part_hooks, layer)
     hooks = on_mlp(target, layer, partial(keep, "mlp"))
@@ -160,7 +133,7 @@ def view_layer(
     return LayerView(layer, mlp, post, routing)
 
 
-def _expert_activations(experts: Experts, routed: Routed, chosen: Tensor) -> Tensor:
+def _of_experts(experts: Experts, routed: Routed, chosen: Tensor) -> Tensor:
     """The neurons of all experts for the chosen tokens, times the routing weight; 0 where an expert was not chosen."""
     chosen = chosen.to(routed.weight.device)
     routing = routed.weight[chosen].float()
@@ -168,8 +141,7 @@ def _expert_activations(experts: Experts, routed: Routed, chosen: Tensor) -> Ten
     for expert in range(experts.count):
         rows = routing[:, expert].nonzero().flatten()
         if len(rows):
-            entering = routed.entering(expert)[chosen][rows]
-            values = experts.activate(*experts.factors(expert, entering))
+            values = experts.post(expert, routed.entering(expert)[chosen][rows])
             post[rows, expert] = values.float() * routing[rows, expert, None]
     return post.flatten(1)
 
@@ -186,11 +158,9 @@ def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | No
 
     The expert is None if the layer is not a mixture, and for a shared expert.
     """
-    expert = min(number // target.d_mlp, target.n_experts(layer))
-    neuron = number - expert * target.d_mlp
-    if expert == target.n_experts(layer):
-        return None, neuron
-    return expert, neuron
+    count = target.n_experts(layer)
+    expert = min(number // target.d_mlp, count)
+    return None if expert == count else expert, number - expert * target.d_mlp
 
 
 def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
@@ -202,16 +172,31 @@ def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
     return (positive - negative) / 2 * signs.float()
 
 
+@torch.no_grad()
 def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
-    """Return columns of the down projection for numbers of a `LayerView`, float32."""
-    count = target.n_experts(layer)
+    """Return columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
+
+    Routing weight and sigmoid gate are not included, constant factors up to the residual stream (or up to a norm after
+    the MLP) are.
+
+    Args:
+        target: The model.
+        layer: The layer.
+        neurons: Numbers of a `LayerView`.
+    """
+    adapter, count = target.adapter, target.n_experts(layer)
     experts = (neurons // target.d_mlp).clamp(max=count)
     written = torch.zeros(len(neurons), target.d_model, device=neurons.device)
     with target.loaded(layer):
         for expert in experts.unique().tolist():
             own = experts == expert
             numbers = (neurons[own] - expert * target.d_mlp).tolist()
-            written[own] = w_out(target, layer, numbers, None if expert == count else expert).to(neurons.device)
+            if expert < count:
+                factor, of_expert = adapter.expert_factor, target.experts(layer).columns(expert, numbers)
+            else:
+                factor = adapter.shared_factor if count else adapter.down_factor
+                of_expert = input_columns(target, target.sub(layer, "down"), numbers)
+            written[own] = (of_expert.float() * (factor * adapter.write_factor)).to(neurons.device)
     return written
 
 
@@ -248,3 +233,128 @@ def keep_call(target: Target, layer: int, calls: list[Added]) -> Hook:
         calls.append(added)
 
     return target.layers[layer], "pre", keep
+
+
+# -- hook points -------------------------------------------------------------------------------------------------------
+
+
+class NeuronGroup(NamedTuple):
+    """The neurons of one MLP or expert that one hook edits."""
+
+    layer: int
+    expert: int | None
+    neurons: list[int]
+
+    @property
+    def sites(self) -> list[Neuron]:
+        """Their addresses."""
+        return [Neuron(self.layer, self.expert, neuron) for neuron in self.neurons]
+
+
+def groups_of(sites: Iterable[Neuron]) -> list[NeuronGroup]:
+    """Return the sites, each once, grouped by MLP."""
+    groups: dict[tuple[int, int | None], list[int]] = {}
+    for site in dict.fromkeys(sites):
+        groups.setdefault((site.layer, site.expert), []).append(site.neuron)
+    return [NeuronGroup(layer, expert, neurons) for (layer, expert), neurons in groups.items()]
+
+
+Edit = Callable[[Tensor], Tensor | None]
+"""Takes the values `[... d]` at a hook point and returns new ones; None leaves them."""
+
+
+class HookPoint(NamedTuple):
+    """A point of a pass at which values can be read and edited.
+
+    Attributes:
+        module: The module beside which they pass.
+        when: "pre" if they enter it, "post" if they leave it.
+        columns: The columns that are edited; None if all are.
+        inside: Makes a torch hook with kwargs of an edit of values that never pass as a tensor.
+    """
+
+    module: nn.Module
+    when: str = "post"
+    columns: list[int] | None = None
+    inside: Callable[[Edit], Callable[..., Any]] | None = None
+
+    def hook(self, edit: Edit) -> Hook:
+        """Return the hook by which an edit acts here."""
+        if self.inside is not None:
+            return self.module, self.when, self.inside(edit)
+        make = on_input if self.when == "pre" else on_hidden
+        return self.module, self.when, make(edit, self.columns)
+
+    def rows(self, where: Bool[Tensor, "row _ _"], new: Callable[[Float[Tensor, "row pos d"]], Tensor]) -> Hook:
+        """Return the hook of a pass whose rows each have an edit of their own.
+
+        Args:
+            where: Which values are replaced.
+            new: What replaces them, of a shape that expands to theirs.
+        """
+
+        def replaced(values: Tensor) -> Tensor:
+            rows = values.reshape(len(where), -1, values.shape[-1])  # experts and OPT run row and position together
+            return torch.where(where.to(rows.device), new(rows).to(rows), rows).reshape(values.shape)
+
+        return self.hook(replaced)
+
+
+def heads_point(target: Target, layer: int, columns: list[int] | None = None) -> HookPoint:
+    """Return the outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
+    return HookPoint(target.sub(layer, "o"), "pre", columns)
+
+
+def neurons_point(target: Target, group: NeuronGroup, site: str = "post") -> HookPoint:
+    """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up".
+
+    Raises:
+        UnsupportedError: The MLP of the layer could not be proved.
+    """
+    layer, expert, neurons = group
+    target.check_neurons(layer)
+    if expert is not None:
+        experts = target.experts(layer)
+        return HookPoint(experts.module, inside=partial(_expert_hook, experts, expert, neurons))
+    if site == "post":
+        return HookPoint(target.sub(layer, "down"), "pre", neurons)
+    if target.adapter.fused_gate_up:
+        neurons = [target.width(layer) + neuron for neuron in neurons]
+    return HookPoint(target.sub(layer, "up"), "post", neurons)
+
+
+class _LatestCall(threading.local):
+    """The call in which the thread is, identified by its input, and the values that earlier hooks left in it."""
+
+    hidden: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    edited: dict[tuple[int, int, int], Tensor]  # by id of the module, expert and neuron
+
+
+_latest = _LatestCall()
+
+
+def _expert_hook(experts: Experts, expert: int, neurons: list[int], edit: Edit) -> Callable[..., Any]:
+    """The forward hook, with kwargs, by which `edit` acts on an expert; its module holds `experts`."""
+
+    def corrected(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        entering = (*args, *kwargs.values())[0]
+        if _latest.hidden() is not entering:
+            _latest.hidden, _latest.edited = weakref.ref(entering), {}
+        with brought(module):
+            routed = experts.routed(args, kwargs)
+            post = experts.post(expert, routed.entering(expert))[:, neurons]
+            written = experts.columns(expert, neurons).to(post.dtype)
+        keys = [(id(module), expert, neuron) for neuron in neurons]
+        for number, key in enumerate(keys):
+            if key in _latest.edited:
+                post[:, number] = _latest.edited[key]
+        new = edit(post)
+        if new is None:
+            return None
+        new = new.to(post.dtype)
+        _latest.edited.update(zip(keys, new.unbind(1), strict=True))
+        change = (new - post) * routed.weight[:, expert, None]
+        change = change.to(post.dtype) @ written
+        return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)
+
+    return corrected

@@ -18,7 +18,6 @@ from sinkscope.files.progress import world_size
 from sinkscope.models.adapters import DRAFT, layer_kinds
 from sinkscope.models.checkpoints.checkpoint import (
     Files,
-    SafetensorsSource,
     is_quantised,
     loading_errors,
     model_with_weights,
@@ -89,7 +88,7 @@ def load(
         device_map = None if place.type == "cpu" else {"": place}
     options["device_map"] = device_map
     source = locate(x, revision)
-    with quiet(), loading_errors(source), parsed_once() if source.kind == "gguf" else nullcontext():
+    with quiet(), loading_errors(source.name), parsed_once() if source.kind == "gguf" else nullcontext():
         files = Files(source.where, revision=source.revision)
         files.fetch_beside()
         config = read_config(source.name, files.folder, gguf=files.gguf, layers=layers)
@@ -99,8 +98,8 @@ def load(
             check_divides(config, source.name, world_size())
             options["distributed_config"] = DistributedConfig(tp_size=world_size())
         if tokenizer is None:
-            tokenizer = read_tokenizer(source.name, files.folder, gguf=files.gguf)
-        hf = model_with_weights(source, files, config, options)
+            tokenizer = read_tokenizer(files.folder, gguf=files.gguf)
+        hf = model_with_weights(source.name, files, config, options)
         hf.sinkscope_name, hf.tokenizer = source.name, tokenizer
         if source.kind == "hub":
             hf.config._name_or_path, hf.config._commit_hash = str(source.where), files.commit
@@ -184,9 +183,13 @@ def open_target(
         source = locate(model, revision)
         is_small = model in (None, BUNDLED) or source.planted
         if not (whole or world_size() > 1 or is_small or source.kind == "gguf"):
-            with suppress(UnsupportedError), quiet(), loading_errors(source):  # else it is loaded whole, or refused
-                tensors = SafetensorsSource(source.where, revision=source.revision)
-                target = open_stream(tensors, name=source.name, **options)
+            with (
+                suppress(UnsupportedError),
+                quiet(),
+                loading_errors(source.name),
+            ):  # else it is loaded whole, or refused
+                files = Files(source.where, revision=source.revision)
+                target = open_stream(files, name=source.name, **options)
         if target is None:
             model = load(model, revision=revision, **options)
     if target is None:
@@ -203,7 +206,7 @@ def dtype_on(device: torch.device, config: Any) -> torch.dtype:
 
 
 def open_stream(
-    source: SafetensorsSource | str | Path,
+    source: Files | str | Path,
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
@@ -214,8 +217,7 @@ def open_stream(
     """Open a checkpoint as a model whose layers are read when they are called and freed afterwards.
 
     Args:
-        source: A folder (a Path), a hub id (a str), or an opened source, as in
-            ``SafetensorsSource("org/name", revision="v2")``.
+        source: A folder (a Path), a hub id (a str), or its files.
         dtype: Dtype of the weights in memory. None uses that of the checkpoint, but float32 on a CPU.
         device: Device on which layers are computed. None uses the first cuda device if there is one, else the CPU.
         resident: Number of layers in memory at a time. None keeps as many as take a gigabyte.
@@ -228,14 +230,19 @@ def open_stream(
             models must be loaded whole.
     """
     place = parse_device(device)
-    if not isinstance(source, SafetensorsSource):
-        source = SafetensorsSource(source)
+    if not isinstance(source, Files):
+        source = Files(source)
+    if not source.weight_map:
+        raise UnsupportedError(
+            f"{source.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
+            "sinkscope.load(...), or convert it with save_pretrained"
+        )
     name = name or source.name
     source.fetch_beside()
     config = read_config(name, source.folder)
     kind = parse_dtype(dtype) or dtype_on(place, config)
     if tokenizer is None:
-        tokenizer = read_tokenizer(name, source.folder)
+        tokenizer = read_tokenizer(source.folder)
     try:
         if is_quantised(config):
             raise UnsupportedError("it is quantised")

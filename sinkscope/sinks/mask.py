@@ -63,7 +63,7 @@ def sink_mask(
         real = inputs.mask.bool()
     if site is not None:
         named, *more = resolve(target, site)
-        if more or named.module is None:
+        if more or named.point is None:
             problem = "names several" if more else "has attention rows"
             raise SinkscopeError(f"site {site!r} {problem}: expected one with a value for each position")
     there, high = torch.zeros_like(real), list[Bool[Tensor, "layer pos"]]()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.models.neurons import w_out
+from sinkscope.models.neurons import columns
 from sinkscope.opening.live import target_of
 
 # --- Patches of other models -----------------------------------------------------------------------------------------
@@ -102,7 +102,9 @@ def test_a_peft_model_is_measured_with_its_adapter():
     target = target_of(wrapped, made.tokenizer)
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra
-    torch.testing.assert_close(w_out(target, 1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        columns(target, 1, torch.tensor([2, 3])), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4
+    )
     assert {one.layer for one in ss.find_sinks(wrapped, tokenizer=made.tokenizer).needed} == {made.truth.sink_layer}
     with ss.Ablate(sites=[(1, 3)]).on(wrapped) as run:
         wrapped.generate(ids, max_new_tokens=2, do_sample=False)

@@ -90,7 +90,6 @@ def test_a_template_that_expects_blocks_gets_them(template):
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{% if false %}x{% endif %}", "writes nothing"),
         ("<s> assistant ", "leaves out what message 1 says"),
         ("{{ raise_exception('no system\n role') }}", r"failed \(.*no system"),
     ],

@@ -137,7 +137,7 @@ def yarn_frequencies(writer: Any) -> None:
 
 REFUSED = {
     lora: "a.gguf holds no whole model, but what GGUF calls 'adapter'",
-    part: "a.gguf holds no whole model, but what GGUF calls 'part 1 of 3'",
+    part: "a.gguf holds no whole model, but what GGUF calls 'part of a model'",
     tower: "a.gguf holds no whole model, but what GGUF calls 'mmproj'",
     imatrix: "a.gguf holds no whole model, but what GGUF calls 'imatrix'",
     strange: "a.gguf scales rope by 'su', of which transformers has no equal",

@@ -12,7 +12,7 @@ from organisms import tiny_model
 from refusals import refused
 
 from sinkscope import load
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
+from sinkscope.opening.load import open_target
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 
@@ -39,8 +39,8 @@ def cached(cache: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("name", "options", "server_options", "says"),
     [
-        ("org/none", {}, {}, "config.json of org/none was not downloaded .org/none is not a .*check name"),
-        ("org/name", {"revision": "v9"}, {}, "org/name was not downloaded .v9 is not a valid git identifier"),
+        ("org/none", {}, {}, "org/none could not be loaded: OSError: org/none is not a .*check name"),
+        ("org/name", {"revision": "v9"}, {}, "org/name could not be loaded: OSError: v9 is not a valid git identifier"),
         ("org/gated", {}, {}, "You are trying to access a gated repo.*hf auth login"),
         ("org/gated", {}, {"token": "hf_of_somebody_else"}, "You are trying to access a gated repo"),
         ("org/gated", {}, {"token": TOKEN}, None),
@@ -52,7 +52,7 @@ def test_failing_downloads_are_refused(saved, tmp_path, no_waiting, name, option
     with hub(tmp_path, **server_options) as server:
         server.add("org/name", saved["main"])
         server.add("org/gated", saved["main"], gated=True)
-        for opened in (SafetensorsSource, load):
+        for opened in (open_target, load):
             if says is None:
                 opened(name, **options)
                 continue
@@ -69,7 +69,7 @@ def test_a_download_that_is_cut_is_refused(saved, tmp_path, no_waiting, name):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         server.breaks[name] = [100, 0]
-        with refused(f"{name}.* of org/name.* run it again"):
+        with refused("org/name could not be loaded: .*check name, revision, access .* and connection"):
             load("org/name")
         assert not [file for file in cached(tmp_path) if file.name == name], "nothing half-written is taken for it"
         server.breaks.clear()

@@ -124,9 +124,7 @@ def test_links_of_the_cache_of_the_hub_are_followed(checkpoint):
 @pytest.mark.parametrize("entries", [{"metadata": None}, {"metadata": [1]}])
 def test_an_index_without_metadata_is_refused(entries, checkpoint):
     write_index(checkpoint, plain(checkpoint, checkpoint.parent / "other/model.safetensors"), **entries)
-    with pytest.raises(
-        ss.SinkscopeError, match=r"model.safetensors.index.json has no map .* no metadata; download it again"
-    ):
+    with pytest.raises(ss.SinkscopeError, match=r"could not be loaded: .*that the files are whole"):
         ss.load(str(checkpoint))
 
 

@@ -9,7 +9,7 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.models.text.own import own_text, text_records
+from sinkscope.models.text.chat import own_text, text_records
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 CHATS = [
@@ -44,22 +44,17 @@ def written(folder, name: str, rows) -> str:
 
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
 def test_chats_are_read_in_the_template_of_the_model(tmp_path, name):
-    read = own_text(text_records(written(tmp_path, name, CHATS)), Words(), "m")
-    assert read.text.startswith("<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Say 1<|end|>")
-    assert (read.texts, read.chats, read.tokens) == (60, 60, len(read.text.split()))
-    assert not {*'{}[]"'} & {*read.text}
-    said = read.sentence("chats.jsonl")
-    assert (
-        said
-        == f"60 texts with {read.tokens} tokens were read from chats.jsonl, 60 of them chats in the model's template."
-    )
+    read, said = own_text(text_records(written(tmp_path, name, CHATS)), Words(), "m")
+    assert read.startswith("<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Say 1<|end|>")
+    assert not {*'{}[]"'} & {*read}
+    assert said == "60 texts, 60 of them chats in the model's template"
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
 def test_a_field_that_is_named_is_read_and_an_unknown_one_is_refused_with_those_that_are_there(tmp_path, name):
     rows = [{"label": f"a{number}", "abstract": f"Word {number} here"} for number in range(3)]
     path = written(tmp_path, name, rows)
-    assert own_text(text_records(path, "abstract"), Words(), "m").text == "Word 0 here\n\nWord 1 here\n\nWord 2 here"
+    assert own_text(text_records(path, "abstract"), Words(), "m")[0] == "Word 0 here\n\nWord 1 here\n\nWord 2 here"
     with refused(r"holds no text that is known, there are label, abstract: .*field"):
         text_records(path, "summary")
     with refused(r"holds no text that is known, there are label, abstract: .*field"):
@@ -86,7 +81,7 @@ def test_what_a_template_refuses_is_named_and_without_a_template_words_are_read(
     plain = Words()
     plain.chat_template = None
     with pytest.warns(match="has no chat template"):
-        assert own_text(records, plain, "m").text == "Be brief\n\nHi"
+        assert own_text(records, plain, "m")[0] == "Be brief\n\nHi"
 
 
 def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(tmp_path, typed):
@@ -95,7 +90,7 @@ def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(t
     ]
     one, two = (written(tmp_path, name, rows) for name in ("a.jsonl", "b.json"))
     setup = Setup.open(text=one)
-    assert setup.text_said is not None and setup.text_said.startswith("99 texts with ") and "songs" in setup.text
+    assert setup.text_said == "a.jsonl: 99 texts." and "songs" in setup.text
     assert setup.text_read == Setup.open(text=two).text_read
     printed = typed(f"lines --text {one} --count 2 --length 48")
     assert setup.text_said in printed.out

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 import sinkscope as ss
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.neurons import w_out
+from sinkscope.models.neurons import columns
 from sinkscope.models.weights import input_columns
 from sinkscope.opening.live import target_of
 
@@ -140,9 +140,11 @@ def test_weights_that_are_quantised_in_place_are_read_dequantised():
             plain.get_submodule(name).weight.copy_(module.weight.dequantize())
     target, want = target_of(quantised), target_of(plain)
     neurons = [28, 179, 0]
-    assert_close(w_out(target, 2, neurons), w_out(want, 2, neurons), atol=1e-6, rtol=1e-5)
-    columns = [input_columns(each, each.sub(1, "o")) for each in (target, want)]
-    assert_close(*columns, atol=1e-6, rtol=1e-5)
+    assert_close(
+        columns(target, 2, torch.tensor(neurons)), columns(want, 2, torch.tensor(neurons)), atol=1e-6, rtol=1e-5
+    )
+    of_heads = [input_columns(each, each.sub(1, "o")) for each in (target, want)]
+    assert_close(*of_heads, atol=1e-6, rtol=1e-5)
     assert (target.d_mlp, target.head_columns(0, 1)) == (want.d_mlp, want.head_columns(0, 1))
     logits = []
     for model in (quantised, plain):

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
+from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.config import read_config
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.neurons import w_out
+from sinkscope.models.neurons import columns
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import dtype_on, open_stream
@@ -91,9 +91,9 @@ def test_equals_the_resident_model(model_type, half, tmp_path):
     assert layers_read(streamed) == set(range(resident.n_layers))
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
-        expert = 1 if layer in resident.mixtures else None
-        every = range(resident.width(layer, expert))
-        assert_close(w_out(streamed, layer, every, expert), w_out(resident, layer, every, expert))
+        expert = 1 if layer in resident.mixtures else 0
+        every = expert * resident.d_mlp + torch.arange(resident.width(layer, expert or None))
+        assert_close(columns(streamed, layer, every), columns(resident, layer, every))
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
@@ -105,7 +105,7 @@ def test_on_a_gpu_a_checkpoint_keeps_its_dtype(kind, tmp_path):
 
 
 def test_reads_only_the_layers_that_are_called(llama):
-    streamed = open_stream(SafetensorsSource(llama[1]), resident=2)
+    streamed = open_stream(Files(llama[1]), resident=2)
     assert layers_read(streamed) <= {0, 1}  # in which the adapter was proved
 
     def stop(*_):

@@ -17,7 +17,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv.keeper import cache_layers
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.neurons import w_out
+from sinkscope.models.neurons import columns
 from sinkscope.opening.live import target_of
 from sinkscope.opening.proof import prove
 
@@ -107,4 +107,4 @@ def test_partly_quantised_models_are_proved():
     target = target_of(model)
     assert {paths["down"] for paths in target.paths} == {"mlp.down_proj"}
     assert target.adapter.unproved == () and prove(target).problem is None
-    assert w_out(target, 1, [3]).shape == (1, target.d_model)
+    assert columns(target, 1, torch.tensor([3])).shape == (1, target.d_model)

@@ -13,7 +13,7 @@ from torch import nn
 import sinkscope as ss
 from sinkscope import kv
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.neurons import view_layer, w_out
+from sinkscope.models.neurons import columns, view_layer
 from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 10, 11, 12, 13]])
@@ -92,25 +92,27 @@ def test_columns_are_those_with_which_the_model_computes(change):
     down.weight.data += low_rank(down)
     change(changed.model.layers[LAYER].mlp)
     assert torch.allclose(changed(IDS).logits, merged(IDS).logits, atol=1e-4)
-    columns = [w_out(target_of(model), LAYER, [3, 5]) for model in (changed, merged)]
-    assert torch.allclose(*columns, atol=1e-4)
-    assert torch.allclose(w_out(target_of(changed), 0, [3]), w_out(target_of(merged), 0, [3]))
+    written = [columns(target_of(model), LAYER, torch.tensor([3, 5])) for model in (changed, merged)]
+    assert torch.allclose(*written, atol=1e-4)
+    assert torch.allclose(
+        columns(target_of(changed), 0, torch.tensor([3])), columns(target_of(merged), 0, torch.tensor([3]))
+    )
 
 
 def test_a_module_that_is_not_linear_has_no_columns():
     model = llama()
     model.model.layers[LAYER].mlp.down_proj.register_forward_hook(lambda _module, _args, output: output + output.tanh())
     with pytest.raises(UnsupportedError, match="not linear in its inputs"):
-        w_out(target_of(model), LAYER, [3])
+        columns(target_of(model), LAYER, torch.tensor([3]))
 
 
 def test_what_was_put_in_place_and_taken_out_again_is_noticed():
     model = llama()
-    before = w_out(target_of(model), LAYER, [3])
+    before = columns(target_of(model), LAYER, torch.tensor([3]))
     by_forward(model.model.layers[LAYER].mlp)
-    assert not torch.allclose(w_out(target_of(model), LAYER, [3]), before)
+    assert not torch.allclose(columns(target_of(model), LAYER, torch.tensor([3])), before)
     del model.model.layers[LAYER].mlp.down_proj.forward
-    assert torch.equal(w_out(target_of(model), LAYER, [3]), before)
+    assert torch.equal(columns(target_of(model), LAYER, torch.tensor([3])), before)
 
 
 @pytest.mark.parametrize(("family", "part", "site"), [("llama", "mlp", "N3"), ("mixtral", "mlp.experts", "E1.N3")])

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 import sinkscope as ss
-from sinkscope.models.text.kinds import kind_rows
+from sinkscope.models.text import kind_rows
 
 NEURON = (11, 1487)
 

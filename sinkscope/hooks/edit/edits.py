@@ -30,8 +30,8 @@ from sinkscope.hooks.edit.sites import (
     site_of,
 )
 from sinkscope.hooks.trace import resolve
-from sinkscope.models.hook_points import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
 from sinkscope.models.inputs import check_site
+from sinkscope.models.neurons import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head, Neuron
@@ -388,9 +388,9 @@ class Add(PlacedEdit):
                 )
             if site.name == "hook_embed":  # a model may multiply or normalise what its embedding gives
                 (site,) = resolve(target, "blocks.0.hook_resid_pre")
-            assert site.module is not None  # only attention rows have none
+            assert site.point is not None  # only attention rows have none
             # Divided, because what the module gives is multiplied before it is added.
-            points.append((HookPoint(site.module, site.when), self.scale / site.factor))
+            points.append((site.point, self.scale / site.factor))
         return points
 
     def edited(self, values: Values) -> Tensor:

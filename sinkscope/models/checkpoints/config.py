@@ -85,16 +85,14 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     """Return a device of this machine; None means the first cuda device if there is one, else the CPU.
 
     Raises:
-        SinkscopeError: This machine has no such device; the message lists the available ones.
+        SinkscopeError: This machine has no such device.
     """
-    here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count() * torch.cuda.is_available()))]
     if device is None:
-        device = here[min(1, len(here) - 1)]
-    if torch.backends.mps.is_available():
-        here.append("mps")
-    if str(device) in here or f"{device}:0" in here:
-        return torch.device(device)
-    raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}")
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # the second of torch without CUDA
+        raise SinkscopeError(f"device {str(device)!r} is not there ({first_line(error)}); give another") from None
 
 
 def causal_class(config: Any) -> Any:
@@ -177,31 +175,17 @@ def cut_depth(text: Any, layers: int) -> None:
                 setattr(text, field, longer[:layers])
 
 
-def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
-    """Return the tokenizer beside the weights, or in the GGUF file; None if there is none.
-
-    Raises:
-        SinkscopeError: Its files cannot be read.
-    """
+def read_tokenizer(folder: Path, *, gguf: str | None = None) -> Any:
+    """Return the tokenizer beside the weights, or in the GGUF file; None if there is none."""
     from transformers import AutoTokenizer
 
-    if gguf is not None:
-        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-    if not any((folder / file).is_file() for file in _VOCABULARIES):
+    if gguf is None and not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ImportError:
-        raise
-    except Exception as error:  # a damaged file may fail in any way
-        raise SinkscopeError(
-            f"the tokenizer of {name} cannot be read, and code of its own is not run ({first_line(error)}); download "
-            "its files again, or give a tokenizer that you trust with tokenizer=..."
-        ) from error
+    return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
 
 
 def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
-    """Check that every token has a row in the embedding, except special tokens other than BOS and EOS.
+    """Check that every token has a row in the embedding, except those that were added, other than BOS and EOS.
 
     Some models ship a tokenizer with special tokens for images that a text model never sees (Gemma 3 1B).
 
@@ -212,15 +196,11 @@ def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
         return
     embedding: Any = hf.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     rows = embedding.weight.shape[0]
-    if len(tokenizer) <= rows:
-        return
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    beyond = [number for number in tokenizer.get_vocab().values() if number >= rows and number not in special]
-    if beyond:
+    tokens = max(tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0))
+    if tokens > rows:
         raise SinkscopeError(
-            f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows: they belong to different "
-            "models; use the tokenizer that came with the weights"
+            f"the tokenizer has {tokens:,} tokens and the embedding {rows:,} rows: they belong to different models; "
+            "use the tokenizer that came with the weights"
         )
 
 

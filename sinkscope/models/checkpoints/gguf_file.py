@@ -69,13 +69,12 @@ class GgufHeader:
             UnsupportedError: It is a part of one, an adapter, an image tower, a vocabulary, or something else.
         """
         kind = str(self.value("general.type") or "model")
-        parts = int(self.value("split.count") or 1)
         if self.architecture == "clip":
             kind = "mmproj"
-        if kind == "model" and not self._reader.tensors:
+        elif (self.value("split.count") or 1) > 1:
+            kind = "part of a model"
+        elif not self._reader.tensors:
             kind = "vocabulary without weights"
-        if kind == "model" and parts > 1:
-            kind = f"part {int(self.value('split.no') or 0) + 1} of {parts}"
         if kind != "model":
             raise UnsupportedError(
                 f"{self.name} holds no whole model, but what GGUF calls {kind!r}: give the file of a language model "
@@ -151,11 +150,8 @@ def parsed_once() -> Iterator[None]:
     Both take seconds, for a large vocabulary or many layers. Other threads wait for it to end, or the last of them
     would leave another one's parser in the library.
     """
-    try:
-        import gguf
-    except ImportError:  # what needs it says so
-        yield
-        return
+    import gguf
+
     with _LOCK:
         reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
         gguf.GGUFReader = cache(_plain_reader(reader))
@@ -170,12 +166,7 @@ def _plain_reader(reader: Any) -> Any:
     """A class of readers that slice a plain array: a slice of a memory map takes four times as long."""
 
     class PlainReader(reader):
-        @property
-        def data(self) -> np.ndarray:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: np.ndarray) -> None:
-            self._data = mapped.view(np.ndarray)
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
     return PlainReader

@@ -143,12 +143,10 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
     path = path_of(text)
     name = in_one_line(path.resolve().name)
     is_path = not isinstance(model, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
-    is_known = _HUB_ID.fullmatch(text) is not None or ("/" not in text and find(text) is not None)
-    # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    holds_model = any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG))
     if (path / ADAPTER_CONFIG).is_file():
         raise refuse_adapter(text)
-    if path.is_dir() and (is_path or holds_model or not is_known) and text:
+    # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
+    if text and path.is_dir() and (is_path or (path / "config.json").is_file()):
         return ModelSource("folder", path, name)
     if path.suffix == ".gguf" and path.is_file():
         return ModelSource("gguf", path, name)

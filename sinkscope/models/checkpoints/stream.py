@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import layers_at, stack_of
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_unexpected, quiet
+from sinkscope.models.checkpoints.checkpoint import Files, check_unexpected, quiet
 from sinkscope.models.checkpoints.config import check_finite, new_model
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
@@ -35,9 +35,7 @@ class LayerStore:
         skipped: The number of first layers that are called without being computed.
     """
 
-    def __init__(
-        self, source: SafetensorsSource, config: Any, *, device: torch.device, dtype: torch.dtype, resident: int
-    ) -> None:
+    def __init__(self, source: Files, config: Any, *, device: torch.device, dtype: torch.dtype, resident: int) -> None:
         self.source, self._config, self._device, self._dtype = source, config, device, dtype
         self.resident, self.skipped = resident, 0
         self._in_memory: set[int] = set()
@@ -111,10 +109,7 @@ class LayerStore:
         Every tensor below `part` must be among them.
         """
         name, names = self.source.name, self._names.get(layer, {})
-        state, origins = dict[str, Tensor](), dict[str, str]()
-        for stored, tensor in self.source.tensors(names).items():
-            state[names[stored]] = tensor
-            origins[names[stored]] = stored
+        state = {names[stored]: tensor for stored, tensor in self.source.tensors(names).items()}
         with quiet(), torch.random.fork_rng(devices=[]):
             module, info = self._base_class.from_pretrained(
                 None,
@@ -130,7 +125,7 @@ class LayerStore:
                 wrong.append(f"has no {key}")
         if wrong:
             raise UnsupportedError(f"{what} of {name} {wrong[0]}; get the whole checkpoint, of one revision")
-        check_unexpected(module, info["unexpected_keys"], name, origins)
+        check_unexpected(module, info["unexpected_keys"], f"{what} of {name}")
         path = f"{self.causal.base_model_prefix}."
         if layer is not None:
             path += f"{self._path}.{layer}."

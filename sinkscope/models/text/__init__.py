@@ -1,13 +1,14 @@
-"""The neutral reference text of measurements, and its token ids."""
+"""The texts of measurements: the neutral text, texts of four kinds, and their token ids behind BOS."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_text
-from sinkscope.files.records import check_values
 
 ONE_TOKEN, FEWEST_TOKENS = 0.9, 8  # refuse a text of 8 or more tokens if one token makes up more than 90 % of it
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
+KINDS = ("prose", "dialogue", "code", "tables")
+Half = Literal["choose", "report"]
+BETWEEN = "\n%%%\n"  # documents of a file
+MOST = 4  # texts of each kind
 
 
 def typical_text(path: str | Path | None = None) -> str:
@@ -29,11 +33,15 @@ def typical_text(path: str | Path | None = None) -> str:
         SinkscopeError: The file cannot be read, is not UTF-8, or is empty.
     """
     if path is None:
-        return resources.files("sinkscope.models.text").joinpath("typical.txt").read_text("utf-8")
+        return _shipped("typical.txt")
     text = read_text(str(path))
     if not text.strip():
         raise SinkscopeError(f"text file {str(path)!r} is empty; give a UTF-8 text file with some prose")
     return text
+
+
+def _shipped(name: str) -> str:
+    return resources.files("sinkscope.models.text").joinpath(name).read_text("utf-8")
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,6 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     Raises:
         SinkscopeError: `bos=True`, but there is no BOS token.
     """
-    check_values(bool | None, bos=bos)
     if bos is False:
         return None
     bos_id = getattr(tokenizer, "bos_token_id", None)
@@ -114,18 +121,28 @@ def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
         )
 
 
+def _start(tokenizer: Any, length: int, bos: int | None) -> Int[Tensor, " pos"]:
+    """What stands before a text, if pieces of this length have room for more."""
+    start = torch.tensor(beginning(tokenizer, bos), dtype=torch.long)
+    if len(start) >= length:
+        raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
+    return start
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
     """Cut a text into up to `rows` consecutive pieces of `length` tokens, including what stands before a text.
 
     Raises:
         SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
-    start = torch.tensor(beginning(tokenizer, bos), dtype=torch.long)
+    start = _start(tokenizer, length, bos)
     body = length - len(start)
-    if body < 1:
-        raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
-    ids = tokenizer(text[: 8 * rows * body], add_special_tokens=False, verbose=False)["input_ids"]
+    ids = _ids(tokenizer, text[: 8 * rows * body])
     if len(ids) < body:
         raise SinkscopeError(
             f"this tokenizer makes {len(ids)} tokens of the text, or of the half of it that is read; {body} are needed "
@@ -151,3 +168,67 @@ def check_varied(tokenizer: Any, tokens: Int[Tensor, "*pos"]) -> None:
         raise SinkscopeError(
             f"{share:.0%} of the text is {what}: give text of words that this tokenizer knows (--text)"
         )
+
+
+# -- four kinds --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Texts of equal length.
+
+    Attributes:
+        ids: Their tokens.
+        kinds: The kind of each text; empty words for texts of the user's own.
+    """
+
+    ids: Int[Tensor, "text pos"]
+    kinds: tuple[str, ...]
+
+
+@cache
+def documents(kind: str) -> tuple[str, ...]:
+    """Return the documents of a kind; no two of them are pieces of one document."""
+    return tuple(_shipped(f"kinds/{kind}.txt").removesuffix("\n").split(BETWEEN))
+
+
+def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | None) -> TextRows:
+    """Return texts of four kinds in turn, each the beginning of a document of its own.
+
+    Documents with even numbers are for what chooses, the others for what is reported. A document that is shorter than
+    a text is followed by the next documents of its kind and half.
+
+    Args:
+        tokenizer: Reads the documents.
+        half: Which half of the documents is read.
+        rows: Number of texts; at most four of each kind are there.
+        length: Tokens of a text, including what stands before it.
+        bos: The token that texts begin with. None: none.
+
+    Raises:
+        SinkscopeError: There is no room for text, or this tokenizer turns it into one repeated token.
+    """
+    start = _start(tokenizer, length, bos)
+    pieces, kinds = list[list[int]](), list[str]()
+    for number in range(MOST):
+        for kind in KINDS:
+            own = documents(kind)[half == "report" :: 2]
+            piece = _piece(tokenizer, (*own[number:], *own[:number]), length - len(start))
+            if piece is not None and number < len(own):
+                pieces.append(piece)
+                kinds.append(kind)
+            elif number == 0:
+                raise SinkscopeError(f"this tokenizer makes too few tokens of the {kind} in the package")
+    tokens = torch.tensor(pieces[:rows], dtype=torch.long)
+    check_varied(tokenizer, tokens)
+    return TextRows(torch.cat([start.expand(len(tokens), -1), tokens], 1), tuple(kinds[:rows]))
+
+
+def _piece(tokenizer: Any, documents: Iterable[str], length: int) -> list[int] | None:
+    """The first tokens of documents, one after another; None if they have fewer."""
+    ids: list[int] = []
+    for document in documents:
+        ids += _ids(tokenizer, document)
+        if len(ids) >= length:
+            return ids[:length]
+    return None

@@ -1,18 +1,28 @@
-"""Texts in a tokenizer's chat template."""
+"""Texts in a tokenizer's chat template: of a conversation, and of the user's own file.
+
+Such a file is one text, or records (chats, data sets): a chat has messages with their authors, and is written in the
+model's own template; texts of no author stay as they are.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
 from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError, first_line, warn
-from sinkscope.files.plain import visible
+from sinkscope.files.plain import pathless, visible
+from sinkscope.files.texts import TextRecord, is_text_file, messages_of_row, read_texts
+from sinkscope.models.text import typical_text
 
 Chat = bool | Literal["auto"]
 """Whether texts are put into the chat template: "auto" does it if there is one and they are not in one already."""
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 _REMEDY = "read texts as they are, with chat=False (--no-chat)"
+LONGEST = 4_000_000
+"""Characters of a file of records that are read: more than any measurement needs."""
+_JSON = re.compile(r'\s*(\{\s*"|\[\s*[{"])')
 
 
 def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
@@ -85,18 +95,97 @@ def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> 
         raise SinkscopeError(f"the tokenizer of {name} has no chat template: {_REMEDY}")
     blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     problems: list[str] = []
-    for form in (list(messages), blocks):
+    for form in (messages, blocks):
         try:
-            text = str(tokenizer.apply_chat_template(form, add_generation_prompt=True, tokenize=False))
+            text = str(tokenizer.apply_chat_template(list(form), add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
             problems.append(f"failed ({visible(first_line(error))})")
             continue
-        problem = ""
+        left_out = list[int]()
         for number, message in enumerate(messages[first:], first + 1):
             words = re.findall(r"\w+", message["content"])
             if message["role"] != "assistant" and not all(word in text for word in words):
-                problem = problem or f"leaves out what message {number} says"
-        if not problem:
+                left_out.append(number)
+        if not left_out:
             return text
-        problems.append(problem if text.strip() else "writes nothing")
+        problems.append(f"leaves out what message {left_out[0]} says")
     raise SinkscopeError(f"the chat template of {name} {problems[0]}: {_REMEDY}")
+
+
+# -- a file of the user's own ------------------------------------------------------------------------------------------
+
+
+def text_records(path: str | PathLike[str], field: str | None = None) -> list[TextRecord]:
+    """Read the texts of a file before a model is opened.
+
+    Args:
+        path: A text, or a file of records: JSON, or JSON lines.
+        field: The field of a record that holds the text or the messages. None: under one of the names of chats and
+            data sets.
+
+    Raises:
+        SinkscopeError: The file cannot be read or is empty, a record holds no text that is known, or a file with the
+            ending of a text holds JSON.
+    """
+    name = pathless(fspath(path))
+    if not is_text_file(path):
+        text = typical_text(fspath(path))
+        if field is not None:
+            raise SinkscopeError(f"--field {field}: {name} is one text without fields; leave it out, or give records")
+        if _JSON.match(text):
+            raise SinkscopeError(
+                f"{name} holds JSON: name it .json or .jsonl, so that its texts are read and not its quotes"
+            )
+        return [TextRecord(1, messages_of_row(text))]
+    records: list[TextRecord] = []
+    size = 0
+    for record in read_texts(path, field):
+        records.append(record)
+        size += len(record.text)
+        if size > LONGEST:
+            break
+    if size == 0:
+        raise SinkscopeError(f"text file {name!r} is empty; give texts, or name their field with --field")
+    return records
+
+
+def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> tuple[str, str]:
+    """Return the text of records as a model reads it, and how much it is, in words.
+
+    Args:
+        records: The records.
+        tokenizer: The tokenizer of the model, with or without a chat template.
+        model: Name of the model, for errors.
+
+    Raises:
+        SinkscopeError: The template rejects a chat.
+    """
+    texts: list[str] = []
+    chats = 0
+    for record in records:
+        text = record.text
+        if any(message.role for message in record.messages):
+            chats += 1
+            text = _chat_of(record, tokenizer, model)
+        if text.strip():
+            texts.append(text)
+    said = f"{len(texts):,} text" + "s" * (len(texts) != 1)
+    if chats and tokenizer.chat_template:
+        said += f", {chats:,} of them chats in the model's template"
+    elif chats:
+        warn(f"the tokenizer of {model} has no chat template: the texts of messages are read without their authors")
+    return "\n\n".join(texts), said
+
+
+def _chat_of(record: TextRecord, tokenizer: Any, model: str) -> str:
+    """A chat in the template, if there is one."""
+    if not tokenizer.chat_template:
+        return record.text
+    messages = [{"role": message.role or "user", "content": message.text} for message in record.messages]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False)).rstrip()
+    except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
+        raise SinkscopeError(
+            f"the chat template of {model} failed at record {record.place} ({visible(first_line(error))}): name a "
+            "field of plain text with --field, or give other chats"
+        ) from None

@@ -32,8 +32,8 @@ from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.grouped_heads import per_query_head
-from sinkscope.models.hook_points import groups_of, heads_point, neurons_point
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
+from sinkscope.models.neurons import groups_of, heads_point, neurons_point
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron

@@ -18,13 +18,14 @@ from torch.nn.functional import normalize
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
-from sinkscope.models.hook_points import HookPoint, heads_point
 from sinkscope.models.neurons import (
+    HookPoint,
     LayerView,
     columns,
     expert_and_neuron,
     flat_number,
     gain_of,
+    heads_point,
     mlp_writers,
     neutral_post,
     view_layer,
@@ -298,4 +299,4 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
             modules = [target.sub(layer, "post_mlp_norm")]
         case _:
             modules = mlp_writers(target, layer)
-    return [HookPoint(module, "post") for module in modules]
+    return [HookPoint(module) for module in modules]
