@@ -247,3 +247,22 @@ def test_a_policy_that_never_acts_warns_at_the_end(model):
     assert not warned(StreamingLLM(budget=8), generate) and not warned(StreamingLLM(budget=8))
     assert not warned(StreamingLLM(budget=8), lambda: decode(model, IDS, MASK, 14), read)
     assert not warned(Full(), read) and not warned(AShape(), read)
+
+
+def test_a_run_of_a_second_thread_waits_until_the_first_has_left(model):
+    entered, leave, order = threading.Event(), threading.Event(), []
+
+    def hold():
+        with STREAMING.on(model):
+            entered.set()
+            leave.wait(60)
+            order.append("left")
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(60)
+    threading.Timer(0.3, leave.set).start()
+    with TOVA(budget=8).on(model):
+        order.append("entered")
+    holder.join()
+    assert order == ["left", "entered"]

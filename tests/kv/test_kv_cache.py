@@ -264,6 +264,12 @@ def test_usage_is_counted_by_hand(model):
     )
 
 
+def test_the_most_that_was_held_is_not_what_is_held_last(model):
+    with StreamingLLM(budget=8, every=3).on(model) as run:
+        decode(model, *prompts([20], 4), 20)
+    assert (run.usage[0].decoding_tokens, run.usage[0].mean_held) == ([11.0], [(9 + 10 + 11 + 9) / 4])
+
+
 @pytest.mark.parametrize("policy", [Full(), StreamingLLM(budget=30, first=4)])
 def test_a_window_reads_what_is_in_it_and_the_models_own_cache_holds_no_more(policy):
     """By the masks of each step: a layer with a window sees 16 tokens, and those of other layers are all seen."""
