@@ -18,8 +18,7 @@ from sinkscope.measure import PIECE, Setup
 from sinkscope.models.inputs import check_site
 from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import read_neuron
-from sinkscope.results.parts import Component, Neuron
+from sinkscope.results.notation import Component, Neuron, read_neuron
 from sinkscope.results.row import of_table
 from sinkscope.sinks.repeat import copies_of
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons

@@ -31,7 +31,7 @@ from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import count_of, head_name, word_form
+from sinkscope.results.notation import Head, count_of, word_form
 from sinkscope.results.row import row_beside
 from sinkscope.results.style import figure_of, long_table, panels
 
@@ -245,7 +245,7 @@ def barcode(
         layers=tuple(layers),
         score=score,
         control_score=control_score,
-        shown=tuple(head_name(*head) for head in named),
+        shown=tuple(str(Head(*head)) for head in named),
         attention=pictures[shown],
         control_attention=control_pictures[shown],
         ids=tuple(own_ids),
@@ -259,7 +259,7 @@ def _record(
     new = len(ids) - prompt
     rows = min(new, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
     suffix = max(SUFFIX, 3 * shift)
-    tracks = {layer: HeadTracks(setup.n_heads, len(ids), rows, shift, suffix) for layer in layers}
+    tracks = {layer: HeadTracks(setup.target.n_heads, len(ids), rows, shift, suffix) for layer in layers}
     observer = Observe(lambda rows: tracks[rows.layer].add(rows), layers)
     surrounded = attention_name(setup.target.config) == NAME  # by interventions that the caller entered
     if setup.edit is None and not surrounded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -66,10 +66,9 @@ def prompt_and_continuation(
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A line of a file of texts, which may say of what kind it is."""
+    """A line of a file of texts."""
 
     text: str
-    kind: str = ""
 
 
 def texts_of(
@@ -78,8 +77,6 @@ def texts_of(
     data: PathName | None,
     count: int,
     length: int | None,
-    *,
-    cut: Literal["middle", "end"] = "middle",
 ) -> list[Int[Tensor, " pos"]]:
     """Return ids of each text, beginning with BOS if the model has one.
 
@@ -88,8 +85,8 @@ def texts_of(
         texts: One text, or several texts or rows of ids; all are used.
         data: A file of JSON lines with a "text" to use instead; the first `count` are used.
         count: Number of pieces of ordinary text, or of lines of the file.
-        length: Maximum tokens per text; longer texts are shortened. None uses the context, or 512 for ordinary text.
-        cut: Where they are shortened.
+        length: Maximum tokens per text; longer texts are shortened in the middle. None: the context, or 512 for
+            ordinary text.
 
     Raises:
         SinkscopeError: There are too few texts, a text is too short, or a number is invalid.
@@ -103,7 +100,7 @@ def texts_of(
         texts = [texts]
     if texts is not None:
         check_values(Iterable[Any], texts=texts)
-        rows = [_row(setup, text, length or context, cut) for text in texts]
+        rows = [_row(setup, text, length or context) for text in texts]
     else:
         size = length or min(ORDINARY_TOKENS, context)
         rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))
@@ -123,12 +120,10 @@ def check_data(*, data: PathName | None, **_: Any) -> None:
         records_of(data)
 
 
-def _row(setup: Setup, text: str | Sequence[int], most: int, cut: str) -> Int[Tensor, " pos"]:
-    """The ids of a text; long texts are cut in the middle, as in LongBench, or at the end."""
+def _row(setup: Setup, text: str | Sequence[int], most: int) -> Int[Tensor, " pos"]:
+    """The ids of a text; long texts are cut in the middle, as in LongBench."""
     ids = prompt_ids(setup, text, any_length=True)
-    if cut == "end":
-        ids = ids[:most]
-    elif len(ids) > most:
+    if len(ids) > most:
         half = (most - (setup.bos is not None)) // 2
         ids = [*ids[: most - half], *ids[len(ids) - half :]]
     if len(ids) < SHORTEST_TEXT:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import isnan, sqrt
-from statistics import fmean
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -74,9 +73,7 @@ def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float
 def margin_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] | None = None) -> float | None:
     """Return half of that interval, or of values with bounds its longer part."""
     interval = interval_of(values, bounds)
-    if interval is None:
-        return None
-    return interval.margin
+    return None if interval is None else interval.margin
 
 
 def mean_of(values: Float[Any, " sample"], kind: Kind = "number") -> Mean | None:
@@ -106,16 +103,8 @@ def resampled_margin(
     """
     if texts < FEWEST_VALUES:
         return None
-    from scipy.stats import bootstrap  # it takes half a second, and few commands need it
-
-    def statistic(sample: Int[np.ndarray, "*samples text"], axis: int = -1) -> Float[np.ndarray, "*samples"]:
-        return number(sample.reshape(-1, texts)).reshape(sample.shape[:-1])
-
-    drawn = bootstrap(
-        (np.arange(texts),), statistic, n_resamples=RESAMPLED, vectorized=True, method="percentile",
-        confidence_level=SURE, rng=np.random.default_rng(0),
-    )  # fmt: skip
-    low, high = map(float, drawn.confidence_interval)
+    drawn = number(np.random.default_rng(0).integers(texts, size=(RESAMPLED, texts)))
+    low, high = np.quantile(drawn, [(1 - SURE) / 2, (1 + SURE) / 2]).tolist()
     return (high - low) / 2
 
 
@@ -149,14 +138,7 @@ def share_interval(hits: int, cases: int) -> Interval | None:
     return interval_of(np.repeat([1.0, 0.0], [hits, cases - hits]), SCORES)
 
 
-def known_numbers(values: Iterable[float | int | None]) -> list[float]:
-    """Return the values that are neither None nor NaN."""
-    return [value for value in values if value is not None and not isnan(value)]
-
-
 def mean_known(values: Iterable[float | int | None]) -> float | None:
     """Return the mean of the values that are neither None nor NaN; None without any."""
-    numbers = known_numbers(values)
-    if not numbers:
-        return None
-    return fmean(numbers)
+    mean = mean_of([*values])
+    return None if mean is None else mean.value

@@ -121,15 +121,17 @@ def _matched(before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
     return {about: names.get(about, about) for about in after}
 
 
-def _common(first: str, second: str) -> int:
+def _common(own: str, other: str) -> int:
     """How many layers two subjects have in common whose names differ in numbers alone; 1 if they name no layers."""
-    if re.sub(r"\d+", "", _LAYERS.sub("", first)) != re.sub(r"\d+", "", _LAYERS.sub("", second)):
-        return 0
-    own, other = _LAYERS.search(first), _LAYERS.search(second)
-    if own is None or other is None:
-        return int(own is other)
-    starts, ends = zip(*((int(found[1]), int(found[2] or found[1])) for found in (own, other)), strict=True)
-    return min(ends) - max(starts) + 1
+    (name, first, last), (other_name, start, end) = map(_in_layers, (own, other))
+    return min(last, end) - max(first, start) + 1 if name == other_name else 0
+
+
+def _in_layers(about: str) -> tuple[str, int, int]:
+    """The name of a subject without numbers, and its first and last layer; layer 0 if it names none."""
+    found = _LAYERS.search(about)
+    first, last = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    return re.sub(r"\d+", "", about), first, last
 
 
 def by_chance(judged: int) -> str:

@@ -179,16 +179,6 @@ class Setup:
         return halves_of(self.text)
 
     @property
-    def n_layers(self) -> int:
-        """Number of decoder layers."""
-        return self.target.n_layers
-
-    @property
-    def n_heads(self) -> int:
-        """Number of query heads in a layer."""
-        return self.target.n_heads
-
-    @property
     def text_read(self) -> str:
         """What tells the text and its tokens from others: two results that share it can be compared text by text."""
         return sha256(f"{self.text}\n{self.ids.tolist()}".encode()).hexdigest()[:16]

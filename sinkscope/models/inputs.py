@@ -16,7 +16,7 @@ from sinkscope.files.records import between, checked_value
 from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
 from sinkscope.models.weights import is_plain
-from sinkscope.results.notation import neuron_name
+from sinkscope.results.notation import Neuron
 
 LARGEST_ID = (1 << 63) - 1
 
@@ -52,7 +52,7 @@ def check_site(
         is_like = "one MLP without experts; give (layer, neuron)"
         if is_mixture:
             is_like = "a mixture of experts; give (layer, expert, neuron)"
-        raise SinkscopeError(f"{neuron_name(layer, expert, neuron)}: layer {layer} of {target.name} is {is_like}")
+        raise SinkscopeError(f"{Neuron(layer, expert, neuron)}: layer {layer} of {target.name} is {is_like}")
     _check_number(target, "expert", expert or 0, target.n_experts(layer) or 1)
     _check_number(target, "neuron", neuron, target.width(layer, expert))
 

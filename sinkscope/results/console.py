@@ -30,34 +30,25 @@ class ProgressBar:
     """The one that stands on the screen."""
 
     def __init__(self) -> None:
-        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-        terminal = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "dumb")
-        self._live = terminal or type(shell).__name__ == "ZMQInteractiveShell"
         self._bar: Any = None
-        self._stage = ("", 0)
+        self._stage: tuple[str, int] | None = ("", 0)
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
-        if not self._live:
+        if self._stage is None:
             return
         if self._bar is None or self._stage != (stage, total):
             from tqdm.auto import tqdm
 
             self._close()
             self._stage = stage, total
-            form = COUNTED if total else WAITED
-            options: Any = {
-                "desc": visible(stage),
-                "total": total or None,
-                "initial": done,
-                "bar_format": form,
-                "leave": False,
-                "disable": False,
-            }
-            self._bar = ProgressBar.shown = tqdm(**options, mininterval=0.5, dynamic_ncols=True, file=sys.stderr)
+            options: Any = {"bar_format": COUNTED if total else WAITED, "leave": False, "dynamic_ncols": True}
+            options |= {"disable": True if os.environ.get("TERM") == "dumb" else None}  # None: where it is no terminal
+            options |= {"desc": visible(stage), "total": total or None, "initial": done}
+            self._bar = ProgressBar.shown = tqdm(**options, mininterval=0.5, file=sys.stderr)
         self._bar.update(done - self._bar.n)
 
     def _close(self) -> None:
@@ -68,7 +59,7 @@ class ProgressBar:
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""
         self._close()
-        self._live = False
+        self._stage = None
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -102,8 +93,9 @@ def note(message: str) -> None:
     """Print a line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
         bar = ProgressBar.shown
-        print((ERASE if bar is not None else "") + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
-        if bar is not None:
+        painted = bar is not None and not bar.disable
+        print((ERASE if painted else "") + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        if painted:
             bar.refresh()
     except (OSError, ValueError):
         drop(sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 
@@ -14,26 +16,6 @@ _NEURON = re.compile(
     rf"L?{_NUMBER}(?:[.:]?E{_NUMBER}|[.:]{_NUMBER}(?=[.:]))?(?:[.:]?N|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII
 )
 _HEAD = re.compile(rf"L?{_NUMBER}(?:[.:]?H|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII)
-
-
-def neuron_name(layer: int, *place: int | None) -> str:
-    """Return the name of a neuron: L1.N338, or L3.E2.N7 in a mixture of experts.
-
-    Args:
-        layer: Its layer.
-        place: The neuron; or the expert, which may be None, and the neuron.
-    """
-    *expert, neuron = place
-    name = f"L{layer}"
-    for number in expert:
-        if number is not None:
-            name += f".E{number}"
-    return f"{name}.N{neuron}"
-
-
-def head_name(layer: int, head: int) -> str:
-    """Return the name of a head, such as L0.H4."""
-    return f"L{layer}.H{head}"
 
 
 def word_list(things: Sequence[object], most: int = 12) -> str:
@@ -106,3 +88,61 @@ def read_head(text: str, option: str = "--heads") -> tuple[int, int]:
     """
     layer, head = _read(_HEAD, text, option, "a head such as L5.H3")
     return layer, head
+
+
+# --- parts of a model that results name ---
+
+
+ComponentKind = Literal["embedding", "attention", "mixer", "mlp"]
+
+
+@dataclass(frozen=True)
+class Neuron:
+    """The address of a neuron. `expert` is None if the layer is not a mixture, and for a neuron of a shared expert."""
+
+    layer: int
+    expert: int | None
+    neuron: int
+
+    @classmethod
+    def of(cls, site: Sequence[int]) -> Neuron:
+        """Return the neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
+        if len(site) == 2:
+            return cls(site[0], None, site[1])
+        return cls(site[0], site[1], site[2])
+
+    @property
+    def site(self) -> tuple[int, ...]:
+        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
+        if self.expert is None:
+            return (self.layer, self.neuron)
+        return (self.layer, self.expert, self.neuron)
+
+    def __str__(self) -> str:
+        expert = "" if self.expert is None else f".E{self.expert}"
+        return f"L{self.layer}{expert}.N{self.neuron}"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The address of an attention head."""
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}.H{self.head}"
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component that writes into the residual stream; the embedding has no layer.
+
+    A mixer is what a layer without softmax attention has in its place, such as a convolution.
+    """
+
+    kind: ComponentKind
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.layer is None else f"{self.kind} {self.layer}"

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.plain import plain, visible
-from sinkscope.results.notation import head_name, neuron_name
+from sinkscope.results.notation import Head, Neuron
 from sinkscope.results.notation import percent as percent_of
 
 MOST_ROWS = 64
@@ -127,9 +127,9 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
     for row in rows:
         named = dict(row)
         if "layer" in row and "neuron" in row:
-            named["neuron"] = neuron_name(named.pop("layer"), named.pop("expert", None), row["neuron"])
+            named["neuron"] = Neuron(named.pop("layer"), named.pop("expert", None), row["neuron"])
         elif "layer" in row and isinstance(row.get("head"), int):
-            named["head"] = head_name(named.pop("layer"), row["head"])
+            named["head"] = Head(named.pop("layer"), row["head"])
         for name, value in named.items():
             columns.setdefault(name, []).append(value)
     shown: dict[str, list[str]] = {}

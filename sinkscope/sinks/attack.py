@@ -25,8 +25,7 @@ from sinkscope.measure import Mean, Natural, Result, Row, Setup, Whole, measurem
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
-from sinkscope.results.notation import count_of, percent
-from sinkscope.results.parts import Head
+from sinkscope.results.notation import Head, count_of, percent
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of

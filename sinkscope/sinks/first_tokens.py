@@ -4,7 +4,7 @@ Such a token sees nothing but itself. A replaced head gives its mean output at o
 
 1. Many tokens are put first. Of those that have the spike it is read what is left without each head.
 2. The fewest heads are searched that as one set take away nine tenths of what all heads take.
-3. Controls: as many random heads, and as many of about equal attention to the first token.
+3. Control: as many random heads, those of a dozen draws that leave least.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Mean, Row, Setup, mean_of
 from sinkscope.measure.margin import resampled_margin
 from sinkscope.models.target import Target
-from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Head
+from sinkscope.results.notation import Head, word_list
 from sinkscope.results.row import row_of
 from sinkscope.sinks.spikes.controls import random_heads
-from sinkscope.sinks.spikes.edited import Batch, Edit, Written, left_of, means_of, read
+from sinkscope.sinks.spikes.edited import Batch, Written, left_of, means_of, read
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.marks import Judge, marking_heads
 from sinkscope.sinks.spikes.needs import SpikeCircuit
@@ -81,9 +80,8 @@ def heads_that_mark(setup: Setup, tokens: Sequence[str] | None = None, count: in
         add(FEWEST, judge([marks])[0], number, word_list(marks, len(marks)))
         sets = random_heads(marks, order, setup.seed)
         if sets:
-            left = judge([*sets, alike_heads(marks, order, chosen.spike.survey.received(chosen.spike.place.mask))])
-            add("random heads", left[left[:-1].mean(1).argmin()])
-            add("heads of equal attention", left[-1])
+            left = judge(sets)
+            add("random heads", left[left.mean(1).argmin()])
     for head, left in zip(heads, along[1:] / along[0], strict=True):
         if bool((left < HALF).any()):
             add(str(head), left)
@@ -121,23 +119,6 @@ def count_margin(order: Sequence[Head], judge: Judge) -> float | None:
     return resampled_margin(number, left.shape[1])
 
 
-def alike_heads(heads: Sequence[Head], among: Sequence[Head], attention: Float[Tensor, "layer head text"]) -> Parts:
-    """Return a different control for each head: the head whose mean attention to a place is nearest.
-
-    Args:
-        heads: The heads that are compared.
-        among: All heads, in an order that was measured.
-        attention: Attention of all heads to the place.
-    """
-    mean = attention.nanmean(2)
-    left, nearest = [head for head in among if head not in heads], list[Head]()
-    for head in heads:
-        own = float(mean[head.layer, head.head])
-        nearest.append(min(left, key=lambda other: abs(float(mean[other.layer, other.head]) - own)))
-        left.remove(nearest[-1])
-    return tuple(nearest)
-
-
 def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:
     """Return all heads of the layers with softmax attention up to a layer."""
     layers = [layer for layer in target.attending if layer <= last_layer]
@@ -155,10 +136,10 @@ def along_first(
         edits: The heads that each edit replaces.
         means: What replaced heads write instead.
     """
-    every = [Edit(), *map(Edit, edits)]
+    every: list[Parts] = [(), *edits]
     edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
     ids = tokens.repeat(len(every))[:, None]
-    batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), tuple(every), edit_of, means)
+    batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), every, edit_of=edit_of, values=means)
     return read(batch).along[:, 0].reshape(len(every), -1)
 
 

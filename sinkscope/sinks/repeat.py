@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Mean, Result, Row, Setup, measurement
 from sinkscope.measure.margin import margin_of, share_interval
@@ -32,7 +32,6 @@ from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
-from sinkscope.opening.load import open_target
 from sinkscope.results.notation import percent, word_form, word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
@@ -142,7 +141,7 @@ def draw(result: Repeat) -> go.Figure:
     return figure_of(fig, result, width=1200, height=480)
 
 
-@measurement(figure=draw)
+@measurement(figure=draw, loading="fits")
 def repeat(
     setup: Setup,
     *,
@@ -277,16 +276,17 @@ def effect_of_copies(
 
 def read_probabilities(sweep: Sweep) -> Repeat:
     """Read how likely each word comes once more."""
-    setup = sweep.setup
-    if not setup.target.resident:  # logits need the whole model in memory
-        model, options = setup.source
-        setup = replace(setup, target=open_target(model, **options, whole=True))
+    target = sweep.setup.target
+    if not target.resident:
+        raise UnsupportedError(
+            f"{target.name} is read layer by layer, without probabilities: open it whole, and give it"
+        )
 
     def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
         return logits.float().softmax(-1)[..., sweep.words]
 
     def read(rows: TokenRows) -> Float[Tensor, "one token n"]:
-        probability = trace(setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
+        probability = trace(target, rows, ["logits"], of_words, batch_size=1)["logits"]
         return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T[None]
 
     return read_copies(sweep, "probability", read, ["intact"], stopped_after)

@@ -158,9 +158,3 @@ def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
     if len(ids) < 2:
         raise SinkscopeError(f"one piece of {length} tokens is held out, and 2 are needed: give a longer --text")
     return ids
-
-
-@torch.no_grad()
-def logits_of(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
-    """Return the logits of what follows each token, float32."""
-    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float()

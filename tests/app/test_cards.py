@@ -18,7 +18,7 @@ from sinkscope.app.compare import Comparison, compare
 from sinkscope.app.scan import scan
 from sinkscope.measure import Setup
 from sinkscope.measure.merge import CHANGED, SAME
-from sinkscope.results.notation import neuron_name
+from sinkscope.results.notation import Neuron
 from sinkscope.results.row import Mean, Row, row_beside
 
 pytestmark = pytest.mark.few_texts
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.few_texts
 @pytest.fixture
 def neuron() -> str:
     """The neuron that makes its sink."""
-    return neuron_name(*organism("llama", 2).truth.neurons[0])
+    return str(Neuron.of(organism("llama", 2).truth.neurons[0]))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from sinkscope.app.view.explorer import Explorer, ids_of
 from sinkscope.app.view.page import application
 from sinkscope.app.view.result import ViewedText
 from sinkscope.measure import Setup
-from sinkscope.results.notation import neuron_name
+from sinkscope.results.notation import Neuron
 
 
 def explorer(o: Organism, folder: Path) -> Explorer:
@@ -52,7 +52,7 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     panel = [name for name in marks if ".H" in name]
     assert found.marks == tuple(dict.fromkeys(panel)) and bool(heads) == bool(panel)  # framed as in the panel
     assert found.layer >= o.truth.sink_layer and text.spikes == (0,)
-    assert set(found.neurons) == {neuron_name(*site) for site in o.truth.neurons}
+    assert set(found.neurons) == {str(Neuron.of(site)) for site in o.truth.neurons}
     assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
     at_sink = [variant.norm[found.layer, 0] for variant in (intact, zeroed, patched, control)]
     assert at_sink[1] < 0.5 * at_sink[0] and at_sink[2:] == pytest.approx([at_sink[0]] * 2, rel=0.1)

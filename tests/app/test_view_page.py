@@ -20,8 +20,7 @@ from sinkscope.app.view.page import serve, view_page
 from sinkscope.app.view.result import ModelView, OtherMeasurement
 from sinkscope.app.view.switches import RANDOM_SWITCH
 from sinkscope.files.output import write_output
-from sinkscope.results.notation import percent
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron, percent
 from sinkscope.results.row import row_of
 from sinkscope.sinks.spikes.records import neuron_of
 

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron
 from sinkscope.results.row import row_of
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron
 
 from .build import HardBuild, kinds
 from .hard import calm

@@ -1,9 +1,6 @@
-"""Progress in a notebook is a widget, and outside of notebooks and terminals nothing."""
+"""Progress shows nothing outside of notebooks and terminals."""
 
 from __future__ import annotations
-
-import sys
-from types import SimpleNamespace
 
 from sinkscope.results.console import ProgressBar
 
@@ -12,12 +9,3 @@ def test_outside_of_notebooks_nothing_is_shown(capsys):
     with ProgressBar() as bar:
         bar("reading", 0, 4)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_notebook_shows_progress_until_it_ends(monkeypatch, capsys):
-    shell = type("ZMQInteractiveShell", (), {})()
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    with ProgressBar() as bar:
-        bar("reading <layers>", 1, 4)
-        assert ProgressBar.shown is not None and ProgressBar.shown.n == 1
-    assert ProgressBar.shown is None and "reading" in capsys.readouterr().err

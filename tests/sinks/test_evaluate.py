@@ -14,7 +14,7 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron
 from sinkscope.sinks.patch import PatchResult, copies_rows, random_patch
 from sinkscope.sinks.patch import patch as measured
 from sinkscope.sinks.tokens import held_out

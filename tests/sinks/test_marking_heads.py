@@ -14,8 +14,7 @@ from organisms import FAMILIES, Organism, organism
 from raw_kit import inputs_edited, residuals
 from refusals import refused
 
-from sinkscope.results.notation import read_head
-from sinkscope.results.parts import Head
+from sinkscope.results.notation import Head, read_head
 from sinkscope.results.row import Row
 from sinkscope.sinks.first_tokens import along_first, count_margin, heads_that_mark, heads_up_to, spike_of
 from sinkscope.sinks.spikes.edited import left_of, means_of

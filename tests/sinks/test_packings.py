@@ -17,7 +17,7 @@ from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron
 from sinkscope.sinks.first_tokens import heads_that_mark
 from sinkscope.sinks.spikes.records import SpikeResult, part_of
 

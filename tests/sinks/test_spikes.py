@@ -13,8 +13,8 @@ from organisms import HARD, UNSEEN
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.edited import Batch, Edit
+from sinkscope.results.notation import Neuron
+from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -141,7 +141,14 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
 def test_neurons_are_zeroed_at_the_place_alone_or_everywhere(bundled, everywhere):
     """What the down projection of the planted neuron gets at each position, beside the intact model."""
     spike = sinks_of(bundled).spikes[0].spike
-    batch = Batch((spike,), spike.survey.ids[:2], (spike.place.mask[:2],), (Edit((Neuron(1, None, 338),), everywhere),))
+    batch = Batch(
+        (spike,),
+        spike.survey.ids[:2],
+        (spike.place.mask[:2],),
+        [(Neuron(1, None, 338),)],
+        everywhere,
+        torch.zeros(2, dtype=torch.long),
+    )
     seen = []
     down = bundled.target.model.model.layers[1].mlp.down_proj
     hook = down.register_forward_hook(lambda module, args, output: seen.append(args[0][..., 338].clone()))

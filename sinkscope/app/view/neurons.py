@@ -14,7 +14,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.neurons import flat_number, view_layer
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron
 from sinkscope.results.row import Row
 from sinkscope.sinks.spikes.asked import ALONE, Case, measure
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons

@@ -19,7 +19,7 @@ from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.neurons import norms_of
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.notation import Head, Neuron
 from sinkscope.sinks.spikes.find import Sinks, sinks_of
 from sinkscope.sinks.spikes.result import WhySink
 from sinkscope.sinks.thresholds import STANDS_OUT
@@ -102,7 +102,7 @@ class TextReading:
 def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> TextReading:
     """Read a text under an edit, or intact (None), in one pass."""
     target, length = sink.setup.target, len(ids)
-    shape = (sink.setup.n_layers, sink.setup.n_heads, length)
+    shape = (sink.setup.target.n_layers, sink.setup.target.n_heads, length)
     rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
 
     def see(seen: AttentionRows) -> None:
@@ -113,7 +113,7 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
     def keep(layer: int, output: object) -> None:
         norms[layer] = norms_of(first_tensor(output)[0]).cpu().numpy()
 
-    norms = np.zeros((sink.setup.n_layers, length), np.float32)
+    norms = np.zeros((sink.setup.target.n_layers, length), np.float32)
     hooks = list[Hook]()
     for number, layer in enumerate(target.layers):
         hooks.append((layer, "post", on_output(partial(keep, number))))

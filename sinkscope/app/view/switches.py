@@ -19,8 +19,7 @@ from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
-from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.notation import Head, Neuron, word_list
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 
 FEWEST_TOKENS = 8  # of a text whose middle one can be switched
@@ -77,7 +76,7 @@ def switch_off(
 ) -> Switch:
     """Zero some neurons and replace some heads by their mean; the control does the same to random ones."""
     setup, edit = sink.setup, _off(neurons, heads)
-    every = starmap(Head, product(sorted({head.layer for head in heads}), range(setup.n_heads)))
+    every = starmap(Head, product(sorted({head.layer for head in heads}), range(setup.target.n_heads)))
     others = [head for head in every if head not in (*heads, *sink.marks)]
     if len(others) < len(heads):
         return Switch(name, edit, meaning=meaning)

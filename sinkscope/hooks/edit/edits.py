@@ -33,8 +33,7 @@ from sinkscope.hooks.trace import resolve
 from sinkscope.models.inputs import check_site
 from sinkscope.models.neurons import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
-from sinkscope.results.notation import count_of
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.notation import Head, Neuron, count_of
 
 
 @dataclass(frozen=True, eq=False)

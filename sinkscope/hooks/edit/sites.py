@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole, Wording, check_values, checked_value
-from sinkscope.results.notation import read_head, read_neuron
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron, read_head, read_neuron
 
 SiteLike = Neuron | Sequence[int] | str
 Where = Literal["post", "up"]

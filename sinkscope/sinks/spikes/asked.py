@@ -28,7 +28,7 @@ from sinkscope.measure.margin import mean_of, resampled_margin
 from sinkscope.models.draws import draws
 from sinkscope.results.row import Mean, Row, of_table, row_of
 from sinkscope.sinks.spikes.controls import equal_sets, other_components
-from sinkscope.sinks.spikes.edited import Batch, Edit, SpikeTexts, intact_losses, read, takes_positions
+from sinkscope.sinks.spikes.edited import Batch, SpikeTexts, intact_losses, read, takes_positions
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.places import at_position
 from sinkscope.sinks.spikes.records import AS_IT_IS, CAUSES, NO_EQUAL, ONE_OTHER, PURPOSE_CONTROLS, TAKEN, TAKEN_SIGHT
@@ -116,8 +116,8 @@ def measure(
     chosen = texts.rows[: case.texts]
     count = max(len(chosen), len(case.sets))
     rows, edit_of = torch.arange(count) % len(chosen), torch.arange(count) % len(case.sets)
-    batch = texts.batch([Edit(parts, case.everywhere) for parts in case.sets], chosen[rows], edit_of)
-    batch = replace(batch, value=case.value, layers=case.layers)
+    batch = texts.batch(case.sets, chosen[rows], edit_of)
+    batch = replace(batch, everywhere=case.everywhere, value=case.value, layers=case.layers)
     if case.hide is not None:
         hidden = batch.places[0] if case.hide == "place" else at_position(batch.ids, case.hide)
         batch = replace(batch, unseen=hidden[:, None].expand(-1, hidden.shape[1], -1))
@@ -156,7 +156,8 @@ def measure(
 
 @torch.no_grad()
 def effects_of(texts: SpikeTexts, needs: Needs, chosen: Survey, hidden: Row | None, seed: int) -> list[Row]:
-    """Measure what the needed set of a spike does, beside what others do that write as much; empty if none is needed.
+    """Measure what the needed set of a spike does, beside what others do that write as much, and each unit of it;
+    nothing if none is needed.
 
     Args:
         texts: The texts of the spike.
@@ -180,27 +181,20 @@ def effects_of(texts: SpikeTexts, needs: Needs, chosen: Survey, hidden: Row | No
     rows += [] if hidden is None else [hidden]
     candidates = {neuron for unit in needs.writers.units for neuron in unit}
     equal = equal_sets(chosen, needs.units, candidates, seed)
+    alone = alone_of(texts, needs, at_place)
     if equal is None:
-        return [*rows, row_of("controls", "busiest", "no other neuron of these layers writes anything")]
+        return [*rows, row_of("controls", "busiest", "no other neuron of these layers writes anything"), *alone]
     control = partial(Case, table="controls", everywhere=True, texts=FEW, note="" if equal.enough else NO_EQUAL)
     controls = [control(name="busiest", sets=(equal.busiest,), norm=equal.norms[0])]
     if equal.random:
         controls.append(control(name="random", sets=equal.random, norm=float(np.mean(equal.norms[1:]))))
-    return [*rows, *(measure(case, texts, layers, like=at_place) for case in controls)]
+    return [*rows, *(measure(case, texts, layers, like=at_place) for case in controls), *alone]
 
 
-@torch.no_grad()
 def alone_of(texts: SpikeTexts, needs: Needs, at_place: Row) -> list[Row]:
-    """Measure what single needed units do, strongest effect on the spike first.
-
-    Args:
-        texts: The texts of the spike.
-        needs: What it needs.
-        at_place: What the needed set does there: of a single unit that is it.
-    """
-    units = [unit for unit in needs.alone if unit in needs.units][:UNITS]
+    """Measure what single needed units do, strongest effect first; a single one is the set at the place."""
     layers, rows = texts.spike.reading_layers if texts.whole else (), list[Row]()
-    for unit in units:
+    for unit in [unit for unit in needs.alone if unit in needs.units][:UNITS]:
         row = at_place
         if len(needs.units) > 1:
             row = measure(Case(table="alone", name="", sets=(unit,), texts=ALONE), texts, layers)
@@ -288,7 +282,7 @@ def from_layer(layers: range) -> str:
 def takers(case: Case, texts: SpikeTexts) -> dict[str, Mean]:
     """Return which of the next positions takes over most, and how many heads attend to it."""
     counts: dict[int, Mean] = {}
-    batch = texts.batch([Edit()], texts.rows, torch.zeros(len(texts.rows), dtype=torch.long))
+    batch = texts.batch((), texts.rows, torch.zeros(len(texts.rows), dtype=torch.long))
     unseen = batch.places[0][:, None].expand(-1, batch.ids.shape[1], -1)
     for position in TAKERS:
         there = replace(batch, places=(at_position(batch.ids, position),), unseen=unseen, layers=case.layers)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,10 +37,11 @@ from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.neurons import groups_of, heads_point, neurons_point
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
+from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
-from sinkscope.sinks.thresholds import NARROWEST, READS
+from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 LOGITS = 1 << 23  # logits of a text at most: of very large vocabularies, every second token is read, or fewer
@@ -47,19 +49,6 @@ AT_ONCE = 16  # tokens whose logits become losses together: of more, each time n
 ORDINARY = 8  # from here on values are averaged
 Written = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Parts that are removed.
-
-    Attributes:
-        parts: The parts. Components and heads are replaced at the place alone.
-        everywhere: Whether neurons are zeroed at every position; else at the place alone.
-    """
-
-    parts: Parts = ()
-    everywhere: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +59,9 @@ class Batch:
         spikes: The spikes whose projections are read.
         ids: The tokens of each row.
         places: The place of each spike in them; edits act at the first, and attention to it is read.
-        edits: The edits.
-        edit_of: Number of each row's edit. None: all have the first.
+        edits: Sets of parts. Neurons are zeroed, components and heads replaced at the place.
+        everywhere: Whether neurons are zeroed at every position; else at the place alone.
+        edit_of: Number of each row's set. None: nothing is removed.
         values: What replaced parts write instead.
         texts: Number of each row's text in the survey, from whose states a pass may start. None: it is in none.
         unseen: What queries do not see beyond what is causal.
@@ -83,7 +73,8 @@ class Batch:
     spikes: tuple[Spike, ...]
     ids: TokenRows
     places: tuple[Mask, ...]
-    edits: tuple[Edit, ...] = (Edit(),)
+    edits: Sequence[Parts] = ()
+    everywhere: bool = False
     edit_of: Int[Tensor, " row"] | None = None
     values: Written = field(default_factory=dict)
     texts: Int[Tensor, " row"] | None = None
@@ -100,7 +91,7 @@ class Batch:
     @property
     def acts_at(self) -> int:
         """The first layer in which anything acts."""
-        layers = [part.layer or 0 for edit in self.edits for part in edit.parts]
+        layers = [part.layer or 0 for parts in self.edits for part in parts]
         if self.unseen is not None or self.value is not None:
             layers += [0] if self.layers is None else self.layers[:1]
         if self.positions is not None:
@@ -144,17 +135,13 @@ class Batch:
     def hooks(self) -> list[Hook]:
         """Return the hooks that edit parts, each in its own rows."""
         hooks, place = list[Hook](), self.places[0][..., None]
-        edit_of = torch.zeros(len(self.ids), dtype=torch.long) if self.edit_of is None else self.edit_of
-        everywhere = torch.tensor([edit.everywhere for edit in self.edits])[edit_of, None, None]
-        members = [frozenset(edit.parts) for edit in self.edits]
-        parts = list(dict.fromkeys(part for edit in self.edits for part in edit.parts))
+        members, parts = list(map(frozenset, self.edits)), dict.fromkeys(chain(*self.edits))
         for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
-            removes = torch.tensor([[site in own for site in group.sites] for own in members])[edit_of, None]
-            where = removes & (place | everywhere)
-            hooks.append(neurons_point(self.target, group).rows(where, torch.zeros_like))
+            removes = torch.tensor([[site in own for site in group.sites] for own in members])[self.edit_of, None]
+            hooks.append(neurons_point(self.target, group).rows(removes & (place | self.everywhere), torch.zeros_like))
         for part in parts:
             if not isinstance(part, Neuron):
-                removes = torch.tensor([part in own for own in members])[edit_of, None, None]
+                removes = torch.tensor([part in own for own in members])[self.edit_of, None, None]
                 for point in hook_points_of(self.target, part):
                     hooks.append(point.rows(removes & place, partial(_expanded, self.values[part])))
         return hooks
@@ -203,11 +190,14 @@ def read(
         since: The first position whose attention, loss and state are read.
     """
     target, (count, length) = batch.target, batch.ids.shape
-    positions, size = read_positions(target, length, since), count
+    words, size = int(target.config.vocab_size), count
+    step = -(-length * words // LOGITS)
+    positions = torch.arange(step - 1, length - 1, step)
+    positions = positions[positions >= since]
     if target.resident:
         size = rows_at_once(length, max(target.d_mlp, target.d_model))
         if loss or batch.value == "mean":  # that is a mean over the rows of a pass: as many, whatever is read
-            size = min(size, rows_of_logits(target, len(positions)))
+            size = min(size, max(1, 2 * MOST_NUMBERS // (max(1, len(positions)) * words)))
     layers, passes = [layer for layer in target.attending if layer in heads], list[Reading]()
     for rows in torch.arange(count).split(size):
         passes.append(_read(batch.some(rows), layers, positions if loss and target.resident else None, states, since))
@@ -237,7 +227,8 @@ def _read(
         reading.states[:] = hidden.reshape(*ids.shape, -1)[:, since:].float().cpu()
 
     def attend(rows: AttentionRows) -> None:
-        reading.attention[:, rows.layer] = attention_to(rows.probs, rows.visible, place, since)
+        received, seen = given_later(rows.probs, rows.visible, since)
+        reading.attention[:, rows.layer] = to_place(received, seen, place[:, None])
 
     begins, last = min([batch.acts_at, *layers]), max([*layers, *(spike.peak for spike in spikes)])
     start, hooks = batch.start(begins), list[Hook]()
@@ -259,20 +250,6 @@ def _read(
         else:
             reading.loss[:, positions] = losses_at(target, ids, positions, start)
     return reading
-
-
-def attention_to(
-    probs: Float[Tensor, "row head query key"], visible: Bool[Tensor, "row _ query key"], place: Mask, since: int
-) -> Float[Tensor, "row head"]:
-    """Return mean attention to all positions of a place together, over the later queries that see it.
-
-    It is 0 in a layer whose window is too narrow, and NaN in a row without the place.
-    """
-    sees, own = visible[:, :, since:].tril(since - 1).expand(len(probs), -1, -1, -1), place[:, None]
-    if not bool(sees[0, 0, -1, 0]) and int(sees[0, 0, -1].sum()) + 1 < NARROWEST:
-        return torch.zeros(probs.shape[:2])
-    received, queries = (probs[:, :, since:] * sees).sum(2).cpu(), (sees.sum(2).cpu() * own).amax(-1)
-    return torch.where(own.any(-1), (received * own).sum(-1) / queries.clamp(min=1), torch.nan)
 
 
 def takes_positions(target: Target) -> bool:
@@ -334,20 +311,10 @@ def mean_by_row(cases: Float[Tensor, " case"], place: Mask) -> Float[Tensor, " r
     return torch.zeros(len(place)).index_add_(0, place.nonzero()[:, 0], cases.float()) / place.sum(1)
 
 
-def read_positions(target: Target, length: int, since: int = 0) -> Int[Tensor, " some"]:
-    """Return the positions whose next tokens have their loss read: all, of a very large vocabulary fewer."""
-    step = -(-length * int(target.config.vocab_size) // LOGITS)
-    positions = torch.arange(step - 1, length - 1, step)
-    return positions[positions >= since]
-
-
-def rows_of_logits(target: Target, positions: int) -> int:
-    """Return how many texts have logits of so many positions that memory allows."""
-    return max(1, 2 * MOST_NUMBERS // (max(1, positions) * int(target.config.vocab_size)))
-
-
 @torch.no_grad()
-def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None) -> Float[Tensor, "row some"]:
+def losses_at(
+    target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None = None
+) -> Float[Tensor, "row some"]:
     """Measure the loss of the tokens after some positions, in nats."""
     logits = target.logits_at(ids, positions, start).flatten(0, 1)
     following = ids[:, positions + 1].to(logits.device)
@@ -403,20 +370,20 @@ class SpikeTexts:
 
     def batch(
         self,
-        edits: Sequence[Edit],
+        edits: Sequence[Parts],
         texts: Int[Tensor, " row"],
         edit_of: Int[Tensor, " row"],
-        *,
-        read_others: bool = False,
     ) -> Batch:
         """Return rows that read some texts, by their numbers in the survey, each under an edit."""
-        spikes = (self.spike, *self.others) if read_others else (self.spike,)
-        parts = {part for edit in edits for part in edit.parts if not isinstance(part, Neuron)}
+        spikes = (self.spike, *self.others)
+        parts = {part for part in chain(*edits) if not isinstance(part, Neuron)}
         self.values.update(means_of(self.spike, parts - self.values.keys()))
         places = tuple(spike.place.mask[texts] for spike in spikes)
-        return Batch(spikes, self.spike.survey.ids[texts], places, tuple(edits), edit_of, self.values, texts)
+        return Batch(
+            spikes, self.spike.survey.ids[texts], places, edits, edit_of=edit_of, values=self.values, texts=texts
+        )
 
-    def at_place(self, edits: Sequence[Edit], *, read_others: bool = False) -> Float[Tensor, "edit spike text"]:
+    def at_place(self, edits: Sequence[Parts]) -> Float[Tensor, "edit spike text"]:
         """Measure what is left of spikes in each text, in passes that end at their peaks and at the place."""
         mask, rows = self.spike.place.mask, self.rows
         end = int(mask[rows].any(0).nonzero().max()) + 1
@@ -424,13 +391,13 @@ class SpikeTexts:
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
         edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
-        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, read_others=read_others).until_place()
+        batch = self.batch(edits, rows.repeat(len(edits)), edit_of).until_place()
         along = read(batch).along.reshape(len(edits), len(rows), -1)
         return self.left_of(along.transpose(1, 2), rows)
 
     def along(self, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
         """Measure what is left of the spike in each text, with parts removed at the place."""
-        return self.at_place([Edit(parts) for parts in sets])[:, 0]
+        return self.at_place(sets)[:, 0]
 
     def left(self, sets: Sequence[Parts]) -> dict[Parts, float]:
         """Return what is left of the spike without each set at the place, mean over texts; strongest effect first."""

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import mean_of
 from sinkscope.models.text import beginning
 from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.asked import alone_of, conditions_of, count_readers, effects_of, hidden_of, purpose_of
+from sinkscope.sinks.spikes.asked import conditions_of, count_readers, effects_of, hidden_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.marks import marks_of
 from sinkscope.sinks.spikes.needs import SpikeCircuit, like_needs, needs_of
@@ -103,34 +103,12 @@ def _sinks_of(setup: Setup) -> Sinks:
     return Sinks(survey, report, tuple(ordered))
 
 
-def hidden_behind(setup: Setup, number: int) -> Row | None:
-    """Hide the place of a spike after its first writer, in all texts that report, once for each setup."""
-    circuit = sinks_of(setup).spikes[number]
-    return setup.once((hidden_behind, setup.seed, number), partial(hidden_of, circuit.texts, circuit.first_writer))
-
-
-def effects_in(setup: Setup, number: int) -> list[Row]:
-    """Take step 5 for a spike, once for each setup; nothing for one that is like an earlier one, or needs nothing."""
-    return setup.once((effects_in, setup.seed, number), partial(_effects_in, setup, number))
-
-
-def _effects_in(setup: Setup, number: int) -> list[Row]:
-    sinks = sinks_of(setup)
-    circuit = sinks.spikes[number]
-    if circuit.like is not None:
-        return []
-    texts, needs = circuit.texts, circuit.needs
-    hidden = hidden_behind(setup, number) if needs.units else None
-    rows = effects_of(texts, needs, sinks.survey, hidden, setup.seed)
-    return [*rows, *alone_of(texts, needs, rows[0])] if rows else []
-
-
-def answers_of(sinks: Sinks, hidden: Callable[[int], Row | None], seed: int, parts: Set[str]) -> dict[int, list[Row]]:
+def answers_of(sinks: Sinks, hidden: Mapping[int, Row | None], seed: int, parts: Set[str]) -> dict[int, list[Row]]:
     """Return, by the number of each spike of the first token, what makes its place and what the place is for.
 
     Args:
         sinks: The spikes.
-        hidden: Measures what hiding the place of a spike does, by its number.
+        hidden: What hiding the place of each spike does, by its number.
         seed: Seed of ordinary positions, tokens and keys.
         parts: What is asked: "conditions", "purpose".
     """
@@ -148,7 +126,7 @@ def answers_of(sinks: Sinks, hidden: Callable[[int], Row | None], seed: int, par
             if "purpose" in parts:
                 known = answers[asked[0]] if number != asked[0] else []
                 first_writer = sinks.spikes[number].first_writer
-                answers[number] += purpose_of(spike, first_writer, hidden(number), seed, known)
+                answers[number] += purpose_of(spike, first_writer, hidden.get(number), seed, known)
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
     return answers
@@ -163,16 +141,20 @@ def fields_of(setup: Setup, parts: Set[str]) -> dict[str, Any]:
     """
     sinks, target, results = sinks_of(setup), setup.target, list[SpikeResult]()
     report = sinks.report
+    hidden: dict[int, Row | None] = {}
+    for number, circuit in enumerate(sinks.spikes):
+        if circuit.like is None and parts & {"effects", "purpose"}:
+            hidden[number] = hidden_of(circuit.texts, circuit.first_writer)
     # Steps 7 and 8: conditions and purpose
-    answers = answers_of(sinks, partial(hidden_behind, setup), setup.seed, parts)
+    answers = answers_of(sinks, hidden, setup.seed, parts)
     for number, circuit in enumerate(sinks.spikes):
         rows: list[Row] = []
         # Step 4: marks
         if "marks" in parts:
             rows += marks_of(circuit, setup.seed)
         # Step 5: effects
-        if "effects" in parts:
-            rows += effects_in(setup, number)
+        if "effects" in parts and circuit.like is None:
+            rows += effects_of(circuit.texts, circuit.needs, sinks.survey, hidden.get(number), setup.seed)
         results.append(record_of(circuit, [*rows, *answers.get(number, [])]))
         setup.progress("effects", number + 1, len(sinks.spikes))
     setup.record(texts=len(report.ids))

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.results.parts import Component, Head
+from sinkscope.results.notation import Component, Head
 from sinkscope.results.row import Mean, Row
 from sinkscope.sinks.spikes.asked import Case, measure
 from sinkscope.sinks.spikes.controls import random_heads

@@ -22,9 +22,9 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.results.parts import Component, Neuron
+from sinkscope.results.notation import Component, Neuron
 from sinkscope.results.row import Row, of_table
-from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
+from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.records import WRITES
 from sinkscope.sinks.spikes.spike import Parts, Spike
@@ -86,10 +86,10 @@ def needs_of(spike: Spike, writers: Writers, others: Sequence[Spike]) -> Needs:
         writers: Its candidates.
         others: Other spikes of the same survey, of which is measured what is left.
     """
-    texts = SpikeTexts.of(spike, others)
+    texts = SpikeTexts.of(spike)
     needed, backups = search(texts, writers)
     writers = with_backups(spike, writers, backups)
-    needs = Needs(writers, needed, backups, without_each(texts, writers.units))
+    needs = Needs(writers, needed, backups, without_each(SpikeTexts.of(spike, others), writers.units))
     if not needed:
         left = texts.left([(part,) for part in components(spike.survey.target, spike.peak)])
         order = tuple(part for (part,) in left if isinstance(part, Component))
@@ -102,7 +102,7 @@ def without_each(texts: SpikeTexts, units: Sequence[Unit]) -> dict[Unit, Float[T
     """Return what is left of the spike and of the others at the place without each unit; strongest effect first."""
     if not units:
         return {}
-    left = texts.at_place([Edit(unit) for unit in units], read_others=True).nanmean(-1).nan_to_num(1.0)
+    left = texts.at_place(units).nanmean(-1).nan_to_num(1.0)
     order = left[:, 0].abs().argsort(stable=True).tolist()
     return {units[number]: left[number] for number in order}
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.notation import percent, read_head, read_neuron, word_form, word_list
-from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.results.notation import Component, Head, Neuron, percent, read_head, read_neuron, word_form, word_list
 from sinkscope.results.row import Card, Row, of_table
 from sinkscope.sinks.spikes.places import PlaceWords
 from sinkscope.sinks.thresholds import HALF, REMOVED, STANDS_OUT

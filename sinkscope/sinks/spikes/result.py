@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.measure import Result
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.notation import Head, Neuron
 from sinkscope.results.row import Card, Row, of_table, table_of, with_texts
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import records

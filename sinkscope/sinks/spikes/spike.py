@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place, at_position, sink_places, split_by_label
 from sinkscope.sinks.spikes.records import run
 from sinkscope.sinks.spikes.survey import Survey

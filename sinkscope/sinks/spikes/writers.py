@@ -32,7 +32,7 @@ from sinkscope.models.neurons import (
 )
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.results.row import Mean, Row, of_table, row_of
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Spike
