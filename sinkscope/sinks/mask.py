@@ -17,7 +17,6 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length, read_inputs
 from sinkscope.opening.load import open_target
 from sinkscope.results.notation import word_list
-from sinkscope.sinks.spikes.records import span
 from sinkscope.sinks.spikes.spike import attended, find_spikes
 from sinkscope.sinks.spikes.survey import ratios_of, read_survey, survey_of
 from sinkscope.sinks.thresholds import LEAST_TYPICAL, STANDS_OUT
@@ -98,14 +97,8 @@ def warn_of_layers(high: Bool[Tensor, "layer pos"]) -> None:
     layers = high.any(1).nonzero().flatten().tolist()
     if not layers or bool((high[layers] == high[layers[0]]).all()):
         return
-    runs = [[layers[0]]]
-    for layer in layers[1:]:
-        if layer > runs[-1][-1] + 1:
-            runs.append([])
-        runs[-1].append(layer)
-    words = word_list([span(run[0], run[-1]) for run in runs])
     warn(
-        f"sink_mask marks spikes of layers {words}, which are not at the same positions in all of them: give "
+        f"sink_mask marks spikes of layers {word_list(layers)}, which are not at the same positions in all: give "
         f'site="blocks.{layers[-1]}.hook_resid_post", or the site that you read, for the spikes that stand there'
     )
 

@@ -88,7 +88,7 @@ def test_without_a_site_a_mask_says_in_which_layers_its_spikes_are():
         warn_of_layers(high)
         warn_of_layers(torch.zeros_like(high))
     high[1, 5] = True
-    with pytest.warns(SinkscopeWarning, match="layers 1-2 and 4-5, which are not at the same positions"):
+    with pytest.warns(SinkscopeWarning, match="layers 1, 2, 4 and 5, which are not at the same positions"):
         warn_of_layers(high)
 
 

@@ -87,12 +87,6 @@ class SpikeResult:
         return tuple(part for part in map(part_of, self.needed) if isinstance(part, Neuron))
 
 
-def strongest_control(rows: Iterable[Row]) -> Row | None:
-    """Return the control of the needed set that costs most, or leaves least; None if nothing was removed instead."""
-    controls = [row for row in of_table(rows, "controls").values() if "left" in row.numbers]
-    return max(controls, key=lambda row: (row.get("loss"), -row.get("left")), default=None)
-
-
 def sufficient(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the fewest causes that give an ordinary position half of the spike; each alone, if several do so alone."""
     enough: list[tuple[str, ...]] = []
@@ -142,9 +136,7 @@ def span(first: int, last: int) -> str:
 
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention."
-SUFFICE = "{parts} suffice{s} for the spike at {place}: zeroed there, {they} cost{s} {loss} nats a token, {control}."
-LEAVE = "{parts} suffice{s} for the spike at {place}: zeroed there, {they} leave{s} {left} of it, {control}."
-REPLACED = "Replacing {parts} at {place} costs {loss} nats a token and leaves {left} of its spike, {control}."
+SUFFICE = "{parts} suffice{s} for the spike at {place}: {done} there, {they} {does}, {control}."
 NO_SPIKE = "No norm spike was found: the largest is {ratio:.1f} times the typical one, {where}."
 LEARNED = "{heads} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
 LEGEND = (
@@ -165,6 +157,7 @@ SHOWN = 3  # items that a label names
 MARKING = 8  # rows of heads that mark the first token
 GAP = "   "  # between the items of a label
 
+MARK = ("{left} left", "{others} without others", "{heads} head(s)")
 LEFT = ("{left} of the spike", "{heads} head(s)")
 EFFECT = (
     "{size} other neuron(s) zeroed",
@@ -195,30 +188,28 @@ def needed_sentence(spike: SpikeResult) -> str | None:
     effect = spike.table("effects").get("at place")
     if effect is None:
         return None
-    single, neurons = len(spike.needed) == 1, bool(spike.needed_neurons)
-    names = word_list([with_article(part) for part in spike.needed], 2 if len(spike.needed) == 2 else 1)
-    words = {
-        "parts": names[:1].upper() + names[1:] if neurons else names,
-        "s": "s" if single else "",
-        "they": "it" if single else "they",
-        "place": spike.place.words,
-        "loss": effect.numbers.get("loss"),
-        "left": effect.numbers["left"],
-        "control": beside_control(spike, effect),
-    }
-    if "loss" not in effect.numbers:
-        return LEAVE.format(**words)
-    return (SUFFICE if neurons else REPLACED).format(**words)
+    s, they = ("s", "it") if len(spike.needed) == 1 else ("", "they")
+    does = f"leave{s} {effect.numbers['left']} of it"
+    if "loss" in effect.numbers:
+        does = f"cost{s} {effect.numbers['loss']} nats a token"
+    return SUFFICE.format(
+        parts=word_list([component(part) for part in spike.needed], 2 if len(spike.needed) == 2 else 1),
+        s=s,
+        place=spike.place.words,
+        done="zeroed" if spike.needed_neurons else "replaced",
+        they=they,
+        does=does,
+        control=beside_control(spike, effect),
+    )
 
 
 def beside_control(spike: SpikeResult, effect: Row) -> str:
-    """Return what the strongest control does; the words say so if it does as much as the needed set."""
-    control = strongest_control(spike.rows)
-    if control is None:
+    """Return what the control does that costs most, or leaves least; the words say so if that is as much."""
+    controls = [row for row in spike.table("controls").values() if "left" in row.numbers]
+    if not controls:
         return "without a control"
+    control = max(controls, key=lambda row: (row.get("loss"), -row.get("left")))
     what = {"busiest": "the busiest others", "random": "random others"}[control.name]
-    if not spike.needed_neurons:
-        what = "other components"
     number, least, as_much = "left", "no less than", control.get("left") <= effect.get("left") + effect.margin("left")
     if "loss" in effect.numbers and "loss" in control.numbers:
         number, least = "loss", "no more than"
@@ -234,19 +225,22 @@ def cause_sentence(spike: SpikeResult) -> str | None:
     asked, causes = spike.table("conditions"), sufficient(spike.rows)
     if not asked:
         return None
-    cells = {name: row for name, row in asked.items() if {*name.split(", ")} <= {*CAUSES}}
     if not causes:
-        fewer = [asked[AS_IT_IS], *(row for name, row in cells.items() if name.count(",") < 2)]
-        return MAKES_NOTHING.format(share=percent(max(row.get("left") for row in fewer)))
+        given = [row.get("left") for name, row in asked.items() if {*name.split(", ")} <= {*CAUSES, AS_IT_IS}]
+        return MAKES_NOTHING.format(share=percent(max(given)))
     several = len(causes) > 1 and all(asked[cause].get("left") >= HALF for cause in causes)
-    apart = several or len(causes) == 1
-    best = max([asked[cause] for cause in causes] if apart else cells.values(), key=lambda row: row.get("left"))
+    best = max(causes, key=lambda cause: asked[cause].get("left")) if several else ", ".join(causes)
     control = f"an ordinary position: {percent(asked[AS_IT_IS].get('left'))}"
     if "alone" in causes:
         control = f"with one other token visible: {asked[ONE_OTHER].numbers['left']}"
-    words = [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
+    words = said_of(spike, causes)
     joined = " or ".join(words) if several else word_list(words)
-    return MAKES.format(causes=joined, share=best.numbers["left"], control=control)
+    return MAKES.format(causes=joined, share=asked[best].numbers["left"], control=control)
+
+
+def said_of(spike: SpikeResult, causes: Iterable[str]) -> list[str]:
+    """Return causes in words."""
+    return [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
 
 
 def purpose_sentence(spike: SpikeResult) -> str | None:
@@ -255,12 +249,8 @@ def purpose_sentence(spike: SpikeResult) -> str | None:
     if hidden is None:
         return None
     control = max(spike.table(PURPOSE_CONTROLS).values(), key=lambda row: row.get("loss")).numbers["loss"]
-    return COSTS.format(
-        place=spike.place.words,
-        where=hidden.note,
-        loss=hidden.numbers["loss"],
-        control=control.digits(control.value),
-    )
+    words = {"place": spike.place.words, "where": hidden.note, "loss": hidden.numbers["loss"]}
+    return COSTS.format(**words, control=control.digits(control.value))
 
 
 # --- cards ---
@@ -276,21 +266,18 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
     writers = list(spike.table("writers").values())
     alone = [replace(row, name=f"{row.name} zeroed:") for row in spike.table("alone").values()]
     also = [replace(other.named("spike", "read by"), name=f"{other.place.words}:") for other in others]
-    rows = {
-        "norm": norm_words(spike),
-        "needed": needed_words(spike),
-        "writers": listed([row for row in writers if row.note in WRITES], ("{share}",)),
-        "not writers": listed([row for row in writers if row.note not in WRITES], ("{share}", "{left} left")),
-        "components": listed(spike.table("components").values(), ("{share}",), notes=False),
-        **{name: effect_words(row) for table in ("effects", "controls") for name, row in spike.table(table).items()},
-        "alone": listed(alone, (*LEFT, "{loss} nats"), "only ") if len(spike.needed_neurons) > 1 else "",
-        "marks": listed(
-            spike.table("marks").values(), ("{left} left", "{others} without others", "{heads} head(s)"), "without "
-        ),
-        "erasers": listed(spike.table("erasers").values(), ("{share}",), notes=False),
-        "also at": listed(sorted(also, key=lambda row: -row.get("heads")), ("{heads} head(s)",)),
-        "texts": "" if spike.held_out else "the half that chose: the other half does not have this place",
-    }
+    rows = {"norm": norm_words(spike), "needed": needed_words(spike)}
+    rows["writers"] = listed([row for row in writers if row.note in WRITES], ("{share}",))
+    rows["not writers"] = listed([row for row in writers if row.note not in WRITES], ("{share}", "{left} left"))
+    rows["components"] = listed(spike.table("components").values(), ("{share}",))
+    for row in [*spike.table("effects").values(), *spike.table("controls").values()]:
+        rows[row.name] = effect_words(row)
+    if len(spike.needed_neurons) > 1:
+        rows["alone"] = listed(alone, (*LEFT, "{loss} nats"), "only ")
+    rows["marks"] = listed(spike.table("marks").values(), MARK, "without ")
+    rows["erasers"] = listed(spike.table("erasers").values(), ("{share}",))
+    rows["also at"] = listed(sorted(also, key=lambda row: -row.get("heads")), LEFT)
+    rows["texts"] = "" if spike.held_out else "the half that chose: the other half does not have this place"
     return Card(title_of(spike), tuple((label, text) for label, text in rows.items() if text))
 
 
@@ -313,49 +300,40 @@ def needed_words(spike: SpikeResult) -> str:
     if not spike.needed:
         return "no neurons or pair of components that was tried"
     them = {1: "it", 2: "both"}.get(len(spike.needed), f"these {len(spike.needed)}")
-    left = spike.named("spike", "needed").numbers["left"]
     names = word_list([component(part) for part in spike.needed], SHOWN)
-    return f"{names}; {left} left without {them} at the place"
+    return f"{names}; {spike.named('spike', 'needed').numbers['left']} left without {them} at the place"
 
 
 def effect_words(row: Row) -> str:
     """Return what is done in a row of effects or controls, and what comes of it."""
-    phrases = [phrase for phrase in EFFECT if row.get("heads") or row.get("intact") or "{intact}" not in phrase]
-    if row.get("sets") > 1:
-        phrases.append("{reached} of {sets} sets do as much")
-    note = f"place hidden {row.note}: " if row.name == "hidden" else ""
-    said = Row(row.table, row.name, row.numbers, "" if note else row.note).words(phrases)
-    return f"{note}{said}"
+    if row.name == "hidden":
+        return f"place hidden {row.note}: {replace(row, note='').words(EFFECT)}"
+    phrases = [*EFFECT, "{reached} of {sets} sets do as much"] if row.get("sets") > 1 else EFFECT
+    return row.words(phrases)
 
 
-def listed(rows: Iterable[Row], phrases: Sequence[str], start: str = "", *, notes: bool = True) -> str:
+def listed(rows: Iterable[Row], phrases: Sequence[str], start: str = "") -> str:
     """Return the first rows on one line, each with its name, its numbers and its note, and how many more there are."""
-    rows, items = list(rows), list[str]()
-    for row in rows[:SHOWN]:
-        said = Row(row.table, row.name, row.numbers, row.note if notes else "").words(phrases)
-        items.append(f"{start}{component(row.name)} {said}")
-    if len(rows) > SHOWN:
-        items.append(f"and {len(rows) - SHOWN} more")
-    return GAP.join(items)
+    rows = list(rows)
+    items = [f"{start}{component(row.name)} {row.words(phrases)}" for row in rows[:SHOWN]]
+    return GAP.join([*items, f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else items)
 
 
 def answer_cards(spike: SpikeResult) -> list[Card]:
     """Return what makes a position the sink, why heads read it, and what attention to it is for, if this was asked."""
-    where, made = f"{spike.place.words}, {run(*spike.layers)}", list[Card]()
     asked = {name: row.words(LEFT) for name, row in spike.table("conditions").items()}
     if asked:
         for label, causes in (("sufficient", sufficient(spike.rows)), ("necessary", necessary(spike.rows))):
-            words = [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
-            asked[label] = "; ".join(words) or "none of these"
-        made.append(Card(f"What makes a position the sink: {where}", tuple(asked.items())))
+            asked[label] = "; ".join(said_of(spike, causes)) or "none of these"
     constant = {name: row.words((CONSTANT[name],)) for name, row in spike.table("constant").items()}
-    if constant:
-        made.append(Card(f"Why heads read it: {where}", tuple(constant.items())))
-    rows = [*spike.table("purpose").values(), *spike.table(PURPOSE_CONTROLS).values()]
-    if rows:
-        purpose = tuple((row.name, row.words(PURPOSE)) for row in rows)
-        made.append(Card(f"What attention to it is for: {where}", purpose))
-    return made
+    purpose = {**spike.table("purpose"), **spike.table(PURPOSE_CONTROLS)}
+    said = {
+        "What makes a position the sink": asked,
+        "Why heads read it": constant,
+        "What attention to it is for": {name: row.words(PURPOSE) for name, row in purpose.items()},
+    }
+    where = f"{spike.place.words}, {run(*spike.layers)}"
+    return [Card(f"{title}: {where}", tuple(rows.items())) for title, rows in said.items() if rows]
 
 
 def marking_cards(rows: Sequence[Row]) -> list[Card]:
@@ -367,15 +345,11 @@ def marking_cards(rows: Sequence[Row]) -> list[Card]:
 
 def attention_card(rows: Sequence[Row]) -> Card:
     """Return how many heads attend to the place of the first spike, by kind of text, and what else heads attend to."""
-    said: dict[str, str] = {}
-    for row in of_table(rows, "attention").values():
-        said[row.name] = row.words(
-            ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
-        )
+    said = {row.name: row.words(ATTENTION) for row in of_table(rows, "attention").values()}
     kinds = [f"{row.name} {row.numbers['heads']}" for row in of_table(rows, "attention by kind of text").values()]
     said["by kind of text"] = GAP.join(kinds)
     for row in of_table(rows, "attention without a spike").values():
-        said[row.name] = row.words(("{heads} head(s), no spike",))
+        said[row.name] = f"{row.words(LEFT)}, no spike"
     return Card("Attention", tuple((label, text) for label, text in said.items() if text))
 
 
@@ -385,11 +359,3 @@ def attention_card(rows: Sequence[Row]) -> Card:
 def component(part: str) -> str:
     """Return a part on a card, from its name in JSON: "MLP 11", "attention 3", "embedding", "L0.H4"."""
     return part.replace("mlp", "MLP")
-
-
-def with_article(part: str) -> str:
-    """Return a part in a sentence, from its name in JSON."""
-    kind, _, layer = part.partition(" ")
-    if kind == "embedding":
-        return "the embedding"
-    return f"the {component(kind)} of layer {layer}" if layer else part
