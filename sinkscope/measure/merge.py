@@ -131,7 +131,7 @@ def _in_layers(about: str) -> tuple[str, int, int]:
     """The name of a subject without numbers, and its first and last layer; layer 0 if it names none."""
     found = _LAYERS.search(about)
     first, last = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
-    return re.sub(r"\d+", "", about), first, last
+    return re.sub(r"\d+", "", _LAYERS.sub("", about)), first, last
 
 
 def by_chance(judged: int) -> str:

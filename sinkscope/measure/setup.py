@@ -27,17 +27,7 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
-from sinkscope.models.text import (
-    Half,
-    Halves,
-    TextRows,
-    halves_of,
-    kind_rows,
-    put_before,
-    resolve_bos,
-    text_rows,
-    typical_text,
-)
+from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
 from sinkscope.models.text.chat import own_text, text_records
 from sinkscope.opening.load import fits_in_memory, open_target
 
@@ -82,7 +72,6 @@ class Setup:
         edit: The patch, policy, guard and other interventions that the caller requested. None if there are none.
         settings: What `record` added to the result's settings.
         started: `time.perf_counter()` when the measurement began.
-        source: The model as it was given, and the options that open it again in another process.
         memory: Cache for values that several measurements on the same open model share.
         own_text: Whether the text is the user's own; else texts of four kinds are surveyed.
         text_said: How much of the user's own text was read, in a sentence.
@@ -98,7 +87,6 @@ class Setup:
     edit: Intervention | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
-    source: tuple[object, dict[str, Any]] = (None, {})
     memory: dict[Any, Any] = field(default_factory=dict)
     own_text: bool = True
     text_said: str | None = None
@@ -149,9 +137,8 @@ class Setup:
         if field is not None and text is None:
             raise SinkscopeError(f"--field {field}: no text is given whose field it is; give --text")
         records = None if text is None else text_records(text, field)
-        options: dict[str, Any] = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
         whole = loading == "whole" or (loading == "fits" and fits_in_memory(model, device, dtype))
-        target = open_target(model, **options, whole=whole)
+        target = open_target(model, tokenizer, revision=revision, dtype=dtype, device=device, whole=whole)
         if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
             check_finite(target.hf)
         start = resolve_bos(target.tokenizer, target.config, bos)
@@ -162,11 +149,10 @@ class Setup:
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
-        source, own = (model, options), text is not None
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
-        setup = cls(target, start, content, ids, seed, progress or silent, started=started, source=source, own_text=own)
-        return replace(setup, text_said=sentence)
+        setup = cls(target, start, content, ids, seed, progress or silent, started=started)
+        return replace(setup, own_text=text is not None, text_said=sentence)
 
     @property
     def tokenizer(self) -> Any:
@@ -190,21 +176,6 @@ class Setup:
         if unknown is None:
             return 0.0
         return float((self.ids[:, 1:] == unknown).float().mean())
-
-    def survey_rows(self, half: Half, count: int, length: int, bos: int | None) -> TextRows:
-        """Return texts for a survey: of four kinds in turn, from the package; or pieces of the user's own text.
-
-        Args:
-            half: "choose" for what chooses, "report" for what is said of what was chosen.
-            count: Number of texts.
-            length: Tokens of a text.
-            bos: The token that texts begin with. None: none.
-        """
-        if not self.own_text:
-            return kind_rows(self.tokenizer, half, count, length, bos)
-        text = self.halves.choose if half == "choose" else self.halves.report
-        ids = text_rows(self.tokenizer, text, count, length, bos)
-        return TextRows(ids, ("",) * len(ids))
 
     def edited(self) -> AbstractContextManager[Any]:
         """Return a `with` block in which the caller's interventions act."""

@@ -6,14 +6,12 @@ import inspect
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from itertools import product
+from dataclasses import dataclass
 from textwrap import fill
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.plain import plain, visible
-from sinkscope.results.notation import Head, Neuron
 from sinkscope.results.notation import percent as percent_of
 
 MOST_ROWS = 64
@@ -117,23 +115,15 @@ def cell(value: Any, *, percent: bool = False) -> str:
 
 
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return columns of strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
+    """Return columns of strings; those that are empty in every row are dropped.
 
     Args:
         rows: One mapping per row, with the same keys in all.
         percent: Columns shown in per cent.
     """
-    columns: dict[str, list[Any]] = {}
-    for row in rows:
-        named = dict(row)
-        if "layer" in row and "neuron" in row:
-            named["neuron"] = Neuron(named.pop("layer"), named.pop("expert", None), row["neuron"])
-        elif "layer" in row and isinstance(row.get("head"), int):
-            named["head"] = Head(named.pop("layer"), row["head"])
-        for name, value in named.items():
-            columns.setdefault(name, []).append(value)
     shown: dict[str, list[str]] = {}
-    for name, values in columns.items():
+    for name in rows[0] if rows else ():
+        values = [row[name] for row in rows]
         if values.count(None) < len(values):
             shown[name] = [cell(value, percent=name in percent) for value in values]
     return shown
@@ -145,37 +135,25 @@ def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
     Arrays that are None are left out.
     """
     import numpy as np  # slow to load, and few results hold arrays
+    import pandas as pd
 
-    rows: Table = []
-    places = list(product(*axes.values()))
-    columns = {name: plain(np.reshape(values, len(places))) for name, values in arrays.items() if values is not None}
-    for number, labels in enumerate(places):
-        row = dict(zip(axes, labels, strict=True))
-        for name, values in columns.items():
-            row[name] = values[number]
-        rows.append(row)
-    return rows
+    places = pd.MultiIndex.from_product(axes.values(), names=axes)
+    columns = {name: np.ravel(values) for name, values in arrays.items() if values is not None}
+    return plain(pd.DataFrame(columns, index=places).reset_index().to_dict("records"))
 
 
 def glossary(classes: Sequence[type[Any]], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
     """Return the meaning of columns.
 
     Args:
-        classes: Classes of the rows and of the result. Their docstrings and those of the classes of their fields
-            describe the columns; of several that describe one, the first counts.
+        classes: Classes of the rows and of the result, whose docstrings describe the columns; of several that describe
+            one, the first counts.
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
-    parts: list[Any] = list(classes)
     descriptions = dict(own)
-    for part in parts:  # the list grows by what is inside
-        inside = [*get_args(part)]
-        if isinstance(part, type) and is_dataclass(part):
-            inside += get_type_hints(part).values()
-            descriptions = descriptions_of(inspect.getdoc(part) or "", "Attributes") | descriptions
-        for hint in inside:
-            if hint not in parts:
-                parts.append(hint)
+    for part in classes:
+        descriptions = descriptions_of(inspect.getdoc(part) or "", "Attributes") | descriptions
     meaning: dict[str, str] = {}
     for name in names:
         if name in descriptions:

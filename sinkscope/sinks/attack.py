@@ -28,10 +28,10 @@ from sinkscope.models.inputs import check_length
 from sinkscope.results.notation import Head, count_of, percent
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
-from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to
 from sinkscope.sinks.repeat import along_spikes
 from sinkscope.sinks.spikes.edited import means_of
-from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
+from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, spike_of
 from sinkscope.sinks.spikes.needs import SpikeCircuit
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
@@ -118,7 +118,6 @@ def attack(
     *,
     tokens: Sequence[str] | None = None,
     n_tokens: Natural | None = None,
-    spike: Whole | None = None,
     length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
 ) -> ClusterAttack:
@@ -134,8 +133,6 @@ def attack(
     Args:
         tokens: Tokens to cluster and to attack with. By default `n_tokens` tokens of the vocabulary.
         n_tokens: Tokens of the vocabulary, drawn by the seed. By default 256; a larger number than it has is all.
-        spike: Number of the spike in `find_sinks`. By default, among the spikes of the first token that need
-            neurons, the one that most heads read.
         length: Tokens per sequence.
         sequences: Sequences of each kind; 0 finds the clusters only.
     """
@@ -143,7 +140,7 @@ def attack(
     ids = everyone if tokens else sorted(sample_tokens(everyone, n_tokens or 256, setup.seed))
     if sequences:
         check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
-    chosen = spike_of(setup, spike)
+    chosen = spike_of(setup)
     if chosen is None:
         return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `why_sink`.")
     # Step 1: clusters

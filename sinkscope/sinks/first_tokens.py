@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Mean, Row, Setup, mean_of
 from sinkscope.measure.margin import resampled_margin
 from sinkscope.models.target import Target
@@ -25,9 +24,8 @@ from sinkscope.results.notation import Head, word_list
 from sinkscope.results.row import row_of
 from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.edited import Batch, Written, left_of, means_of, read
-from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.spikes.find import spike_of
 from sinkscope.sinks.spikes.marks import Judge, marking_heads
-from sinkscope.sinks.spikes.needs import SpikeCircuit
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.thresholds import ENOUGH, HALF
 from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text, vocabulary
@@ -141,27 +139,3 @@ def along_first(
     ids = tokens.repeat(len(every))[:, None]
     batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), every, edit_of=edit_of, values=means)
     return read(batch).along[:, 0].reshape(len(every), -1)
-
-
-def spike_of(setup: Setup, number: int | None = None) -> SpikeCircuit | None:
-    """Return a spike of the first token that needs neurons; by default the spike that most heads read.
-
-    None: no spike of the first token needs neurons.
-
-    Args:
-        setup: The model and its text.
-        number: Number of the spike in `find_sinks`.
-
-    Raises:
-        SinkscopeError: The spike of this number is at another place, or needs no neurons, or there is none.
-    """
-    fit: dict[int, SpikeCircuit] = {}
-    for own, circuit in enumerate(sinks_of(setup).spikes):
-        if circuit.place.is_first and circuit.needed_neurons:
-            fit[own] = circuit
-    if number is None:
-        return next(iter(fit.values()), None)
-    if number not in fit:
-        have = f"give one of {', '.join(map(str, fit))}" if fit else "this model has none"
-        raise SinkscopeError(f"--spike {number} is no spike at the first token that needs neurons: {have}")
-    return fit[number]

@@ -120,7 +120,7 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
         SinkscopeError: The model or its text cannot be read.
     """
     setup = Setup.open(model, **opening)
-    survey = survey_of(setup, setup.bos)
+    survey = survey_of(setup)
     spikes = find_spikes(survey, setup.tokenizer)
     spikes.sort(key=lambda spike: -spike.size)
     return tuple(dict.fromkeys(dim for spike in spikes for dim in spike.dims))

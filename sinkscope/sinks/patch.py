@@ -27,17 +27,16 @@ from sinkscope.files.output import check_output
 from sinkscope.files.progress import is_first
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Mean, Result, Row, Setup, Whole, measurement
+from sinkscope.measure import Mean, Result, Row, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import Neuron, count_of, percent, word_list
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
-from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 from sinkscope.sinks.spikes.edited import SpikeTexts, losses_at
-from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.spikes.find import sinks_of, spike_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.thresholds import HALF, READS
@@ -151,15 +150,10 @@ def draw(result: PatchResult) -> go.Figure:
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=900, height=480)
 
 
-def check_file(file: Any = None, out: Any = None, spike: Any = None, **_: Any) -> None:
-    """Refuse a file that is evaluated together with what only making a patch uses.
-
-    Raises:
-        SinkscopeError: `file` is given with `out` or `spike`, or holds no patch.
-    """
-    for name, value in (("out", out), ("spike", spike)):
-        if file is not None and value is not None:
-            raise SinkscopeError(f"--{name} has no effect with --file, which holds a patch: leave one of both out")
+def check_file(file: Any = None, out: Any = None, **_: Any) -> None:
+    """Refuse a file that holds no patch, or that is evaluated together with one that is made."""
+    if file is not None and out is not None:
+        raise SinkscopeError("--out has no effect with --file, which holds a patch: leave one of both out")
     if file is not None and not isinstance(file, SinkPatch):
         SinkPatch.load(file)
 
@@ -169,7 +163,6 @@ def patch(
     setup: Setup,
     *,
     file: Any = None,
-    spike: Whole | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
     pieces: Pieces = 32,
@@ -178,16 +171,15 @@ def patch(
 ) -> PatchResult:
     """Make a patch of the neurons that write a spike, prove it, and say what it repairs and costs.
 
-    With the neurons patched, repeated words must not reach half of the first token's projection on the spike's
-    direction, text after them must give them less than half of the attention that it gives them otherwise, and the
-    perplexity of held-out text must not rise. Everything is read without the patch, with it, and with a patch of as
-    many random neurons of the same layers, also in the other spikes of the first token. (Yona et al. 2025, section
-    5.3, patch the neurons of their Table 1 by hand.)
+    The spike is that of the first token that most heads read, of those that need neurons; `SinkPatch.from_result` makes
+    a patch of another, which `file` evaluates. With the neurons patched, repeated words must not reach half of the
+    first token's projection on the spike's direction, text after them must give them less than half of the attention
+    that it gives them otherwise, and the perplexity of held-out text must not rise. Everything is read without the
+    patch, with it, and with a patch of as many random neurons of the same layers, also in the other spikes of the first
+    token. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
         file: A patch that exists, which is evaluated instead; from Python also a `SinkPatch`.
-        spike: Number of the spike in `find_sinks`. By default, among the spikes of the first token that need
-            neurons, the one that most heads read.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
         limit: Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.
         pieces: Number of pieces of held-out text.
@@ -200,11 +192,11 @@ def patch(
         edit = file if isinstance(file, SinkPatch) else SinkPatch.load(file)
         edit.check(setup.target)
         setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
-        spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
+        spikes = first_spikes(survey_of(setup), setup.tokenizer)
         return proof_of(setup, spikes, edit, most, held_out(setup, pieces, length))
     if out is not None:
         check_output(out, ["sink-patch"])
-    sinks, chosen = sinks_of(setup), spike_of(setup, spike)
+    sinks, chosen = sinks_of(setup), spike_of(setup)
     if chosen is None:
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchResult(verdict="no-sink", reason=reason)

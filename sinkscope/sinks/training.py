@@ -103,7 +103,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
             norm
         stands out, or no MLP writes it.
     """
-    survey = survey_of(setup, setup.bos)
+    survey = survey_of(setup)
     spikes = find_spikes(survey, setup.tokenizer)
     numbers = metrics_of([survey])
     if not spikes:

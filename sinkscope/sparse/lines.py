@@ -85,7 +85,7 @@ class LineWeights(Result):
     """
 
     percent = (*ON_LINES, *AGREEMENT)
-    columns = ("head", *ON_LINES)
+    columns = ("layer", "head", *ON_LINES)
 
     etas: tuple[float, ...]
     tokens: tuple[int, ...]

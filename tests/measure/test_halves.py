@@ -60,7 +60,7 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
     read = mock.Mock(side_effect=lambda _target, ids, _kinds: ids)
     with mock.patch.multiple(survey, read_survey=read, SURVEYED=chosen):
         try:
-            first = survey.survey_of(setup, None)
+            first = survey.survey_of(setup)
             second = held_out(setup, *reported)
         except SinkscopeError as error:
             assert "give a longer --text" in str(error) or "is the one token" in str(error)

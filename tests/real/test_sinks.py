@@ -37,7 +37,7 @@ def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
     words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in said]
     rows = torch.tensor([[setup.bos] + made.repeats * [word] for word in words])
     ids = torch.cat([rows, text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None).expand(len(rows), -1)], 1)
-    survey = survey_of(setup, setup.bos)
+    survey = survey_of(setup)
     end, spikes, received = rows.shape[1], first_spikes(survey, setup.tokenizer), survey.attention[..., 0].mean(-1)
     pieces = held_out(setup, 2, 64)
     assert [one.layers[1] for one in spikes] == [8, 29]

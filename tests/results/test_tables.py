@@ -17,7 +17,6 @@ class Row:
 
     Attributes:
         layer: where.
-        neuron: which.
         expert: of a mixture.
         drop: share that is lost.
         share: of it.
@@ -25,7 +24,6 @@ class Row:
 
     layer: int
     expert: int | None
-    neuron: int
     drop: float
     share: float
 
@@ -49,15 +47,15 @@ class Tabled(Result):
 
 
 def test_a_result_explains_its_columns_from_its_docstrings():
-    result = Tabled(parts=(Row(1, None, 338, 0.5, 1.0), Row(1, 2, 7, 0.25, 2.0)))
+    result = Tabled(parts=(Row(1, None, 0.5, 1.0), Row(1, 2, 0.25, 2.0)))
     lines = result.text().splitlines()
     assert [line.split() for line in lines[:3]] == [
-        ["neuron", "drop", "share"],
-        ["L1.N338", "50.0%", "1"],
-        ["L1.E2.N7", "25.0%", "2"],
+        ["layer", "expert", "drop", "share"],
+        ["1", "-", "50.0%", "1"],
+        ["1", "2", "25.0%", "2"],
     ]
     assert lines[-1] == "Conclusion: All is well."
     page = result.to_html()
     assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
     assert "<dt>share</dt><dd>A better word.</dd>" in page
-    assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "neuron", "drop", "share"]
+    assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "drop", "share"]

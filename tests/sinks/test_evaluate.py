@@ -118,7 +118,6 @@ def test_a_model_without_a_spike_has_its_cost_only(tmp_path):
     ("options", "says"),
     [
         ({"out": "p.json"}, "--out has no effect with --file, which holds a patch"),
-        ({"spike": 1}, "--spike has no effect with --file"),
         ({"patch": "none.json"}, "cannot read none.json"),
         ({"text": "short.txt", "length": 100}, "give a longer --text"),
         ({"max_repeats": 2040}, "--max-repeats 2040 and 17 tokens around them"),  # BOS, and the text that follows

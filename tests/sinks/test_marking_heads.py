@@ -12,7 +12,6 @@ import torch
 from attack_kit import measured_spikes, setup_of, text_file
 from organisms import FAMILIES, Organism, organism
 from raw_kit import inputs_edited, residuals
-from refusals import refused
 
 from sinkscope.results.notation import Head, read_head
 from sinkscope.results.row import Row
@@ -167,8 +166,3 @@ def test_layers_without_attention_have_no_heads():
     found = heads_that_mark(measured_spikes(find_sinks, "hybrid", "lfm2")[1], count=4)
     rows = {row.name: row for row in found}
     assert rows["all heads"].get("heads") and {head.layer for head in heads_of(rows)} == {0}
-
-
-def test_a_number_that_is_no_spike_of_the_first_token(llama):
-    with refused("--spike 7 is no spike at the first token that needs neurons: give one of 0"):
-        spike_of(llama[1], 7)

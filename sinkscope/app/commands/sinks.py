@@ -9,8 +9,6 @@ from sinkscope.app.commands.options import Several
 
 SINKS, REPETITION = "Sinks", "Repetition"
 
-spike = click.Option(["--spike"], type=int)
-
 find_sinks = measures(
     "find-sinks",
     SINKS,
@@ -31,7 +29,6 @@ patch = measures(
     "sinkscope patch llama-2-7b --file patch.json",
     params=[
         click.Option(["--file"], metavar="FILE"),
-        spike,
         click.Option(["--max-repeats"], type=int),
         click.Option(["--limit"], default=0.01),
         click.Option(["--pieces"], default=32),
@@ -59,7 +56,6 @@ attack = measures(
     params=[
         Several(["--tokens"], spaces=True, metavar="A,B,..."),
         click.Option(["--n-tokens"], type=int),
-        spike,
         click.Option(["--length"], default=8),
         click.Option(["--sequences"], default=32),
     ],

@@ -79,9 +79,14 @@ def sinks_of(setup: Setup) -> Sinks:
     return setup.once((sinks_of, setup.seed), partial(_sinks_of, setup))
 
 
+def spike_of(setup: Setup) -> SpikeCircuit | None:
+    """Return the spike of the first token that most heads read, of those that need neurons; None without any."""
+    return next((circuit for circuit in sinks_of(setup).at_first if circuit.needed_neurons), None)
+
+
 def _sinks_of(setup: Setup) -> Sinks:
     # Step 1: survey
-    survey, report = survey_of(setup, setup.bos), survey_of(setup, setup.bos, "report")
+    survey, report = survey_of(setup), survey_of(setup, "report")
     # Step 2: spikes
     spikes = find_spikes(survey, setup.tokenizer)
     # Step 3: writers, and what is needed of them; a spike that needs those of an earlier spike is like it

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, combinations
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -144,7 +143,9 @@ def search(texts: SpikeTexts, writers: Writers) -> tuple[tuple[Neuron, ...], tup
     """
     shares = {unit: writers.share(unit) for unit in writers.units}
     writing = [unit for unit, share in shares.items() if share > 0]
-    backups, few, needed = list[Unit](), few_texts(texts), tuple[Unit, ...]()
+    most = texts.spike.place.mask[texts.rows].sum(1).argsort(descending=True, stable=True)
+    few = replace(texts, rows=texts.rows[most[:FEW].sort().values])  # the first texts that have the place most often
+    backups, needed = list[Unit](), tuple[Unit, ...]()
     for _ in range(BACKUPS + 1):
         members = [*writing, *backups]
         needed = smallest_set(few, members, shares)
@@ -162,13 +163,6 @@ def neurons_of(units: Sequence[Unit]) -> tuple[Neuron, ...]:
     return tuple(chain.from_iterable(units))
 
 
-def few_texts(texts: SpikeTexts) -> SpikeTexts:
-    """Return the first texts that have the place most often."""
-    number = texts.spike.place.mask[texts.rows].sum(1)
-    most = number.argsort(descending=True, stable=True)[:FEW].sort().values
-    return replace(texts, rows=texts.rows[most])
-
-
 def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Unit, float]) -> tuple[Unit, ...]:
     """Return the smallest set of units that leaves less than a quarter of the spike; it is empty if none does.
 
@@ -183,34 +177,32 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
     """
     effects = texts.left(members)
     alone = sorted(members, key=lambda unit: abs(effects[unit]))
-    smallest: list[SmallSet] = []
+    smallest: list[tuple[tuple[Unit, ...], float]] = []
     for order in (alone, sorted(members, key=lambda unit: -shares.get(unit, 0.0))):
         lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
         sets = {neurons_of(order[:length]): tuple(order[:length]) for length in dict.fromkeys(lengths) if length}
         left = texts.left(list(sets))
         enough = next((neurons for neurons in sets if abs(left[neurons]) < REMOVED), None)
         if enough is not None:
-            smallest.append(pruned(texts, SmallSet(sets[enough], abs(left[enough]))))
-    best = min(smallest, key=lambda one_set: (len(one_set.units), one_set.left), default=None)
-    return () if best is None else best.units
+            smallest.append(pruned(texts, sets[enough], abs(left[enough])))
+    return min(smallest, key=lambda found: (len(found[0]), found[1]), default=((), 0.0))[0]
 
 
-class SmallSet(NamedTuple):
-    """Units without which less than a quarter of the spike is left, and the absolute value of what is left."""
+def pruned(texts: SpikeTexts, units: tuple[Unit, ...], left: float) -> tuple[tuple[Unit, ...], float]:
+    """Drop the unit that adds least, again and again, as long as less than a quarter of the spike is left.
 
-    units: tuple[Unit, ...]
-    left: float
-
-
-def pruned(texts: SpikeTexts, small: SmallSet) -> SmallSet:
-    """Drop the unit that adds least, again and again, as long as less than a quarter of the spike is left."""
-    while len(small.units) > 1:
-        sets = {neurons_of(fewer): fewer for fewer in combinations(small.units, len(small.units) - 1)}
-        best, left = next(iter(texts.left(list(sets)).items()))
-        if abs(left) >= REMOVED:
+    Args:
+        texts: The texts.
+        units: The units.
+        left: Absolute value of what is left without them.
+    """
+    while len(units) > 1:
+        sets = {neurons_of(fewer): fewer for fewer in combinations(units, len(units) - 1)}
+        best, share = next(iter(texts.left(list(sets)).items()))
+        if abs(share) >= REMOVED:
             break
-        small = SmallSet(next(fewer for neurons, fewer in sets.items() if neurons == best), abs(left))
-    return small
+        units, left = next(fewer for neurons, fewer in sets.items() if neurons == best), abs(share)
+    return units, left
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:

@@ -93,7 +93,8 @@ def writers_of(spike: Spike) -> Writers:
     candidates, units, target = dict[Neuron, Row](), list[Unit](), spike.survey.target
     parts, skips = of_table(components_of(spike), "components"), target.skips_layers
     for layer in target.with_neurons:
-        if layer > spike.peak or (not skips and abs(share_of_mlp(parts, layer)) < NAMED):
+        mlp = parts.get(f"mlp {layer}", Row("components", ""))
+        if layer > spike.peak or (not skips and abs(mlp.get("share")) < NAMED):
             continue
         with target.loaded(layer):
             view = of_layer(spike, layer, spike.survey.start(layer))
@@ -109,12 +110,6 @@ def writers_of(spike: Spike) -> Writers:
 def neuron_at(target: Target, layer: int, number: int) -> Neuron:
     """Return the neuron of a number of a `LayerView`."""
     return Neuron(layer, *expert_and_neuron(target, layer, number))
-
-
-def share_of_mlp(parts: Mapping[str, Row], layer: int) -> float:
-    """Return what the MLP of a layer writes, of the rows of components; 0 if it is not among them."""
-    name = f"mlp {layer}"
-    return parts[name].get("share") if name in parts else 0.0
 
 
 @dataclass(frozen=True, eq=False)
