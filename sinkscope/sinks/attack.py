@@ -35,7 +35,7 @@ from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, spike_of
 from sinkscope.sinks.spikes.needs import SpikeCircuit
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
-from sinkscope.sinks.tokens import PerToken, TokenRows, hold_layers, refuse_n_tokens, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import PerToken, TokenRows, refuse_n_tokens, sample_tokens, vocabulary
 
 TOKENS = 128  # tokens of one pass; each takes two more rows than layer 0 has heads
 SERVED, UNNEEDED, INTACT = "tokens that have the spike by one head of layer 0", "without any head", "with all heads"
@@ -169,7 +169,8 @@ def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, t
         The heads; and how many tokens have the spike by one head, with all heads and without any, and by which head.
     """
     heads = heads_up_to(setup.target, 0)
-    hold_layers(setup.target, spike.peak)
+    if setup.target.store is not None:  # many passes go through all of these layers
+        setup.target.store.resident = spike.peak + 1
     means, edits = means_of(spike, heads), [heads]  # all replaced, then all but each one
     for head in heads:
         edits.append(tuple(other for other in heads if other != head))

@@ -1,6 +1,6 @@
 """What n repetitions of a token do to a model (Yona et al. 2025, Fig. 1 to 9).
 
-1. A sequence is what texts begin with, the prefix, and one token n times. One causal pass has every n.
+1. A sequence is what texts begin with, and one token n times. One causal pass has every n.
 2. Norm: each copy on the direction of each spike of the first token. Attention: what text after the copies gives to
    them. Probability: that the token comes once more.
 3. Two controls at the position of the last copy: one copy after ordinary tokens, and ordinary tokens alone.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Mean, Result, Row, Setup, measurement
 from sinkscope.measure.margin import margin_of, share_interval
@@ -147,23 +147,21 @@ def repeat(
     *,
     quantity: Quantity = "norm",
     tokens: Sequence[str] | None = None,
-    prefix: str | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
 ) -> Repeat:
     """Measure what n repetitions of a token do to its norm, its attention or the next token's probability.
 
-    One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
-    without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
+    One causal pass per token contains every number of repetitions. A sequence is BOS and the repetitions;
+    without BOS, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
     and section 5). `patch` says what a patch changes.
 
     Args:
         quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"
             that copies and the sink receive; "probability" that the token comes once more.
         tokens: Words to repeat, each one token. By default five words of the text.
-        prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
     """
-    sweep = sweep_of(setup, tokens, prefix, max_repeats, TAIL if quantity == "attention" else 0)
+    sweep = sweep_of(setup, tokens, max_repeats, TAIL if quantity == "attention" else 0)
     if quantity == "probability":
         return read_probabilities(sweep)
     sinks = sinks_of(setup)
@@ -215,30 +213,23 @@ class Sweep:
         return append_copy(others, self.rows), others
 
 
-def sweep_of(
-    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, max_repeats: int | None, after: int = 0
-) -> Sweep:
+def sweep_of(setup: Setup, tokens: Sequence[str] | None, max_repeats: int | None, after: int = 0) -> Sweep:
     """Choose the tokens of a reading and build its sequences.
 
-    What stands before a text (BOS, or several special tokens) and the prefix stand first; if neither, a word of the
-    text does.
+    What stands before a text (BOS, or several special tokens) stands first; if nothing, a word of the text does.
 
     Args:
         setup: The model and its text.
         tokens: The words to repeat. None: words of the text.
-        prefix: Text before the repetitions.
         max_repeats: Number of repetitions. None: 1,024, or what the context holds.
         after: Positions of the context that are kept free for what follows.
 
     Raises:
-        SinkscopeError: A word is not one token, or occurs in the prefix, or the context is too short.
+        SinkscopeError: A word is not one token, or the context is too short.
     """
     words = pick_tokens(setup, tokens)
-    leading = setup.tokenizer(prefix or "", add_special_tokens=False)["input_ids"]
-    if not {*leading}.isdisjoint(words):
-        raise SinkscopeError(f"--prefix {prefix!r} contains a repeated token, which would be one more repetition")
     # Any token in first place is marked, so it must not be a repeated one.
-    before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefix_of(setup, words)
+    before = [*beginning(setup.tokenizer, setup.bos)] or prefix_of(setup, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count)
     return Sweep(setup, len(before), repeated(before, words, count))

@@ -106,12 +106,6 @@ def token_texts(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def hold_layers(target: Target, layer: int) -> None:
-    """Keep every layer up to `layer` of a streamed model in memory, because many passes go through all of them."""
-    if target.store is not None:
-        target.store.resident = layer + 1
-
-
 def prefix_of(setup: Setup, tokens: Sequence[int]) -> list[int]:
     """Return what stands before repeated tokens: BOS or, without BOS, a token of the text that is not repeated."""
     if setup.bos is not None:

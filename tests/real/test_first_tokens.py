@@ -34,7 +34,7 @@ def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):
     """No head of layer 0 is needed by most tokens, and without all heads up to layer 11 nothing is left."""
     model = smollm2.model
     setup = Setup.open(model, tokenizer=smollm2.tokenizer)
-    chosen, tokens = spike_of(setup, None), torch.tensor([1, 260, 504, 7439, 1127, 5568])
+    chosen, tokens = spike_of(setup), torch.tensor([1, 260, 504, 7439, 1127, 5568])
     assert chosen is not None
     spike = chosen.spike
     means = mean_outputs(model, spike.survey.ids, range(12), spike.ordinary)

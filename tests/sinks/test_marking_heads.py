@@ -81,10 +81,10 @@ def test_planted_heads_are_recovered(kind, tmp_path):
 
 def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], layer: int) -> torch.Tensor:
     """The state of a token that stands alone, with heads of layer 0 at their mean over ordinary positions."""
-    ordinary, seen = spike_of(setup, None).spike.ordinary, []
+    ordinary, seen = spike_of(setup).spike.ordinary, []
     o_proj, n_heads = o.model.model.layers[0].self_attn.o_proj, o.model.config.num_attention_heads
     with inputs_edited(o_proj, lambda z: seen.append(z.clone()) or z), torch.no_grad():
-        o.model(spike_of(setup, None).spike.survey.ids)
+        o.model(spike_of(setup).spike.survey.ids)
     means = seen[0][ordinary].mean(0).unflatten(0, (n_heads, -1))
 
     def swap(z):
@@ -99,7 +99,7 @@ def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], l
 def test_what_is_left_without_a_set_is_that_of_hooks_of_our_own(tmp_path):
     o = organism("llama", 3)
     setup = setup_of(o, text=text_file(o, tmp_path, 8))
-    spike = spike_of(setup, None).spike
+    spike = spike_of(setup).spike
     every = heads_up_to(setup.target, 0)
     tokens = torch.tensor([o.tokenizer.bos_token_id, *(o.tokens_of(group)[0] for group in (0, 1))])
     sets = [(head,) for head in every] + [every, every[:2]]

@@ -44,7 +44,6 @@ repeat = measures(
     params=[
         click.Option(["--quantity"], type=click.Choice(["norm", "attention", "probability"]), default="norm"),
         Several(["--tokens"], spaces=True, metavar="A,B,..."),
-        click.Option(["--prefix"]),
         click.Option(["--max-repeats"], type=int),
     ],
 )
