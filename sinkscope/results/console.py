@@ -93,9 +93,10 @@ def note(message: str) -> None:
     """Print a line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
         bar = ProgressBar.shown
-        painted = bar is not None and not bar.disable
-        print((ERASE if painted else "") + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
-        if painted:
+        if bar is not None and bar.disable:
+            bar = None
+        print((ERASE if bar is not None else "") + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        if bar is not None:
             bar.refresh()
     except (OSError, ValueError):
         drop(sys.stderr)

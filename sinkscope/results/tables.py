@@ -137,7 +137,7 @@ def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
     import numpy as np  # slow to load, and few results hold arrays
     import pandas as pd
 
-    places = pd.MultiIndex.from_product(axes.values(), names=axes)
+    places = pd.MultiIndex.from_product([*axes.values()], names=[*axes])
     columns = {name: np.ravel(values) for name, values in arrays.items() if values is not None}
     return plain(pd.DataFrame(columns, index=places).reset_index().to_dict("records"))
 
