@@ -4,7 +4,7 @@
 - Alone: the units of the needed set, one by one.
 - Conditions: an ordinary position gets the place's token, sees only itself, has its position id, each alone and
   together; each is taken away at the place (Barbero et al. 2025, Sun et al. 2024, and later papers each claim one).
-- Purpose: what later tokens lose without the place, or with another value there; how far a change spreads then.
+- Purpose: what later tokens lose without the place, or with another value there.
 
 Everything is read in texts that did not choose what is removed.
 """
@@ -45,8 +45,7 @@ SHIFT = 32  # by which the start is shifted
 BEFORE = 4  # tokens that the place sees before itself
 DRAWS = 4  # positions of each text that see one other token: it matters much which both are
 BEGIN = 16  # tokens from here on are read for the purpose: all come after the keys that are hidden
-CHANGED = 12  # the token that is another one, to see how far this spreads
-KEYS = range(4, CHANGED)  # ordinary keys that may be hidden
+KEYS = range(4, 12)  # ordinary keys that may be hidden
 TAKERS = (1, 2)  # positions that may take over
 
 
@@ -100,7 +99,6 @@ def measure(
     like: Row | None = None,
     losses: bool = True,
     since: int = 0,
-    changed: TokenRows | None = None,
 ) -> Row:
     """Measure a case.
 
@@ -111,7 +109,6 @@ def measure(
         like: What the needed set does, which the sets may do as well: those that do are counted.
         losses: Whether the loss is read.
         since: The first position that is read.
-        changed: The same texts with another token, to see how far that spreads.
     """
     chosen = texts.rows[: case.texts]
     count = max(len(chosen), len(case.sets))
@@ -121,7 +118,7 @@ def measure(
     if case.hide is not None:
         hidden = batch.places[0] if case.hide == "place" else at_position(batch.ids, case.hide)
         batch = replace(batch, unseen=hidden[:, None].expand(-1, hidden.shape[1], -1))
-    seen = read(batch, layers, loss=losses and bool(layers), states=changed is not None, since=since)
+    seen = read(batch, layers, loss=losses and bool(layers), since=since)
     left = texts.left_of(seen.along.T[None], chosen[rows])[0, 0]
     rise = torch.full((count,), torch.nan)
     numbers: dict[str, Mean | float | None] = {"left": mean_of(left, "share")}
@@ -135,10 +132,6 @@ def measure(
         change = (seen.loss - intact_losses(texts.spike)[chosen[rows]]).masked_fill(~counted, torch.nan)
         rise = change.nanmean(1)
         numbers |= {"loss": mean_of(rise), "tokens": int(change.isfinite().sum())}
-    if changed is not None:
-        other = read(replace(batch, ids=changed[rows], texts=None), states=True, since=since).states
-        spread = (seen.states - other).norm(dim=-1) / seen.states.norm(dim=-1)
-        numbers["spread"] = mean_of(spread.mean(1), "share")
     if like is not None:  # sets that raise the loss as much in the same texts, or leave as little of the spike
         what, sign, own = ("loss", 1, rise) if "loss" in like.numbers else ("left", -1, left)
         known, reached = sign * torch.tensor(like.numbers[what].by_text), 0
@@ -231,8 +224,7 @@ def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, k
         first_writer: The layer of the first part that it needs; later layers are changed.
         hidden: What it costs to hide the place there.
         seed: Seed of the ordinary key.
-        known: Rows of an earlier spike of the same texts, of which those in all layers hold of this one as well. How
-            far a change spreads is read for the first spike alone.
+        known: Rows of an earlier spike of the same texts, of which those in all layers hold of this one as well.
     """
     survey, target = spike.survey, spike.survey.target
     ids = survey.ids[:TEXTS]
@@ -242,8 +234,6 @@ def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, k
     ordinary = KEYS[int(torch.randint(len(KEYS), (1,), generator=draws(seed, "ordinary key of purpose")))]
     received = survey.attention[target.attending].mean((0, 1, 2))[KEYS.start : KEYS.stop]
     attended = KEYS[int(received.argmax())]
-    changed = ids.clone()
-    changed[:, CHANGED] = ids.roll(1, 0)[:, CHANGED + 7]
     later = range(first_writer + 1, target.n_layers)
     case = partial(Case, table="purpose", layers=later, note=from_layer(later))
     cases = [
@@ -261,8 +251,7 @@ def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, k
         if one.layers is None and one.name in in_all_layers:
             rows.append(in_all_layers[one.name])
             continue
-        spreads = not known and one.table != PURPOSE_CONTROLS
-        row = measure(one, texts, target.attending, since=BEGIN, changed=changed if spreads else None)
+        row = measure(one, texts, target.attending, since=BEGIN)
         numbers = {name: mean for name, mean in row.numbers.items() if name != "left"}
         if one.name == "hidden in all layers":
             numbers |= takers(one, texts)

@@ -1,11 +1,11 @@
-"""The one reader: batches of texts, each row under an edit of its own, and the four things that are read of them.
+"""The one reader: batches of texts, each row under an edit of its own, and the three things that are read of them.
 
 Whatever is asked of a place (needs, effects, controls, marks, conditions, purpose) is a `Batch` for `read`.
 
 1. A hook edits the rows of its part: neurons are zeroed at the place, or everywhere; a component or a head writes its
    mean over ordinary positions at the place. A mask hides keys, and later tokens may read another value at the place.
 2. A pass starts at the first layer at which anything acts, from what the survey kept there.
-3. It ends at the last peak or the last layer whose attention is read; for the loss and states, at the end.
+3. It ends at the last peak or the last layer whose attention is read; for the loss, at the end.
 """
 
 from __future__ import annotations
@@ -167,27 +167,22 @@ class Reading(NamedTuple):
         attention: Attention to the place of the first spike, mean over the later queries that see it; 0 in layers that
             are not read.
         loss: Loss of the next tokens, in nats; NaN where it is not read.
-        states: The residual stream after the last layer, from the first position that is read on.
     """
 
     along: Float[Tensor, "row spike"]
     attention: Float[Tensor, "row layer head"]
     loss: Float[Tensor, "row following"]
-    states: Float[Tensor, "row pos d_model"]
 
 
 @torch.no_grad()
-def read(
-    batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, states: bool = False, since: int = 0
-) -> Reading:
+def read(batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, since: int = 0) -> Reading:
     """Read rows under their edits, in a single pass if the model is streamed: it is then read from disk once.
 
     Args:
         batch: The rows.
         heads: Layers whose attention is read.
         loss: Whether the loss is read, of a model in memory.
-        states: Whether the last states are read.
-        since: The first position whose attention, loss and state are read.
+        since: The first position whose attention and loss are read.
     """
     target, (count, length) = batch.target, batch.ids.shape
     words, size = int(target.config.vocab_size), count
@@ -200,31 +195,25 @@ def read(
             size = min(size, max(1, 2 * MOST_NUMBERS // (max(1, len(positions)) * words)))
     layers, passes = [layer for layer in target.attending if layer in heads], list[Reading]()
     for rows in torch.arange(count).split(size):
-        passes.append(_read(batch.some(rows), layers, positions if loss and target.resident else None, states, since))
+        passes.append(_read(batch.some(rows), layers, positions if loss and target.resident else None, since))
         if size < count:
             report_progress("removals", len(passes), -(-count // size))
     return Reading(*map(torch.cat, zip(*passes, strict=True)))
 
 
-def _read(
-    batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] | None, states: bool, since: int
-) -> Reading:
+def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] | None, since: int) -> Reading:
     """Read rows in one pass. Before the layer at which it starts, nothing acts and nothing is read."""
     target, ids, spikes, place = batch.target, batch.ids, batch.spikes, batch.places[0]
     reading = Reading(
         torch.full((len(ids), len(spikes)), torch.nan),
         torch.zeros(len(ids), target.n_layers, target.n_heads),
         torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan),
-        torch.zeros(len(ids), ids.shape[1] - since if states else 0, target.d_model),
     )
 
     def at_peak(number: int, hidden: Tensor) -> None:
         own = batch.places[number]
         there = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
         reading.along[:, number] = mean_by_row(spikes[number].along(there), own)
-
-    def keep(hidden: Tensor) -> None:
-        reading.states[:] = hidden.reshape(*ids.shape, -1)[:, since:].float().cpu()
 
     def attend(rows: AttentionRows) -> None:
         received, seen = given_later(rows.probs, rows.visible, since)
@@ -237,9 +226,6 @@ def _read(
             hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
         else:  # it is as the survey saw it: nothing acts up to there
             at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
-    if states:
-        hooks.append((target.layers[-1], "post", on_hidden(keep)))
-        last = target.n_layers - 1
     with ExitStack() as stack:
         if layers:
             stack.enter_context(attention_rows(target, attend, layers=list(layers), rows_per_chunk=ids.shape[1]))

@@ -170,7 +170,6 @@ PURPOSE = (
     "{loss} nats",
     "{heads} head(s) at the place",
     "{taker_heads} at position {taker}",
-    "a changed token spreads {spread}",
 )
 ATTENTION = ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
 CONSTANT = {
