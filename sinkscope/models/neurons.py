@@ -21,7 +21,7 @@ from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, 
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.models.weights import brought, input_columns
-from sinkscope.results.parts import Neuron
+from sinkscope.results.notation import Neuron
 
 
 def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
