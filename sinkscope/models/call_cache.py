@@ -46,17 +46,17 @@ def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> di
 
 
 def new_call_cache(arguments: Mapping[str, Any], target: Target) -> Any:
-    """Return a new cache for a call with these arguments, which brings none; None if it is to use none."""
+    """Return a new cache for a call with these arguments, which brings none; None if it is to use none.
+
+    It is of the class that the model asks for.
+    """
+    from transformers import DynamicCache
+
     use_cache = arguments.get("use_cache")
     if use_cache is None:
         use_cache = getattr(target.config, "use_cache", True)
-    return new_cache(target) if use_cache else None
-
-
-def new_cache(target: Target) -> Any:
-    """Return an empty cache, of the class that the model asks for."""
-    from transformers import DynamicCache
-
+    if not use_cache:
+        return None
     asked = cache_parameter(target.base)
     for kind in get_args(getattr(asked, "annotation", None)):
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:

@@ -46,12 +46,7 @@ def apart() -> Iterator[None]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of its user, which may change what it gives."""
-    return not OWN_HOOKS.issuperset([*hooks_of(module, "_forward_pre_hooks"), *hooks_of(module, "_forward_hooks")])
-
-
-def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
-    """Return the hooks of a module by number, which torch keeps under the name of their kind."""
-    return vars(module)[kind]
+    return not OWN_HOOKS.issuperset([*vars(module)["_forward_pre_hooks"], *vars(module)["_forward_hooks"]])
 
 
 _MODES = threading.Lock()
@@ -165,7 +160,7 @@ def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = 
         fn: The function.
         columns: The columns that it sees and returns; None for all.
     """
-    change = _Change(fn, "in_features", columns)
+    change = _change(fn, "in_features", columns)
 
     def hook(module: object, args: Args, kwargs: Kwargs) -> Any:
         new = change(module, hidden_of(args, kwargs))
@@ -181,7 +176,7 @@ def on_hidden(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None =
 
     The arguments are those of `on_input`.
     """
-    change = _Change(fn, "out_features", columns)
+    change = _change(fn, "out_features", columns)
 
     def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
         if not isinstance(output, tuple | list):
@@ -197,24 +192,33 @@ def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda _module, _args, _kwargs, output: fn(output)
 
 
-class _Change:
-    """What replaces the tensor that a hook on a module sees; where a process holds a part, the function sees the whole.
+def _change(fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> Callable[[Any, Any], Any]:
+    """What replaces the tensor that a hook on a module sees; where a process holds a part, `fn` sees the whole.
 
     Args:
         fn: What the hook does.
         side: "in_features" before the module, "out_features" after it.
         columns: The columns that `fn` sees and returns; None for all.
     """
+    places = torch.tensor(columns or [])
 
-    def __init__(self, fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> None:
-        self._fn, self._side, self._columns = fn, side, columns
-        self._places = torch.tensor(columns or [])
+    def changed(seen: Any) -> Any:
+        nonlocal places
+        if columns is None:
+            return fn(seen)
+        if places.device != seen.device:  # they are moved once, not in every call
+            places = places.to(seen.device)
+        new = fn(seen[..., places])
+        if new is None:
+            return None
+        # A copy, because autograd and other modules may need the caller's tensor.
+        return seen.index_copy(-1, places, new.to(seen.dtype))
 
-    def __call__(self, module: Any, seen: Any) -> Any:
-        shards, size = shards_of(getattr(module, "weight", None)), getattr(module, self._side, None)
+    def change(module: Any, seen: Any) -> Any:
+        shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
         if shards.size == 1 or size is None or not isinstance(seen, Tensor) or seen.shape[-1] == size:
-            return self._changed(seen)
-        new = self._changed(shards.gather(seen, size))
+            return changed(seen)
+        new = changed(shards.gather(seen, size))
         if new is not None and seen.requires_grad:
             raise UnsupportedError(
                 "no gradient passes through an edit of a model that is split over processes: call it under "
@@ -222,16 +226,7 @@ class _Change:
             )
         return None if new is None else shards.part(new, seen.shape[-1])
 
-    def _changed(self, seen: Any) -> Any:
-        if self._columns is None:
-            return self._fn(seen)
-        if self._places.device != seen.device:  # it is moved once, not in every call
-            self._places = self._places.to(seen.device)
-        new = self._fn(seen[..., self._places])
-        if new is None:
-            return None
-        # A copy, because autograd and other modules may need the caller's tensor.
-        return seen.index_copy(-1, self._places, new.to(seen.dtype))
+    return change
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import check_encodable
+from sinkscope.files.plain import check_encodable, plain
 from sinkscope.files.records import between, checked_value
 from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
@@ -245,7 +246,9 @@ def _encode(target: Target, texts: Sequence[str], bos: bool | None, special: boo
 
 def _rows_of_ids(ids: Any) -> list[list[int]]:
     """Return a list for each row of a tensor, an array, or lists; one row may be given alone."""
-    rows = _as_lists(ids)
+    rows = None
+    with suppress(SinkscopeError):  # it is of no kind that holds numbers
+        rows = plain(ids)
     if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
         rows = [rows]
     for row in rows if isinstance(rows, list) else [None]:
@@ -255,13 +258,6 @@ def _rows_of_ids(ids: Any) -> list[list[int]]:
             if type(number) is not int or abs(number) > LARGEST_ID:
                 raise SinkscopeError(f"token id {number!r}: expected whole numbers; {_EXPECTED}")
     return rows
-
-
-def _as_lists(value: Any) -> Any:
-    """Turn tensors, arrays and tuples into lists, also nested ones."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _check_ids(target: Target, ids: Ids) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError, first_line
-from sinkscope.models.hooks import OWN_HOOKS, evaluating, has_hooks, hooks_of
+from sinkscope.models.hooks import apart, evaluating, has_hooks
 from sinkscope.models.shards import local, shards_of
 
 
@@ -52,30 +52,18 @@ def input_width(projection: nn.Module) -> int:
     return int(weight.shape[0 if is_transposed(linear) else 1])
 
 
-def are_alike(given: Tensor, expected: Tensor, share: float) -> bool:
-    """Return whether numbers differ by at most a share of the largest; NaN differs."""
-    size = torch.maximum(given.abs().max(), expected.abs().max())
-    return bool((given - expected).abs().max() <= share * size)
-
-
 _LARGE, _LINEAR = 30.0, 0.05  # inputs by which a module is tried that is asked, and the relative error it may have
 
 
 def _asked(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What a module makes of what its `forward` gets, with the hooks of its user on what it gives.
+    """What a module gives, with the hooks of its user and without those of sinkscope.
 
     Raises:
         UnsupportedError: It fails.
     """
     try:
-        with evaluating(module):
-            output: Any = module.forward(inputs)
-            for number, hook in hooks_of(module, "_forward_hooks").items():
-                if number not in OWN_HOOKS:
-                    more: Any = ({},) if number in hooks_of(module, "_forward_hooks_with_kwargs") else ()
-                    changed = hook(module, (inputs,), *more, output)
-                    output = output if changed is None else changed
-        return output
+        with evaluating(module), apart():
+            return module(inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise UnsupportedError(
             f"a {type(module).__name__} of the model does more than its weight says, and fails where it is asked what "
@@ -123,7 +111,7 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     outputs = outputs[:-1] - outputs[-1:]
     columns, given = outputs[:-1], outputs[-1].float()
     expected = units[0, -2, chosen].float() @ columns.float()
-    if not are_alike(given, expected, _LINEAR):
+    if not (given - expected).abs().max() <= _LINEAR * torch.maximum(given.abs().max(), expected.abs().max()):
         raise UnsupportedError(
             f"a {type(module).__name__} of the model is not linear in its inputs, so that its neurons write nothing of "
             "their own: somebody has replaced its forward, or has put a hook on it; measure the model without that"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sinkscope.engine.stock import set_attention, stock_of
+from sinkscope.engine.stock import stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.shards import split_weight
@@ -96,13 +96,6 @@ def is_misread(target: Target) -> bool:
     """Return whether a model runs with an attention that is wrong at the last token of a row on its device."""
     shares_one = target.n_heads > 1 and target.n_kv_heads <= target.processes
     return shares_one and stock_of(target.config).kind == "sdpa" and misreads_last_query(target.device)
-
-
-def avoid_misreading(target: Target) -> None:
-    """Let a model that was just opened attend eagerly if its attention is wrong on its device."""
-    if is_misread(target):
-        for config in target.configs:
-            set_attention(config, "eager")
 
 
 def target_of(model: object, tokenizer: Any = None) -> Target:

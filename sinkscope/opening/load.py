@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import torch
 
+from sinkscope.engine.stock import set_attention
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.progress import world_size
@@ -37,7 +38,7 @@ from sinkscope.models.checkpoints.locate import BUNDLED, locate
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target, check_divides
-from sinkscope.opening.live import avoid_misreading, target_of
+from sinkscope.opening.live import is_misread, target_of
 from sinkscope.opening.parts import adapter_of
 
 
@@ -106,14 +107,22 @@ def load(
         if source.planted:
             _plant(hf, files.folder / source.planted)
             hf.config.circuit = source.name
-        check_vocabulary(tokenizer, hf)
         check_finite(hf)
-        target = Target(hf, hf, "hf", DRAFT, name=source.name)
-        target = replace(target, adapter=adapter_of(target))
-        avoid_misreading(target)
+        _checked(hf, tokenizer, source.name)
         if quantization_config is None and not source.planted:  # which is not the model it was made from
             hf.sinkscope_origin = fingerprint(files), fingerprint(hf)
     return hf
+
+
+def _checked(hf: Any, tokenizer: Any, name: str, store: Any = None) -> Target:
+    """A model that was just opened; it attends eagerly if its attention is wrong on its device."""
+    check_vocabulary(tokenizer, hf)
+    target = Target(hf, hf, "hf", DRAFT, tokenizer, name, store)
+    target = replace(target, adapter=adapter_of(target))
+    if is_misread(target):
+        for config in target.configs:
+            set_attention(config, "eager")
+    return target
 
 
 @torch.no_grad()
@@ -147,9 +156,7 @@ def fits_in_memory(
     """
     if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
         return False
-    size = 0
-    for file in Path(model).glob("*.safetensors"):
-        size += file.stat().st_size
+    size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     kind = parse_dtype(dtype)
     if kind is not None and kind.itemsize > 2:
         size *= 2
@@ -248,10 +255,7 @@ def open_stream(
             raise UnsupportedError("it is quantised")
         # Two layers, while the adapter is proposed and proved.
         store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
-        check_vocabulary(tokenizer, store.causal)
-        target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name, store)
-        target = replace(target, adapter=adapter_of(target))
-        avoid_misreading(target)
+        target = _checked(store.causal, tokenizer, name, store)
         ids = torch.zeros(1, 4, dtype=torch.long)
         target.forward(ids, last_layer=max(layer_kinds(target.layers)))  # a proof may be known from another object
     except (MemoryError, OSError, torch.OutOfMemoryError):

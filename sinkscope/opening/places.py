@@ -31,8 +31,7 @@ from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
 from sinkscope.models.experts import experts_of
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.partial_pass import LayerInput
-from sinkscope.models.target import Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.models.weights import input_width, is_transposed
 from sinkscope.opening.sums import TOKENS, Values, mlp_sum, read, relative_error, residual_sums
 
@@ -330,25 +329,20 @@ def _common_adapter(target: Target, kinds: dict[int, Fields], numbers: list[int]
 def begins_at(target: Target, layer: int, last: int) -> bool:
     """Return whether a pass may begin at a layer: with what entered it in a whole pass, it gives the same."""
     ids = torch.tensor([[2, 3, 4]])
-    starts, ends = list[LayerInput](), list[Tensor]()
+    left = list[tuple[Tensor, bool]]()
 
-    def take(output: Any) -> None:
-        hidden = first_tensor(output).clone()
-        starts.append(LayerInput(layer, hidden, isinstance(output, tuple)))
+    def keep(output: Any) -> None:
+        left.append((first_tensor(output).clone(), isinstance(output, tuple)))
 
-    def end(output: Any) -> None:
-        ends.append(first_tensor(output).clone())
-
-    taking = target.layers[layer - 1], "post", on_output(take)
-    ending = target.layers[last], "post", on_output(end)
-    with target.hooks(taking, ending):
+    before, after = [(target.layers[number], "post", on_output(keep)) for number in (layer - 1, last)]
+    with target.hooks(before, after):
         target.forward(ids, last_layer=last)
     try:
-        with target.hooks(ending):
-            target.forward(ids, last_layer=last, start=starts[0])
+        with target.hooks(after):
+            target.forward(ids, last_layer=last, start=LayerInput(layer, *left[0]))
     except (LookupError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
         return False
-    return relative_error(ends[1], ends[0]) < _SAME
+    return relative_error(left[2][0], left[1][0]) < _SAME
 
 
 # -- the small model ---------------------------------------------------------------------------------------------------

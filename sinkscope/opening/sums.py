@@ -59,7 +59,7 @@ class Values:
     def __init__(self, layer: int, paths: Paths) -> None:
         self.layer, self.paths = layer, paths
         self.ran = False
-        self.kept: dict[tuple[str, str], Tensor] = {}
+        self.kept: dict[tuple[str | None, str], Tensor] = {}
 
     def hooks(self, module: nn.Module, paths: Iterable[str]) -> list[Hook]:
         """Return hooks that keep what passes some modules of the layer, and the layer itself."""
@@ -95,20 +95,15 @@ class Values:
 
     def entered(self, part: str) -> Any:
         """Return what entered a part, or the layer (""); None if there is no such part, or it did not run."""
-        return self._of(part, "in")
+        return self.kept.get((self.paths.get(part) if part else "", "in"))
 
     def left(self, *parts: str) -> Any:
         """Return what left the first of some parts that there are; as for `entered`."""
         for part in parts:
-            if not part or self.paths.get(part) is not None:
-                return self._of(part, "out")
+            path = self.paths.get(part) if part else ""
+            if path is not None:
+                return self.kept.get((path, "out"))
         return None
-
-    def _of(self, part: str, side: str) -> Any:
-        path = self.paths.get(part)
-        if not part:
-            path = ""
-        return None if path is None else self.kept.get((path, side))
 
     def with_paths(self, paths: Paths) -> Values:
         """Return the same, with parts at other places."""

@@ -35,8 +35,7 @@ from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.neurons import groups_of, heads_point, neurons_point
-from sinkscope.models.partial_pass import LayerInput
-from sinkscope.models.target import Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place

@@ -30,8 +30,7 @@ from sinkscope.models.neurons import (
     neutral_post,
     view_layer,
 )
-from sinkscope.models.partial_pass import LayerInput
-from sinkscope.models.target import Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.results.row import Mean, Row, of_table, row_of
 from sinkscope.sinks.spikes.places import per_text
