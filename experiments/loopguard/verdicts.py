@@ -67,7 +67,9 @@ def main(*, models: Sequence[Path], out: Path = Path("figures/loopguard_verdicts
         models: Files of the models.
         out: The JSON.
     """
-    tokenizers = {file.stem.split("-")[0]: read_tokenizer(file.stem, file.parent, gguf=file.name) for file in models}
+    tokenizers: dict[str, Any] = {
+        file.stem.split("-")[0]: read_tokenizer(file.parent, gguf=file.name) for file in models
+    }
     result: Row = {}
     for half in HALVES:
         for name, settings in RULES.items():
