@@ -43,6 +43,18 @@ def _link_roots(folder: Path) -> tuple[Path, ...]:
     return tuple(roots)
 
 
+def _settings(file: Path, remedy: str = _AGAIN) -> dict[str, Any]:
+    """The content of a file of settings.
+
+    Raises:
+        SinkscopeError: It cannot be read, or is damaged.
+    """
+    content = read_json(file, remedy)
+    if not isinstance(content, dict):
+        raise SinkscopeError(f"{file.name} is no JSON object; {_AGAIN}")
+    return content
+
+
 def _check_folder(folder: Path) -> None:
     """Check the files of a checkpoint's folder that transformers opens: none may wait, and none may lead elsewhere.
 
@@ -55,7 +67,7 @@ def _check_folder(folder: Path) -> None:
         if is_read or not (entry.is_file() or entry.is_dir() or entry.is_symlink()):
             open_regular(Path(entry.path), entry.name, _AGAIN).close()
     for name, fields in _NAMING.items():
-        settings: Any = read_json(folder / name, _AGAIN) if (folder / name).is_file() else {}
+        settings = _settings(folder / name) if (folder / name).is_file() else {}
         for field in filter(fields.fullmatch, settings):
             named = settings[field]
             for path in named if isinstance(named, list) else [named]:
@@ -101,7 +113,7 @@ class Files:
                 raise refuse_adapter(where)
             self.folder = Path(_hub_file(where, "config.json", revision, needed=True)).parent
             self.commit = self.folder.name
-        self.config = read_json(self.folder / "config.json", "give the folder of a Hugging Face checkpoint, whole")
+        self.config = _settings(self.folder / "config.json", "give the folder of a Hugging Face checkpoint, whole")
         classes = self.config.get("architectures")
         if classes and not any(str(name).endswith(_CAUSAL) for name in classes):  # before weights are downloaded
             raise UnsupportedError(
@@ -128,7 +140,7 @@ class Files:
         return self._indexed(_INDEX) if self.gguf is None and self.file(_INDEX).is_file() else {}
 
     def _indexed(self, index: str) -> dict[str, str]:
-        names = read_json(self.folder / index, _AGAIN)["weight_map"]
+        names = _settings(self.folder / index)["weight_map"]
         for shard in {*names.values()}:
             inside(self.folder, shard, index, _link_roots(self.folder))
         return names
@@ -179,7 +191,7 @@ class Files:
         for name in TOKENIZER_FILES if self.gguf is None else ():
             file = self.file(name)
             if name.endswith(".json") and file.exists():
-                read_json(file, _AGAIN)  # transformers passes over a damaged one of generation
+                _settings(file)  # transformers passes over a damaged one of generation
 
 
 def _hub_file(repo: str, name: str, revision: str | None, *, needed: bool = False) -> Any:
