@@ -12,8 +12,8 @@ from sinkscope.sinks.spikes.places import PlaceWords
 from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.result import FindSinks
 
-FIRST = PlaceWords("the first token", "<s>", 1.0)
-STOP = PlaceWords("'.' wherever it stands", ".", 0.5)
+FIRST = PlaceWords("the first token", "<s>")
+STOP = PlaceWords("'.' wherever it stands", ".")
 NEEDED = ("L2.N412", "L2.N77")
 
 
@@ -110,6 +110,5 @@ def sample_find_sinks(**changes) -> FindSinks:
         heads=heads,
         typical_norm=(2.0, 3.0, 4.0, 5.0, 5.0, 5.0),
         first_token_norm=(3.0, 20.0, 930.0, 931.0, 930.0, 400.0),
-        first_ids=(1,),
     )
     return replace(made, **changes)

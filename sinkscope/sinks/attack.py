@@ -25,7 +25,7 @@ from sinkscope.measure import Mean, Natural, Result, Row, Setup, Whole, measurem
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
-from sinkscope.results.notation import Head, count_of, percent
+from sinkscope.results.notation import Head, percent
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
 from sinkscope.sinks.first_tokens import along_first, heads_up_to
@@ -82,24 +82,22 @@ class ClusterAttack(Result):
         return [] if self.head is None else np.unique(self.head[np.isfinite(self.head)]).astype(int).tolist()
 
     def conclusion(self) -> str:
-        """Say what sequences of one cluster do, or what the clusters are; if more tokens need no head, this first."""
+        """Say what sequences of one cluster do, or what the clusters are."""
         if self.instead is not None or self.ids is None:
             return self.instead or ""
         served, intact, unneeded = (row.numbers["share"] for row in self.clusters[:3])
         tried, spike = f"{len(self.ids):,} tokens", f"the spike of {self.spike}"
-        if unneeded.value > served.value or not self.heads:
+        if self.attempts:
+            share, control = self.attempts[0].numbers["share"], percent(self.attempts[0].get("control"))
+            patched = "".join(f"; patched: {percent(row.get('share'))}" for row in self.attempts[1:])
+            where = f"{share} of their positions without BOS (random tokens: {control}{patched})"
+            return f"Sequences of {self.length} different tokens of one cluster have {spike} at {where}."
+        if not self.heads:
             has = f"have {spike} without any head of layer 0 (with them: {intact.digits(intact.value)})"
             return f"No head of layer 0 marks one of {tried} by itself: {unneeded} {has}."
-        if not self.attempts:
-            is_enough = str(Head(0, self.heads[0]))
-            if len(self.heads) > 1:
-                is_enough = f"One of {count_of(len(self.heads), 'head')}"
-            other = self.clusters[0].numbers.get("control", "none")
-            return f"{is_enough} of layer 0 alone gives {served} of {tried} {spike} (another head: {other})."
-        share, control = self.attempts[0].numbers["share"], percent(self.attempts[0].get("control"))
-        patched = "".join(f"; patched: {percent(row.get('share'))}" for row in self.attempts[1:])
-        where = f"{share} of their positions without BOS (random tokens: {control}{patched})"
-        return f"Sequences of {self.length} different tokens of one cluster have {spike} at {where}."
+        who = str(Head(0, self.heads[0])) if len(self.heads) == 1 else f"One of {len(self.heads)} heads"
+        other = self.clusters[0].numbers.get("control", "none")
+        return f"{who} of layer 0 alone gives {served} of {tried} {spike} (another head: {other})."
 
 
 def draw(result: ClusterAttack) -> go.Figure:

@@ -106,12 +106,11 @@ class Repeat(Result):
         interval = share_interval(int((self.repeats[0] > 1).sum()), total)
         margin = "" if interval is None else f" (± {total * interval.margin:,.0f})"
         for condition, repeats in zip(self.conditions, self.repeats, strict=True):
-            reached, already = int((repeats > 1).sum()), int((repeats == 1).sum())
+            reached = int((repeats > 1).sum())
             words = (
                 f"of {total} tokens{margin} {word_form(reached, 'reaches', 'reach')} half of the first token's spike "
             )
-            once = f" ({already} more with one copy)" if already else ""
-            parts.append(f"{reached} {'' if parts else words}in {condition}{once}")
+            parts.append(f"{reached} {'' if parts else words}in {condition}")
         return f"{word_list(parts)} within {self.copies:,} copies ({control} of it)."
 
     @property

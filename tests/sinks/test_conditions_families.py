@@ -48,7 +48,7 @@ def first_token(model_type: str, settings: dict[str, int], *, bos: bool = True) 
     place, ordinary = at_position(ids, 0), ordinary_of(survey)
     mean = survey.states[PEAK][ordinary].mean(0)
     away = survey.states[PEAK][place].mean(0) - mean
-    words = PlaceWords("the first token", "<s>", 1.0)
+    words = PlaceWords("the first token", "<s>")
     place = Place(place, words, partial(at_position, position=0))
     return Spike(survey, place, ordinary, mean, away / away.norm(), float(away.norm()), (0, PEAK), PEAK, PEAK)
 

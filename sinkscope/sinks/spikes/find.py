@@ -23,7 +23,6 @@ import torch
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import mean_of
-from sinkscope.models.text import beginning
 from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.asked import conditions_of, count_readers, effects_of, hidden_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
@@ -176,7 +175,6 @@ def fields_of(setup: Setup, parts: Set[str]) -> dict[str, Any]:
         "heads": heads.numpy(),
         "typical_norm": tuple(report.typical_norm),
         "first_token_norm": tuple(report.first_norm),
-        "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
     }
 
 

@@ -29,7 +29,6 @@ class FindSinks(Result):
         heads: Mean attention of each head to position 0; NaN in layers that do not attend.
         typical_norm: Median norm of later positions after each layer.
         first_token_norm: Median norm of first tokens after each layer.
-        first_ids: The ids before the text itself, such as BOS.
     """
 
     kind = "find-sinks"  # read and drawn without the command, which stands in another module
@@ -52,7 +51,6 @@ class FindSinks(Result):
     heads: Float[np.ndarray, "layer head"]
     typical_norm: tuple[float, ...]
     first_token_norm: tuple[float, ...]
-    first_ids: tuple[int, ...]
 
     @property
     def spike(self) -> SpikeResult | None:
