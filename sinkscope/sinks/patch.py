@@ -10,7 +10,7 @@ Everything is read without a patch, with it, and with a patch of random neurons:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -295,34 +295,31 @@ def copies_rows(
     for number, spike in enumerate(spikes):
         broken = bool(failing[number].any())
         shown = failing[number] if broken else ~failing[number]
-        norms = {**dict(zip(CASES, along[:, number], strict=True)), "one_copy": one_copy[number]}
-        rows.append(row_at(Row("copies", NORM, about=spike), norms, words, shown, broken))
+        rows.append(row_at(NORM, spike, [*along[:, number], one_copy[number]], words, shown, broken))
         if failing.any() and not bool(attention[0, number].isnan().all()):
-            given = dict(zip(CASES, attention[:, number], strict=True))
-            later.append(row_at(Row("copies", ATTENTION, about=spike), given, words, shown, broken))
+            later.append(row_at(ATTENTION, spike, attention[:, number], words, shown, broken))
     if failing.any():
-        likely = dict(zip(CASES, one_more, strict=True))
-        broken = float(one_more[0, failing.any(0)].mean()) < HALF
-        later.append(row_at(Row("copies", NEXT), likely, words, failing.any(0), broken))
+        shown = failing.any(0)
+        later.append(row_at(NEXT, "", one_more, words, shown, float(one_more[0, shown].mean()) < HALF))
     return [*rows, *later]
 
 
 def row_at(
-    row: Row,
-    read: Mapping[Any, Float[Tensor, " word"]],
+    name: str,
+    about: str,
+    read: Iterable[Float[Tensor, " word"]],
     words: Sequence[str],
     shown: Bool[Tensor, " word"],
     broken: bool,
 ) -> Row:
     """Return a row with what is read at some words: the most that a norm reaches, of what else is read the mean."""
     numbers: dict[str, Mean] = {}
-    for case, values in read.items():
+    for case, values in zip((*CASES, "one_copy"), read, strict=False):
         some = values[shown]
-        numbers[case] = Mean(
-            float(some.max() if row.name == NORM else some.mean()), None, tuple(some.tolist()), "share"
-        )
+        value = some.max() if name == NORM else some.mean()
+        numbers[case] = Mean(float(value), None, tuple(some.tolist()), "share")
     texts = tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
-    row = replace(row, numbers=numbers, texts=texts)
+    row = Row("copies", name, numbers, about=about, texts=texts)
     return replace(row, note="repaired" if repaired(row) else "not repaired") if broken else row
 
 
