@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import hypot, isfinite
-from statistics import fmean
 
-from sinkscope.measure.margin import DIFFERENCES, Interval, difference_of
+import numpy as np
+
+from sinkscope.measure.margin import DIFFERENCES, Interval, interval_of
 from sinkscope.results.row import Mean, Row
 
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
@@ -42,7 +43,8 @@ def merge(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
         about, _, name = key
         first, second = old.get(key), new.get(key)
         if first is not None and second is not None:
-            rows += [*_word(first, second), *_numbers(first, second)]
+            both = [number for number in first.numbers if number in second.numbers and number != "control"]
+            rows += [*_word(first, second), *(_number(first, second, number) for number in both)]
             continue
         there, verdict = (second, CAME) if first is None else (first, WENT)
         assert there is not None
@@ -62,52 +64,32 @@ def _word(first: Row, second: Row) -> list[Row]:
     return [Row(CHANGED, first.name, {}, words, first.about)]
 
 
-def _numbers(first: Row, second: Row) -> list[Row]:
-    """How far the numbers of a row moved that both have; that of a control beside is none of them."""
-    rows: list[Row] = []
-    for number, mean in first.numbers.items():
-        if number == "control" or number not in second.numbers:
-            continue
-        moved, verdict = _moved(first, second, number)
-        name = first.name if first.table == "findings" else f"{first.name}: {number.replace('_', ' ')}"
-        numbers = {key: Mean(value, kind="count" if key == "texts" else mean.kind) for key, value in moved.items()}
-        rows.append(Row(verdict, name, numbers, first.table, first.about))
-    return rows
-
-
-def _moved(first: Row, second: Row, number: str) -> tuple[dict[str, float], str]:
-    """The values of a number that are compared, how far it moved, and the verdict."""
+def _number(first: Row, second: Row, number: str) -> Row:
+    """How far a number of a row moved, text by text where both have one of each, and the verdict."""
     before, after = first.numbers[number], second.numbers[number]
-    interval, old, new = _over_texts(first, second, number)
-    moved = {"before": before.value, "after": after.value}
+    old, new = ({text: value for text, value in _by_text(row, number) if isfinite(value)} for row in (first, second))
+    pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
+    scores = before.kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
+    interval = interval_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if scores else None)
+    start, end, texts = before.value, after.value, 0
     if interval is not None:
-        moved = {"before": fmean(old.values()), "after": fmean(new.values())}
-    moved["change"] = moved["after"] - moved["before"]
-    if interval is None and before.margin is not None and after.margin is not None:
+        (start, end), texts = pairs.mean(0).tolist(), len(pairs)
+    elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
-        interval = Interval(moved["change"], moved["change"] - margin, moved["change"] + margin)
-    if interval is None:
-        return moved, UNJUDGED
-    moved |= {"lower": interval.low, "upper": interval.high, "texts": float(len(old))}
-    if interval.low <= 0 <= interval.high:
-        return moved, SAME
-    return moved, CHANGED if abs(interval.mean) > SMALLEST_CHANGE * abs(before.value) else SMALL
+        interval = Interval(end - start, end - start - margin, end - start + margin)
+    moved, verdict = {"before": start, "after": end, "change": end - start}, UNJUDGED
+    if interval is not None:
+        moved |= {"lower": interval.low, "upper": interval.high, "texts": float(texts)}
+        verdict = SAME
+        if not interval.low <= 0 <= interval.high:
+            verdict = CHANGED if abs(interval.mean) > SMALLEST_CHANGE * abs(before.value) else SMALL
+    name = first.name if first.table == "findings" else f"{first.name}: {number.replace('_', ' ')}"
+    numbers = {key: Mean(value, kind="count" if key == "texts" else before.kind) for key, value in moved.items()}
+    return Row(verdict, name, numbers, first.table, first.about)
 
 
-def _over_texts(first: Row, second: Row, number: str) -> tuple[Interval | None, dict[str, float], dict[str, float]]:
-    """The interval of the mean difference over the texts that both have, and the numbers of these; none of too few."""
-    before, after = _by_text(first, number), _by_text(second, number)
-    texts = [text for text in before if text in after]
-    old, new = ({text: values[text] for text in texts} for values in (before, after))
-    scores = first.numbers[number].kind == "share" and {*old.values(), *new.values()} <= {0.0, 1.0}  # right or wrong
-    interval = difference_of(new, old, DIFFERENCES if scores else None)
-    return (None, {}, {}) if interval is None else (interval, old, new)
-
-
-def _by_text(row: Row, number: str) -> dict[str, float]:
-    """The number of each text that has one, by the name of the text."""
-    values = zip(row.texts, row.numbers[number].by_text, strict=False)
-    return {text: value for text, value in values if isfinite(value)}
+def _by_text(row: Row, number: str) -> Iterable[tuple[str, float]]:
+    return zip(row.texts, row.numbers[number].by_text, strict=False)
 
 
 def _matched(before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
