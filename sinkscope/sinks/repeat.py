@@ -406,9 +406,6 @@ def attention_from(
 # --- copies ---
 
 
-FIRST_LENGTH = 128  # copies of the first pass; their number doubles
-
-
 @torch.no_grad()
 def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
     """Project every position on each spike's direction after its peak, as a share of the spike."""
@@ -437,7 +434,7 @@ def half_reached(along: Float[Tensor, " copy"]) -> int | None:
 def copies_of(
     target: Target, spikes: Sequence[Spike], tokens: Sequence[int], before: Sequence[int], limit: int
 ) -> list[list[int | None]]:
-    """Return how many copies of each token reach half of each spike, in passes whose length doubles up to the limit.
+    """Return the first number of copies of each token that reaches half of each spike; None: no number does.
 
     Args:
         target: The model.
@@ -445,18 +442,6 @@ def copies_of(
         tokens: Ids of the tokens.
         before: What stands before the copies; copies are compared with its first token.
         limit: Largest number of copies.
-
-    Returns:
-        For each spike and token the first number of copies that reaches half of it. None: no number does.
     """
-    halves = {token: list[int | None]([None] * len(spikes)) for token in tokens}
-    waiting, length = list(halves), min(FIRST_LENGTH, limit)
-    while waiting and spikes:
-        each = along_spikes(target, spikes, repeated(before, waiting, length))
-        for number, token in enumerate(waiting):
-            halves[token] = [half_reached(along[number, len(before) :] / along[number, 0]) for along in each]
-        if length == limit:
-            break
-        waiting = [token for token in waiting if None in halves[token]]
-        length = min(2 * length, limit) if target.resident else limit
-    return [[halves[token][number] for token in tokens] for number in range(len(spikes))]
+    each = along_spikes(target, spikes, repeated(before, tokens, limit))
+    return [[half_reached(row[len(before) :] / row[0]) for row in along] for along in each]
