@@ -420,9 +420,9 @@ class Target:
     stop = staticmethod(stop)
     hooks = staticmethod(hooked)
 
-    def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
-        """Return hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
+    def part_hooks(self, layer: int, part: str, when: str, function: Any) -> list[Hook]:
+        """Return a hook on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
         if part not in self.paths[layer]:
             return []
         module = self.layers[layer].get_submodule(self.paths[layer][part])
-        return [(module, when, function) for function in functions]
+        return [(module, when, function)]

@@ -74,6 +74,6 @@ def test_a_folder_names_it_too(use, tensor, tmp_path):
 
 @pytest.mark.parametrize("tensor", ["model.norm.weight", "model.embed_tokens.weight"])
 def test_what_surrounds_the_layers_is_checked_where_they_are_read_one_by_one(tensor, tmp_path):
-    with pytest.raises(ss.SinkscopeError, match=SAYS) as refused:
+    with pytest.raises(ss.SinkscopeError, match="holds values that are NaN or infinite") as refused:
         Setup.open(written(tmp_path / "model", tensor))
-    assert tensor in str(refused.value)
+    assert f"tensor {tensor.removeprefix('model.')} of the part around the layers" in str(refused.value)

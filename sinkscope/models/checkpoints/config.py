@@ -205,13 +205,12 @@ def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
+def check_finite(hf: torch.nn.Module, behind: str = "") -> None:
     """Check that no parameter holds NaN or infinity. Quantised parameters and those on meta are skipped.
 
     Args:
         hf: Module with the parameters.
-        source: Checkpoint from which they were read, for the error.
-        path: What stands before the names of parameters in that checkpoint.
+        behind: What stands behind the name of a parameter in the error, such as of which checkpoint it is.
 
     Raises:
         SinkscopeError: A parameter does; the message names the first.
@@ -222,8 +221,7 @@ def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
             continue
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
         if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not bool(torch.isfinite(tensor).all()):
-            where = f"{path}{name} of {source}".removesuffix(" of ")
             raise SinkscopeError(
-                f"tensor {where} holds values that are NaN or infinite; download the checkpoint again, or try "
+                f"tensor {name}{behind} holds values that are NaN or infinite; download the checkpoint again, or try "
                 "dtype=float32 if it is of half precision"
             )

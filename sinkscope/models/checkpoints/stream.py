@@ -119,17 +119,12 @@ class LayerStore:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below
             )
-        wrong = ["has other shapes than its config.json says" for _ in info["mismatched_keys"]]
-        for key in sorted(info["missing_keys"]):
-            if key.startswith(part):
-                wrong.append(f"has no {key}")
-        if wrong:
-            raise UnsupportedError(f"{what} of {name} {wrong[0]}; get the whole checkpoint, of one revision")
+        missing = [key for key in sorted(info["missing_keys"]) if key.startswith(part)]
+        if missing or info["mismatched_keys"]:
+            lacks = f"has no {missing[0]}" if missing else "has other shapes than its config.json says"
+            raise UnsupportedError(f"{what} of {name} {lacks}; get the whole checkpoint, of one revision")
         check_unexpected(module, info["unexpected_keys"], f"{what} of {name}")
-        path = f"{self.causal.base_model_prefix}."
-        if layer is not None:
-            path += f"{self._path}.{layer}."
-        check_finite(module.get_submodule(part), name, path)  # what is outside holds random numbers
+        check_finite(module.get_submodule(part), f" of {what} of {name}")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
 
 
