@@ -75,6 +75,8 @@ def test_a_page_shows_the_numbers_of_its_data(page, name, stands):
     found = data(name)
     names = {"r": found, "np": np, "mean": np.mean, "number": partial(number_of, found)}
     names["needs"] = partial(needs, found)
+    names["of"] = lambda model, remedy: getattr(getattr(found, model).report, remedy)
+    names["loops"] = lambda *of: f"{names['of'](*of).exact} of {names['of'](*of).outputs}"
     names["score"] = lambda method: f"{np.mean([row.score for row in found.rows if row.method == method]):.0%}"
     names |= {"paired": paired, **of_prompts(found)}
     measured = eval(f"f{stands!r}", names).replace(" %", "%")
