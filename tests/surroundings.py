@@ -89,9 +89,11 @@ def _reads_texts_otherwise(model: Any) -> None:
 
 
 def _own_hooks(model: Any) -> None:
-    for module in model.modules():
-        module.register_forward_hook(lambda *_: None, with_kwargs=True)
-        module.register_forward_pre_hook(lambda *_: None)
+    """On all modules but the MLPs, whose neurons are refused then."""
+    for name, module in model.named_modules():
+        if "mlp" not in name:
+            module.register_forward_hook(lambda *_: None, with_kwargs=True)
+            module.register_forward_pre_hook(lambda *_: None)
 
 
 def _wrapped(model: Any) -> None:

@@ -234,7 +234,8 @@ def barcode(
     ordinary: list[int] = text_rows(setup.target.tokenizer, setup.halves.choose, 1, length, setup.bos)[0].tolist()
     scores, pictures = _record(setup, own_ids, prompt_tokens, layers, loop.period)
     control_scores, control_pictures = _record(setup, ordinary, prompt_tokens, layers, loop.period)
-    score, control_score = scores[:, :, late:].mean(2), control_scores[:, :, late:].mean(2)
+    with np.errstate(under="ignore"):  # whatever the caller has set: shares may be tiny
+        score, control_score = scores[:, :, late:].mean(2), control_scores[:, :, late:].mean(2)
     named = named or _most_changed(score - control_score, layers)
     shown = [layers.index(layer) for layer, _ in named], [head for _, head in named]
     return Barcode(

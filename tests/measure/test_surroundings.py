@@ -64,7 +64,10 @@ QUICK = {
     "a pickled copy": "LoopGuard",
 }
 """Which measurement each surrounding meets by default."""
-CASES = covering([(name, one) for one in SURROUNDINGS for name in MEASUREMENTS], {(n, one) for one, n in QUICK.items()})
+OF_THE_CALLER = {("LoopGuard", one) for one in ("dropout", "gradient checkpointing", "the meta device by default")}
+"""What acts in calls that a guard watches, and in no measurement."""
+EVERY = [(name, one) for one in SURROUNDINGS for name in MEASUREMENTS if (name, one) not in OF_THE_CALLER]
+CASES = covering(EVERY, {(name, one) for one, name in QUICK.items()})
 
 
 def said(name: str, model: Any, tokenizer: Any) -> Any:
