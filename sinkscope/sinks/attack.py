@@ -143,7 +143,7 @@ def attack(
         return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `why_sink`.")
     # Step 1: clusters
     head, rows = clusters_of(setup, chosen.spike, ids)
-    found = ClusterAttack(spike=chosen.name, length=length, ids=np.array(ids), head=head, clusters=rows)
+    found = ClusterAttack(spike=chosen.spike.name, length=length, ids=np.array(ids), head=head, clusters=rows)
     if not sequences or not found.heads:
         return found
     # Step 2: sequences

@@ -58,7 +58,7 @@ def heads_that_mark(setup: Setup, tokens: Sequence[str] | None = None, count: in
     means = means_of(chosen.spike, heads)
     has = along_first(chosen.spike, words, [], means)[0] >= HALF
     having = token_texts(setup.target, words[has].tolist())
-    rows = [replace(row_of(FIRST, "tokens", have=len(having), tried=len(words)), about=chosen.name)]
+    rows = [replace(row_of(FIRST, "tokens", have=len(having), tried=len(words)), about=chosen.spike.name)]
     if not having or not heads:
         return tuple(rows)
 
@@ -67,7 +67,7 @@ def heads_that_mark(setup: Setup, tokens: Sequence[str] | None = None, count: in
 
     def add(name: str, left: Float[Tensor, " token"], heads: Mean | None = None, note: str = "") -> None:
         numbers = {"left": mean_of(left, "share"), "heads": heads}
-        rows.append(replace(row_of(FIRST, name, note, **numbers), about=chosen.name, texts=having))
+        rows.append(replace(row_of(FIRST, name, note, **numbers), about=chosen.spike.name, texts=having))
 
     along = along_first(chosen.spike, words[has], [(head,) for head in heads], means)
     order, marking = marking_heads(heads, left_of(along), judge)

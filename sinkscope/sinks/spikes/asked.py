@@ -26,7 +26,7 @@ from torch.nn.functional import one_hot
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure.margin import mean_of, resampled_margin
 from sinkscope.models.draws import draws
-from sinkscope.results.row import Mean, Row, of_table, row_of
+from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.controls import equal_sets, other_components
 from sinkscope.sinks.spikes.edited import Batch, SpikeTexts, intact_losses, read, takes_positions
 from sinkscope.sinks.spikes.needs import Needs
@@ -216,7 +216,7 @@ def hidden_of(texts: SpikeTexts, first_writer: int) -> Row | None:
 
 
 @torch.no_grad()
-def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, known: Sequence[Row] = ()) -> list[Row]:
+def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int) -> list[Row]:
     """Ask what the attention to the first token is for; empty of short texts, and of a model that is streamed.
 
     Args:
@@ -224,7 +224,6 @@ def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, k
         first_writer: The layer of the first part that it needs; later layers are changed.
         hidden: What it costs to hide the place there.
         seed: Seed of the ordinary key.
-        known: Rows of an earlier spike of the same texts, of which those in all layers hold of this one as well.
     """
     survey, target = spike.survey, spike.survey.target
     ids = survey.ids[:TEXTS]
@@ -246,11 +245,8 @@ def purpose_of(spike: Spike, first_writer: int, hidden: Row | None, seed: int, k
     for name, key in (("ordinary key hidden", ordinary), ("most attended key hidden", attended)):
         note = f"position {key}, {from_layer(later)}"
         cases.append(case(name=name, table=PURPOSE_CONTROLS, hide=key, note=note))
-    rows, in_all_layers = list[Row](), of_table(known, "purpose")
+    rows: list[Row] = []
     for one in cases:
-        if one.layers is None and one.name in in_all_layers:
-            rows.append(in_all_layers[one.name])
-            continue
         row = measure(one, texts, target.attending, since=BEGIN)
         numbers = {name: mean for name, mean in row.numbers.items() if name != "left"}
         if one.name == "hidden in all layers":

@@ -128,9 +128,8 @@ def answers_of(sinks: Sinks, hidden: Mapping[int, Row | None], seed: int, parts:
             if rows:
                 answers[number] += constancy_of(spike, begins, sufficient(rows), seed)
             if "purpose" in parts:
-                known = answers[asked[0]] if number != asked[0] else []
                 first_writer = sinks.spikes[number].first_writer
-                answers[number] += purpose_of(spike, first_writer, hidden.get(number), seed, known)
+                answers[number] += purpose_of(spike, first_writer, hidden.get(number), seed)
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
     return answers

@@ -264,11 +264,6 @@ class SpikeCircuit:
         return self.spike.place
 
     @property
-    def name(self) -> str:
-        """The spike by its layers."""
-        return self.spike.name
-
-    @property
     def needed_neurons(self) -> tuple[Neuron, ...]:
         """The neurons of the smallest set found."""
         return tuple(part for part in self.needs.needed if isinstance(part, Neuron))
