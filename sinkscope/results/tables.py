@@ -6,9 +6,9 @@ import inspect
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.plain import plain, visible
@@ -146,14 +146,21 @@ def glossary(classes: Sequence[type[Any]], names: Sequence[str], own: Mapping[st
     """Return the meaning of columns.
 
     Args:
-        classes: Classes of the rows and of the result, whose docstrings describe the columns; of several that describe
-            one, the first counts.
+        classes: Classes of the rows and of the result. Their docstrings and those of the classes of their fields
+            describe the columns; of several that describe one, the first counts.
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
+    parts: list[Any] = list(classes)
     descriptions = dict(own)
-    for part in classes:
-        descriptions = descriptions_of(inspect.getdoc(part) or "", "Attributes") | descriptions
+    for part in parts:  # the list grows by what is inside
+        inside = [*get_args(part)]
+        if isinstance(part, type) and is_dataclass(part):
+            inside += get_type_hints(part).values()
+            descriptions = descriptions_of(inspect.getdoc(part) or "", "Attributes") | descriptions
+        for hint in inside:
+            if hint not in parts:
+                parts.append(hint)
     meaning: dict[str, str] = {}
     for name in names:
         if name in descriptions:
