@@ -29,17 +29,21 @@ def edit_from_options(
         interventions: Any other intervention, several joined by |, or a list of these.
 
     Raises:
-        SinkscopeError: The patch cannot be read, the policy does not exist, or something is no intervention.
+        SinkscopeError: The patch cannot be read, the policy does not exist, there are two guards, or something is no
+            intervention.
     """
     if guard is True:
         guard = "loopguard"
     elif guard == "paper":
         guard = "loopguard:paper"
+    policy, guard = _named(policy), _named(guard or None)
+    if guard is not None and isinstance(policy, type(guard)):
+        raise SinkscopeError("the policy is a guard, too, and two would cut the same rows: give one of them")
     parts = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
         *(interventions if isinstance(interventions, list | tuple) else [interventions]),
-        _named(policy),
-        _named(guard or None),
+        policy,
+        guard,
     ]
     edits = [part for part in parts if part is not None]
     for part in edits:

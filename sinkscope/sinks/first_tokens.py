@@ -4,7 +4,7 @@ Such a token sees nothing but itself. A replaced head gives its mean output at o
 
 1. Many tokens are put first. Of those that have the spike it is read what is left without each head.
 2. The fewest heads are searched that as one set take away nine tenths of what all heads take.
-3. Control: as many random heads, those of a dozen draws that leave least.
+3. Controls: as many random heads, and as many of about equal attention to the first token.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def heads_that_mark(setup: Setup, tokens: Sequence[str] | None = None, count: in
         add(FEWEST, judge([marks])[0], number, word_list(marks, len(marks)))
         sets = random_heads(marks, order, setup.seed)
         if sets:
-            left = judge(sets)
-            add("random heads", left[left.mean(1).argmin()])
+            left = judge([*sets, alike_heads(marks, order, chosen.spike.survey.received(chosen.spike.place.mask))])
+            add("random heads", left[left[:-1].mean(1).argmin()])
+            add("heads of equal attention", left[-1])
     for head, left in zip(heads, along[1:] / along[0], strict=True):
         if bool((left < HALF).any()):
             add(str(head), left)
@@ -115,6 +116,23 @@ def count_margin(order: Sequence[Head], judge: Judge) -> float | None:
         return counts
 
     return resampled_margin(number, left.shape[1])
+
+
+def alike_heads(heads: Sequence[Head], among: Sequence[Head], attention: Float[Tensor, "layer head text"]) -> Parts:
+    """Return a different control for each head: the head whose mean attention to a place is nearest.
+
+    Args:
+        heads: The heads that are compared.
+        among: All heads, in an order that was measured.
+        attention: Attention of all heads to the place.
+    """
+    mean = attention.nanmean(2)
+    left, nearest = [head for head in among if head not in heads], list[Head]()
+    for head in heads:
+        own = float(mean[head.layer, head.head])
+        nearest.append(min(left, key=lambda other: abs(float(mean[other.layer, other.head]) - own)))
+        left.remove(nearest[-1])
+    return tuple(nearest)
 
 
 def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:

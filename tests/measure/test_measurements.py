@@ -105,6 +105,7 @@ def test_every_kind_has_a_page(kind):
 
 PLAIN_ONLY = {"lines", "barcode", "why_loop"}
 """A bridge computes its own attention, of which they see nothing and on which they cannot act."""
+ASKED = {"conditions", "constant", "purpose"}
 READ_ALIKE = {("barcode", "nnsight"), ("lines", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 BACKENDS = []
@@ -121,6 +122,9 @@ def test_every_kind_of_model_gives_the_same(name, backend, measured):
             measured(name, backend)
         return
     plain, other = (measured(name, kind).to_dict()["result"] for kind in (None, backend))
+    if (name, backend) == ("why_sink", "bridge"):  # a warning says why these are not asked
+        for spike in plain["spikes"]:
+            spike["rows"] = [row for row in spike["rows"] if row["table"].split(",")[0] not in ASKED]
     near = 2e-3
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 

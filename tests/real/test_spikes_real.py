@@ -15,7 +15,7 @@ import torch
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.row import of_table
-from sinkscope.sinks.spikes.asked import ordinary_positions
+from sinkscope.sinks.spikes.asked import LAST, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 from sinkscope.sinks.spikes.records import neuron_of
@@ -184,10 +184,10 @@ def test_the_busiest_others_write_as_much_and_cost_a_tenth(smollm2, of_smollm2):
 
 
 def test_why_heads_read_the_first_token_of_smollm2(smollm2, setup_of_smollm2):
-    """Its state is one and the same in all texts after the spike, and its value small."""
+    """Its state is one and the same in all texts after the spike, its value small, its score there for every query."""
     late, early = sinks_of(setup_of_smollm2).spikes[:2]
     found = constancy_of(late.reported, early.spike.layers[0], ("alone",), 0)
-    state, value = of_table(found, "constant").values()
+    state, value, score = of_table(found, "constant").values()
     count, after, before = map(int, re.findall(r"\d+", state.note))
     assert before == early.spike.layers[0]
     model, ids, rows = smollm2.model, pieces(smollm2.tokenizer, "report")[:BESIDE], torch.arange(BESIDE)
@@ -201,7 +201,7 @@ def test_why_heads_read_the_first_token_of_smollm2(smollm2, setup_of_smollm2):
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BESIDE, -1, -1)
     alone = causal.clone()
     alone[rows, at] = torch.arange(LENGTH) == at[:, None]
-    states, values = plain_constancy.plain(model, ids, causal)
+    states, scores, values = plain_constancy.plain(model, ids, causal)
     made = plain_constancy.plain(model, ids, alone)[0][:, rows, at]
     has = own.along(made[own.peak + 1]) >= 0.5
     assert after == layers[0]
@@ -210,12 +210,13 @@ def test_why_heads_read_the_first_token_of_smollm2(smollm2, setup_of_smollm2):
         between = plain_constancy.cosine_between(read[:, has])
         assert state.get(number) == pytest.approx(float(between[after]), abs=1e-3)
     heads = {layer: given[layer] for layer in layers}
-    of_value = plain_constancy.in_heads(model, values, heads, at)
+    of_value, of_score = plain_constancy.in_heads(model, scores, values, heads, at, LAST)
     assert len(of_value[0]) == count > 100
-    for key, name in enumerate(("after", "ordinary_after")):
-        assert value.get(name) == pytest.approx(float(torch.stack(of_value[key]).mean()), abs=1e-3)
+    for row, numbers in ((value, of_value), (score, of_score)):
+        assert row.get("after") == pytest.approx(float(torch.stack(numbers[0]).mean()), abs=1e-3)
+        assert row.get("ordinary_after") == pytest.approx(float(torch.stack(numbers[1]).mean()), abs=1e-3)
     assert state.get("after") > 0.999 > state.get("ordinary_after")
-    assert value.get("after") < 0.3
+    assert value.get("after") < 0.3 and score.get("after") > 0.9
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Why heads read a place: states and values are those of plain hooks and masks."""
+"""Why heads read a place: states, values and scores are those of plain hooks, masks and attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plain_constancy import cosine_between, in_heads, plain
 from test_spikes import bundled  # noqa: F401  (a fixture)
 
 from sinkscope.results.row import of_table
-from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions
+from sinkscope.sinks.spikes.asked import LAST, TEXTS, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.find import sinks_of
 
@@ -50,25 +50,27 @@ def test_states_are_those_of_plain_masks(bundled, spike, found):  # noqa: F811
         assert row.get(f"{number}after") == pytest.approx(float(between[after]), abs=1e-4)
 
 
-def test_values_are_those_of_plain_hooks(bundled, spike, found):  # noqa: F811
+def test_values_and_scores_are_those_of_plain_attention(bundled, spike, found):  # noqa: F811
     ids, model = spike.survey.ids[:TEXTS], bundled.target.hf
     at, length = positions(spike), ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril().expand(TEXTS, -1, -1)
-    _, values = plain(model, ids, causal)
+    _, scores, values = plain(model, ids, causal)
     heads = spike.survey.received(spike.place.mask).nanmean(-1) > 0.3
     table = of_table(found, "constant")
     heads_said, after = map(int, re.findall(r"\d+", table["state"].note)[:2])
     layers = range(after, min(spike.layers[1] + 2, len(values)))
-    of_value = in_heads(model, values, {layer: heads[layer] for layer in layers}, at)
+    of_value, of_score = in_heads(model, scores, values, {layer: heads[layer] for layer in layers}, at, LAST)
     assert len(of_value[0]) == heads_said
-    for key, name in enumerate(("after", "ordinary_after")):
-        assert table["value"].get(name) == pytest.approx(float(torch.stack(of_value[key]).mean()), abs=1e-3)
+    for name, numbers in (("value", of_value), ("score", of_score)):
+        assert table[name].get("after") == pytest.approx(float(torch.stack(numbers[0]).mean()), abs=1e-3)
+        assert table[name].get("ordinary_after") == pytest.approx(float(torch.stack(numbers[1]).mean()), abs=1e-3)
 
 
 def test_a_spike_makes_a_constant_of_its_place(found):
-    state, value = of_table(found, "constant").values()
+    state, value, score = of_table(found, "constant").values()
     assert state.get("after") > 0.999 > state.get("before") and state.get("ordinary_after") < 0.8
     assert value.get("after") < 0.1 and 0.8 < value.get("ordinary_after") < 1.2
+    assert score.get("after") > 0.9 and score.get("ordinary_after") < 0.7
 
 
 def test_where_nothing_makes_another_such_place_nothing_is_said(spike):

@@ -62,7 +62,7 @@ def check(o: Organism, found: dict[str, Row]):
     assert every.get("left") <= 0.01 and fewest.get("left") <= 0.1 + every.get("left")
     random = found["random heads"].get("left")
     assert random >= 0.3 + fewest.get("left")  # the worst of a dozen sets, which may hold heads of other groups
-    assert "random heads" in found and fewest.numbers["heads"].margin is not None
+    assert "heads of equal attention" in found and fewest.numbers["heads"].margin is not None
     assert {(head.layer, head.head) for head in heads_of(found)} == {(truth.marking_layer, head) for head in planted}
     for head in heads_of(found):
         for group, left in zip(groups, found[str(head)].numbers["left"].by_text, strict=True):

@@ -1,11 +1,12 @@
 """Why heads read a place: its spike makes one constant of it, whatever the token, the text and the query.
 
 A norm layer stands before the keys, so no length is left of a long state. What is left is its direction, which is one
-and the same in all texts: one key, which a head can rely on, and one small value. Two numbers say so, before the first
-spike of a place and after the spike, each beside an ordinary position:
+and the same in all texts: one key that most queries meet with a large score, and one small value. Three numbers say so,
+before the first spike of a place and after the spike, each beside an ordinary position:
 
 1. State: cosine between texts whose tokens differ: an ordinary position of each is made such a place.
-2. Value: its norm over the typical one, in heads that read the place; before the spike in all heads of a layer.
+2. Value: its norm over the typical one.
+3. Score: how far the place's score is above those of other keys; the part of it that is there for every query.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
+from sinkscope.engine.visible import shown
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, on_hidden, on_input
-from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.asked import ordinary_positions, with_causes
+from sinkscope.results.row import Kind, Mean, Row, row_of
+from sinkscope.sinks.spikes.asked import LAST, ordinary_positions, with_causes
 from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
@@ -36,17 +38,19 @@ States = Float[Tensor, "layer text d_model"]
 
 @dataclass(frozen=True, eq=False)
 class Keys(Intervention, Actor):
-    """Reads values in some layers.
+    """Reads values and scores of keys in some layers.
 
     Attributes:
         at: Positions of the keys in each text.
         layers: The layers.
         values: Norm of the value of each key over the typical one, by layer.
+        common: Share of its score above other keys, mean square over later queries, that their mean holds, by layer.
     """
 
     at: Int[Tensor, "key text"]
     layers: Sequence[int]
     values: dict[int, Float[Tensor, "key head text"]] = field(default_factory=dict)
+    common: dict[int, Float[Tensor, "key head text"]] = field(default_factory=dict)
 
     def enter(self, run: Run, key: int) -> None:
         """Listen to attention."""
@@ -57,7 +61,7 @@ class Keys(Intervention, Actor):
         return True
 
     def attend(self, step: Step, attention: Attention) -> None:
-        """Read the values of a layer."""
+        """Read the values of a layer, and the scores of its queries."""
         layer, text = attention.layer, torch.arange(self.at.shape[1])
         if layer not in self.layers:
             return
@@ -65,6 +69,44 @@ class Keys(Intervention, Actor):
         norms = per_query_head(attention.value, heads).float().norm(dim=-1).expand(-1, heads, -1).cpu()
         typical = norms[:, :, 1:].median(-1).values.clamp(min=SMALLEST)
         self.values[layer] = torch.stack([(norms[text, :, at] / typical).T for at in self.at])
+
+        scores, visible = scores_of(attention)
+        self.common[layer] = torch.stack([common_of(scores.cpu(), visible.cpu(), at) for at in self.at])
+
+
+def scores_of(
+    attention: Attention,
+) -> tuple[Float[Tensor, "text head query key"], Bool[Tensor, "text _ query key"]]:
+    """Return the scores of all queries before the softmax, in which small weights are lost; and which keys are seen."""
+    heads = attention.query.shape[1]
+    scores = attention.query.float() @ per_query_head(attention.key, heads).float().mT * attention.scaling
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    mask = attention.visible.mask_by_head(heads)
+    visible = attention.visible.sees()
+    if mask.is_floating_point():  # ALiBi adds to scores
+        scores = scores + mask.float().masked_fill(~shown(mask), 0)
+    return scores, visible.all(1, keepdim=True)
+
+
+def common_of(
+    scores: Float[Tensor, "text head query key"], visible: Bool[Tensor, "text _ query key"], at: Int[Tensor, " text"]
+) -> Float[Tensor, "head text"]:
+    """Return the share of a key's score above other keys that is there for every query, by head and text.
+
+    Args:
+        scores: Scores of all queries; what a query adds to all of them falls out of the difference.
+        visible: Which keys they see.
+        at: The key of each text.
+    """
+    text, sees = torch.arange(len(at)), visible[:, :, LAST:]
+    others = sees.clone()
+    others[text, :, :, at] = False
+    others[..., 0] = False
+    score = scores[:, :, LAST:]
+    mean = (score * others).sum(-1) / others.sum(-1).clamp(min=1)
+    above = (score[text, :, :, at] - mean).masked_fill(~sees[text, :, :, at], torch.nan)
+    return (above.nanmean(-1).square() / above.square().nanmean(-1).clamp(min=SMALLEST)).T
 
 
 @torch.no_grad()
@@ -94,12 +136,15 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[str], seed: int
     place, ordinary_place = cosines(states[:, became]), cosines(states_of(ordinary, depth)[:, became])
     heads = f"{sum(int(heads.sum()) for heads in reading.values())} heads from layer {after} on, beside layer {first}"
     rows = [constant_of("state", torch.stack([place, ordinary_place], 1)[[first, after]], heads)]
-    # 2. values
+    # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
     keys = Keys(torch.stack([torch.zeros_like(at), at]), [first, *reading])
     with under(keys, target):
         target.forward(ordinary.ids, last_layer=depth - 1)
-    behind = torch.cat([keys.values[layer][:, own] for layer, own in reading.items()], 1)
-    return [*rows, constant_of("value", torch.stack([keys.values[first].nanmean(1), behind.nanmean(1)]))]
+    every = torch.ones(target.n_heads, dtype=torch.bool)
+    for name, by_layer in {"value": keys.values, "score": keys.common}.items():
+        before, behind = over_heads(by_layer, {first: every}), over_heads(by_layer, reading)
+        rows.append(constant_of(name, torch.stack([before, behind])))
+    return rows
 
 
 def reading_heads(spike: Spike) -> dict[int, Bool[Tensor, " head"]]:
@@ -136,9 +181,21 @@ def cosines(states: States) -> Float[Tensor, "layer text"]:
     return (between.sum(-1) - 1) / (len(unit[0]) - 1)
 
 
+def over_heads(read: dict[int, Float[Tensor, "key head text"]], heads: dict[int, Tensor]) -> Float[Tensor, "key text"]:
+    """Return the mean over some heads of each layer."""
+    return torch.cat([read[layer][:, own] for layer, own in heads.items()], 1).nanmean(1)
+
+
 def constant_of(name: str, read: Float[Tensor, "when where text"], note: str = "") -> Row:
     """Return the row of a number: before and after, at the place and at an ordinary position."""
     (before, ordinary_before), (after, ordinary_after) = read.nanmean(-1).tolist()
-    margin = margin_of(read[1, 0].numpy())
-    numbers = {"ordinary_before": ordinary_before, "ordinary_after": ordinary_after}
-    return row_of("constant", name, note, before=before, after=Mean(after, margin), **numbers)
+    kind: Kind = "share" if name == "score" else "number"
+    return row_of(
+        "constant",
+        name,
+        note,
+        before=Mean(before, kind=kind),
+        after=Mean(after, margin_of(read[1, 0].numpy()), kind=kind),
+        ordinary_before=Mean(ordinary_before, kind=kind),
+        ordinary_after=Mean(ordinary_after, kind=kind),
+    )

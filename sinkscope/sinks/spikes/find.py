@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import mean_of
@@ -122,6 +123,8 @@ def answers_of(sinks: Sinks, hidden: Mapping[int, Row | None], seed: int, parts:
         warn(f"what makes the sink is asked of the first token, and this spike is at {place}")
     spikes = [sinks.spikes[number].reported for number in asked]
     try:
+        if spikes and parts & {"conditions", "purpose"}:
+            check_attention_visible(sinks.survey.target)
         conditions = conditions_of(spikes, seed) if "conditions" in parts else [list[Row]() for _ in spikes]
         for number, spike, rows in zip(asked, spikes, conditions, strict=True):
             begins, answers[number] = min(spike.layers[0] for spike in spikes), [*rows]

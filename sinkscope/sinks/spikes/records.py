@@ -175,6 +175,8 @@ ATTENTION = ("{heads} of {total} head(s)", "{share} of the heads at position 0 o
 CONSTANT = {
     "state": "cosine between texts {before} -> {after}; an ordinary position {ordinary_before} -> {ordinary_after}",
     "value": "norm over the typical one {before} -> {after}; an ordinary one {ordinary_before} -> {ordinary_after}",
+    "score": "{before} -> {after} of its lead over other keys is there for every query; an ordinary key "
+    "{ordinary_before} -> {ordinary_after}",
 }
 """How a card says the numbers of rows."""
 
