@@ -251,7 +251,9 @@ def _rows_of_ids(ids: Any) -> list[list[int]]:
         rows = plain(ids)
     if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
         rows = [rows]
-    for row in rows if isinstance(rows, list) else [None]:
+    if not isinstance(rows, list):
+        rows = [[]]
+    for row in rows:
         if not isinstance(row, list) or not row:
             raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")
         for number in row:
