@@ -147,6 +147,9 @@ def main(words: Sequence[str]) -> int:
             print(f"{name}: {', '.join(files[:3])} ({len(files)} files)")
         return int(bool(old))
     names = list(words) or [name for name in COMMANDS if name in old]
+    for name in names:
+        if name not in COMMANDS | LONG:
+            raise SystemExit(f"{name!r} is no figure: give some of {', '.join(COMMANDS | LONG)}")
     with ThreadPoolExecutor(2) as both:
         return int(any(both.map(make, names)))
 
