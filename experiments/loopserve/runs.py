@@ -160,7 +160,7 @@ def _scores(records: Sequence[BenchRecord]) -> Row:
     `read` is what a decoding step attends to, `cells` the share of the prompt's cells that outputs attend to (None:
     left to the model).
     """
-    kept = ("score", "prefix", "agree", "read", "cells", "prompt_tokens", "seconds")
+    kept = ("score", "prefix", "agree", "read", "cells", "prompt_tokens")
     found: Row = {name: mean_known(one.metrics.get(name) for one in records) for name in kept}
     rate = interval_of(np.array([one.metrics["score"] for one in records]), SCORES)
     assert rate is not None, "an interval needs three answers"
