@@ -139,7 +139,7 @@ def make(name: str) -> str:
 
 def main(words: Sequence[str]) -> int:
     """List figures that are not those of the code, or make them again."""
-    old = stale()
+    old = {} if words and "--list" not in words else stale()
     if "--list" in words:
         for name, files in old.items():
             print(f"{name}: {', '.join(files[:3])} ({len(files)} files)")

@@ -106,12 +106,11 @@ def run(
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
                 for method in batch.methods:
-                    if method in warm:
-                        continue  # what is made at first use is not of the time of an answer
-                    answer_rows(
-                        target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, make_method(method)
-                    )
-                    warm.add(method)
+                    if method not in warm:  # what is made at first use is not of the time of an answer
+                        answer_rows(
+                            target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, make_method(method)
+                        )
+                        warm.add(method)
                 folder.append(task.answers(target, batch))
             (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)

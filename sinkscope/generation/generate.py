@@ -160,11 +160,11 @@ def _rows(target: Target, prompts: Any, bos: bool | None, chat: Chat) -> list[li
 
 def _finite(target: Target, ids: Tensor, scores: Tensor) -> Tensor:
     """The logits as they are, a processor of `generate`; NaN, where every token would be token 0, is refused."""
-    if bool(scores.isnan().any() | scores.isposinf().any()):
+    if scores.isnan().any() or scores.isposinf().any():
         check_finite(target.hf)  # names the tensor if the weights are the reason
-    if scores.isnan().any():
-        remedy = "its weights are finite, so what edits it, or the model, is at fault"
-        if target.dtype.itemsize == 2:
-            remedy = "load it with dtype=bfloat16 or dtype=float32"
-        raise SinkscopeError(f"the logits of {target.name} are NaN after {ids.shape[1]} tokens: {remedy}")
+        if scores.isnan().any():
+            remedy = "its weights are finite, so what edits it, or the model, is at fault"
+            if target.dtype.itemsize == 2:
+                remedy = "load it with dtype=bfloat16 or dtype=float32"
+            raise SinkscopeError(f"the logits of {target.name} are NaN after {ids.shape[1]} tokens: {remedy}")
     return scores

@@ -249,10 +249,10 @@ def _rows_of_ids(ids: Any) -> list[list[int]]:
     rows = None
     with suppress(SinkscopeError):  # it is of no kind that holds numbers
         rows = plain(ids)
-    if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
-        rows = [rows]
     if not isinstance(rows, list):
         rows = [[]]
+    elif not any(isinstance(row, list) for row in rows):
+        rows = [rows]
     for row in rows:
         if not isinstance(row, list) or not row:
             raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")

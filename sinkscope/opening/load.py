@@ -190,11 +190,8 @@ def open_target(
         source = locate(model, revision)
         is_small = model in (None, BUNDLED) or source.planted
         if not (whole or world_size() > 1 or is_small or source.kind == "gguf"):
-            with (
-                suppress(UnsupportedError),
-                quiet(),
-                loading_errors(source.name),
-            ):  # else it is loaded whole, or refused
+            # Where that is not possible it is loaded whole, or refused.
+            with suppress(UnsupportedError), quiet(), loading_errors(source.name):
                 files = Files(source.where, revision=source.revision)
                 target = open_stream(files, name=source.name, **options)
         if target is None:

@@ -149,7 +149,8 @@ def fields_of(setup: Setup, parts: Set[str]) -> dict[str, Any]:
     report = sinks.report
     hidden: dict[int, Row | None] = {}
     for number, circuit in enumerate(sinks.spikes):
-        if circuit.like is None and parts & {"effects", "purpose"}:
+        # Effects of neurons and the purpose ask what hiding the place does.
+        if circuit.like is None and ("purpose" in parts or ("effects" in parts and circuit.needs.units)):
             hidden[number] = hidden_of(circuit.texts, circuit.first_writer)
     # Steps 7 and 8: conditions and purpose
     answers = answers_of(sinks, hidden, setup.seed, parts)
