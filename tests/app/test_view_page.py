@@ -8,21 +8,16 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import plain_spikes as plain
 import pytest
-import torch
-from raw_kit import attention, blocks, down, inputs_edited
+from raw_kit import attention
 from report_kit import BAD, WORSE, fill, made_report, spoil
 from sample_results import sample_find_sinks, with_rows
 
-from sinkscope.app.view.explorer import ids_of
 from sinkscope.app.view.page import serve, view_page
 from sinkscope.app.view.result import ModelView, OtherMeasurement
 from sinkscope.app.view.switches import RANDOM_SWITCH
 from sinkscope.files.output import write_output
-from sinkscope.results.notation import Neuron, percent
 from sinkscope.results.row import row_of
-from sinkscope.sinks.spikes.records import neuron_of
 
 TEXT = "A class is a block. A block is a piece of text."
 LOADED = "document.querySelector('.token')"
@@ -109,70 +104,14 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     assert each(chrome, "#spike-0 .head", "title") == titles
 
 
-def fired(setup, ids, neuron: Neuron):
-    """The activation of a neuron at each token, by a plain hook."""
-    seen = []
-    with inputs_edited(down(blocks(setup.target.hf)[neuron.layer]), lambda x: seen.append(x) or x), torch.no_grad():
-        setup.target.hf(ids)
-    return seen[0][..., neuron.neuron]
-
-
-def outcome(sink, neuron: Neuron, texts: int = 16) -> list[str]:
-    """What a page says is left of the spike, of heads and of the loss; here from plain hooks."""
-    model, ids = sink.setup.target.hf, sink.sinks.report.ids
-    (spike,) = plain.spikes(plain.run(model, ids))
-    left = plain.without(model, ids[:texts], spike, [neuron.site], 0)
-    return [percent(left.left), str(left.heads), f"{left.loss:.2f} nats"]
-
-
-def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
-    chrome, setup, survey = opened(), bundled.setup, bundled.sinks.survey
-    (page,) = view.neuron_pages
-    assert page.name == "L1.N338"
-    chrome.run("document.querySelector('.circuit .part').focus()")
-    chrome.press("Enter")
-    assert chrome.text(".neuron h2") == "Neuron L1.N338"
-    written = bundled.circuit.spike.named("writers", "L1.N338").get("share")
-    assert f"it writes {written:.0%} of the spike at the first token" in chrome.text(".neuron > p")
-
-    ids = torch.tensor([ids_of(setup, TEXT)])
-    values = fired(setup, ids, Neuron(1, None, 338))[0]
-    titles = each(chrome, ".neuron .token", "title")
-    assert list(map(float, titles)) == pytest.approx(values.tolist(), rel=1e-3, abs=1e-9)
-
-    typical = fired(setup, survey.ids, Neuron(1, None, 338))
-    order, firsts = typical.abs().flatten().argsort(descending=True, stable=True).tolist(), {}
-    for text, position in (divmod(number, survey.ids.shape[1]) for number in order):
-        firsts.setdefault(tuple(survey.ids[text, : position + 1].tolist()), (text, position))
-    expected = list(firsts.values())[:10]
-    assert [one.value for one in page.largest] == pytest.approx([float(typical[at]) for at in expected], rel=1e-2)
-    assert [one.token for one in page.largest] == [setup.tokenizer.decode([survey.ids[at]]) for at in expected]
-    assert page.largest[0].texts == len(survey.ids)  # BOS begins all of them
-    rows = chrome.texts(".largest tr")
-    assert len(rows) == 10 and rows[0].startswith("18.64<s>") and rows[0].endswith("(in 16 texts)")
-
-    cells = each(chrome, ".outcomes tbody td", "textContent")
-    cells = cells[cells.index("it alone") :]
-    (control,) = view.circuit[0].random
-    random = neuron_of(control.name)
-    assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
-    assert cells[4:8] == [f"random: {random}", *outcome(bundled, random, 4)]
-    assert cells[8] == "the busiest others" and len(cells) == 12
-    assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
-
-
 def test_markup_in_tokens_is_text_on_the_page(view, opened):
     evil = "<img src=x onerror=alert(1)>"
-    (page,), (spike,), (text,) = view.neuron_pages, view.circuit, view.texts
-    largest = (replace(page.largest[0], before=evil, token=evil, after=evil),)
+    (spike,), (text,) = view.circuit, view.texts
     text = replace(text, name=evil, tokens=(evil, *text.tokens[1:]))
-    pages = (replace(page, largest=largest),)
     spike = replace(spike, found=replace(spike.found, place=replace(spike.found.place, words=evil)))
-    chrome = opened(shown=replace(view, texts=(text,), circuit=(spike,), neuron_pages=pages))
-    chrome.click(".circuit .part")
+    chrome = opened(shown=replace(view, texts=(text,), circuit=(spike,)))
     assert chrome.run("document.images.length") == 0 and chrome.errors == []
-    assert chrome.text(".largest tr").count(evil) == 3 and evil in chrome.text(".neuron > p")
-    assert chrome.text(".spike h3").startswith(evil)
+    assert chrome.text(".spike h3").startswith(evil) and chrome.text("#token-0").count(evil) == 1
 
 
 @pytest.mark.slow
@@ -278,9 +217,6 @@ def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
     chrome.wait(typed)
-    chrome.click(".circuit .part")
-    assert len(chrome.texts(".neuron .token")) == len(chrome.texts("#strip .token"))  # on the typed text
-    chrome.press("Escape")
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
     assert chrome.errors == []

@@ -21,7 +21,7 @@ from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 from sinkscope.sinks.spikes.records import neuron_of
 from sinkscope.sinks.why_sink import why_sink
 
-LENGTH, TEXTS, BESIDE = 64, 16, 8
+LENGTH, TEXTS, BESIDE, ALONE = 64, 16, 8, 4
 
 
 def pieces(tokenizer, half: str) -> torch.Tensor:
@@ -96,6 +96,19 @@ def compare(real, found, step: int):
             assert row.get("left") == pytest.approx(left.left, abs=1e-3) and row.get("tokens") == left.tokens
             assert row.get("intact") == plain.readers(given[..., :texts], own) and row.get("heads") == left.heads
             assert row.get("loss") == pytest.approx(left.loss, abs=1e-3)
+        for name, row in spike.table("alone").items():
+            left = plain.without(real.model, ids[:ALONE], own, [neuron_of(name).site], 0, seen=plain.some(seen, ALONE))
+            assert (row.get("left"), row.get("heads")) == (pytest.approx(left.left, abs=1e-3), left.heads)
+
+
+@pytest.mark.slow
+def test_every_number_of_smollm2_is_that_of_plain_hooks(smollm2, of_smollm2):
+    compare(smollm2, of_smollm2, 1)
+
+
+@pytest.mark.slow
+def test_every_number_of_gemma3_is_that_of_plain_hooks(gemma3, of_gemma3):
+    compare(gemma3, of_gemma3, 4)
 
 
 @pytest.mark.slow

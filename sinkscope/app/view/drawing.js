@@ -44,7 +44,6 @@ function shown(value) {
 const percent = (share) => `${Math.round(100 * share)}%`;
 const quoted = (token) => JSON.stringify(token);
 const headName = ([layer, head]) => `L${layer}.H${head}`;
-const neuronName = ({ layer, expert, neuron }) => `L${layer}${expert === null ? "" : `.E${expert}`}.N${neuron}`;
 const visible = (token) => token.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ | $/g, "·") || "∅";
 
 /** The layer and the number of a head from its name; null if it is no head. */

@@ -10,12 +10,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from pydantic import BaseModel
 
 from sinkscope.app.report import why_missing
-from sinkscope.app.view.neurons import activations, circuit_of, named_neurons, pages_of
 from sinkscope.app.view.readings import (
     ModelSink,
     TextReading,
@@ -28,7 +26,6 @@ from sinkscope.app.view.readings import (
 from sinkscope.app.view.result import (
     CircuitSpike,
     ModelView,
-    NeuronPage,
     OtherMeasurement,
     Packed,
     Variant,
@@ -45,7 +42,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
 from sinkscope.models.text import beginning
 from sinkscope.results.notation import word_form
-from sinkscope.sinks.spikes.records import purpose_sentence
+from sinkscope.sinks.spikes.records import purpose_sentence, spike_card
 
 MOST_TOKENS = 512
 STORY = (
@@ -96,13 +93,14 @@ class Explorer(ModelSink):
 
     @cached_property
     def column(self) -> tuple[CircuitSpike, ...]:
-        """The circuit of each spike."""
-        return circuit_of(self)
-
-    @cached_property
-    def neuron_pages(self) -> tuple[NeuronPage, ...]:
-        """The neurons that the circuit names."""
-        return pages_of(self)
+        """The circuit of each spike, that which most heads read first."""
+        column: list[CircuitSpike] = []
+        for found, measured in zip(self.circuit.spikes, self.sinks.spikes, strict=True):
+            shares = measured.texts.attention.mean(-1).tolist()
+            attention = tuple(tuple(round(share, 5) for share in layer) for layer in shares)
+            first = measured.spike.reading_layers.start
+            column.append(CircuitSpike(found, spike_card(found), first, attention))
+        return tuple(column)
 
     @cached_property
     def others(self) -> tuple[OtherMeasurement, ...]:
@@ -152,7 +150,6 @@ class Explorer(ModelSink):
             circuit=self.column,
             circuit_sentence=self.circuit.conclusion(),
             purpose=purpose or "",
-            neuron_pages=self.neuron_pages,
             others=self.others,
         )
 
@@ -174,25 +171,10 @@ class Explorer(ModelSink):
                 received=Packed.of(codes_of(reading.received)),
                 rows=tuple(Packed.of(reading.rows[head]) for head in heads),
                 following=reading.following,
-                activations=self.activations(intact.ids, switch),
             )
             variants.append(variant)
         name = "text" if text else "a story"
         return ViewedText(name, tokens, heads, tuple(variants), spikes_of(self, intact))
-
-    def activations(self, ids: list[int], switch: Switch | None) -> tuple[tuple[float, ...], ...]:
-        """Return the activation of each named neuron at each token of a text; none of experts under an edit.
-
-        What an edit of an expert writes is added to the output of all experts, so that no hook sees its activation.
-        """
-        target, neurons = self.setup.target, named_neurons(self)
-        edit = None if switch is None else switch.edit
-        if edit is not None and any(neuron.layer in target.mixtures for neuron in neurons):
-            return ()
-        own = ids if switch is None else switch.of(ids)
-        with under(edit, target):
-            fired = activations(target, torch.tensor([own]), neurons)
-        return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
 
     def intact_sentence(self, intact: TextReading, tokens: Sequence[str]) -> str:
         """Return how many tokens have a norm spike, and the largest norm beside typical text."""

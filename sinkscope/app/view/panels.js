@@ -13,7 +13,7 @@ function tourSteps(data) {
   if (made) steps.push([".heads", made, `The tour pressed "${made}": the neurons that give the sink its norm are set to 0. The squares lose their blue: these heads look elsewhere, and the line at the top counts them.`]);
   if (made && random) steps.push([".heads", random, `Now "${random}": as many random neurons are set to 0, and the squares are blue again. This is the control: not any neurons make the sink, but these.`]);
   for (const name of data.switches.filter((one) => one.startsWith("token "))) steps.push(["#strip", name, (view) => movedWords(view, name)]);
-  steps.push([".circuit", "intact", "The circuit: a block for each spike, with the neurons that write the large norm and the heads that read it. A click on a neuron opens its page."]);
+  steps.push([".circuit", "intact", "The circuit: a block for each spike, with the neurons that write the large norm and the heads that read it."]);
   if (data.purpose) steps.push([".circuit", "intact", `What the sink is for: ${data.purpose} The circuit has the other ways to take it away.`]);
   return steps;
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.app.report import not_measured
 from sinkscope.measure import Result
-from sinkscope.results.row import Card, Row
+from sinkscope.results.row import Card
 from sinkscope.results.tables import MOST_ROWS, Table
 from sinkscope.sinks.spikes.records import SpikeResult, span
 
@@ -64,8 +64,6 @@ class Variant:
         received: Attention that each position receives, mean over later queries; 0 at the last position.
         rows: Attention `[query key]` of each head in `ViewedText.heads`.
         following: The likeliest next tokens after the text, with their probabilities.
-        activations: Activation of each neuron of `ModelView.neuron_pages` at each token. Empty for experts under an
-            edit, where they are not measured.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
@@ -76,7 +74,6 @@ class Variant:
     received: Packed
     rows: tuple[Packed, ...]
     following: tuple[tuple[str, float], ...] = ()
-    activations: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,50 +104,12 @@ class CircuitSpike:
         card: What is measured of it.
         first_reader: The layer of the first row of `attention`.
         attention: Mean attention of each head to the place, in the layers whose heads can read the spike.
-        random: What is left without a random neuron of each layer whose neurons were removed alone.
     """
 
     found: SpikeResult
     card: Card
     first_reader: int
     attention: tuple[tuple[float, ...], ...]
-    random: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
-class Activation:
-    """A neuron at a position of the typical text.
-
-    Attributes:
-        value: Its activation, the input of the down projection.
-        before: The text before the token.
-        token: The token.
-        after: The text after it.
-        texts: Number of texts that begin with the same tokens up to there, so that the value is the same.
-    """
-
-    value: float
-    before: str
-    token: str
-    after: str
-    texts: int
-
-
-@dataclass(frozen=True)
-class NeuronPage:
-    """What a page says of a neuron that writes a spike, or that a spike needs.
-
-    Attributes:
-        name: The neuron.
-        median: Its median activation on the typical text.
-        positions: Number of positions of that text.
-        largest: Its activations of largest magnitude there, each beginning of a text once.
-    """
-
-    name: str
-    median: float
-    positions: int
-    largest: tuple[Activation, ...]
 
 
 @dataclass(frozen=True)
@@ -195,7 +154,6 @@ class ModelView(Result):
         circuit: The spikes, those that most heads read first.
         circuit_sentence: The conclusion about the circuit.
         purpose: What hiding the sink from later tokens costs, in a sentence; empty if it was not measured.
-        neuron_pages: The neurons that the circuit names.
         others: What measurements of other packages say.
     """
 
@@ -221,7 +179,6 @@ class ModelView(Result):
     circuit: tuple[CircuitSpike, ...] = ()
     circuit_sentence: str = ""
     purpose: str = ""
-    neuron_pages: tuple[NeuronPage, ...] = ()
     others: tuple[OtherMeasurement, ...] = ()
 
     def to_html(self) -> str:

@@ -15,7 +15,6 @@ class View {
     this.token = 0;
     this.query = null;
     this.head = null;
-    this.neuron = null;
     this.off = new Set();
     this.moved = null;
     this.typed = [];
@@ -45,7 +44,6 @@ class View {
     if (!this.linked) return;
     const state = new URLSearchParams({ text: this.text, token: this.token, head: headName(this.head), model: this.variant });
     if (this.beside !== null) state.set("beside", this.beside);
-    if (this.neuron) state.set("neuron", this.neuron);
     for (const typed of this.typed) state.append("typed", typed);
     history.replaceState(null, "", `#${state}`);
   }
@@ -54,7 +52,6 @@ class View {
   async show(answer) {
     this.model = answer.model;
     this.data = answer.result;
-    this.pages = new Map(this.data.neuron_pages.map((page) => [page.name, page]));
     this.data.texts.forEach((text) => (text.asked = { text: null }));
     await this.follow();
     const last = this.data.texts.length - 1;
@@ -65,8 +62,6 @@ class View {
     if (this.head && (this.head[0] >= layers || this.head[1] >= heads)) this.head = null;
     this.token = Math.min(this.token, length - 1);
     await this.begin();
-    const neuron = this.opened.get("neuron");
-    if (this.pages.has(neuron)) this.openNeuron(neuron);
   }
 
   /** Build the page with the intact model, and then choose what is shown. */
@@ -351,22 +346,6 @@ class View {
     this.layer = layer;
     this.slider.value = layer;
     this.pickColour("norm");
-  }
-
-  /** Open the page of a neuron over the view. */
-  openNeuron(name) {
-    this.neuron = name;
-    const dialog = neuronPage(this, name);
-    this.root.append(dialog);
-    dialog.showModal();
-    dialog.scrollTop = 0;
-    this.link();
-  }
-
-  closeNeuron(dialog) {
-    this.neuron = null;
-    dialog.remove();
-    this.link();
   }
 
   // Requests to Python
