@@ -39,7 +39,6 @@ def tables(planted: Row, unplanted: Row) -> dict[str, str]:
     """The tables of the page in Markdown, by the names of their places."""
     return {
         "losses": losses(planted, unplanted),
-        "norms": norms(planted["norms"], unplanted["norms"]),
         "sinks": sinks(planted, unplanted),
     }
 
@@ -50,16 +49,6 @@ def losses(planted: Row, unplanted: Row) -> str:
         other = unplanted["loss_by_position"][place]
         rows.append([f"full context, positions {place}", f"{loss:.3f}", f"{other:.3f}"])
     return markdown(["validation loss (nats per token)", *BOTH], rows)
-
-
-def norms(planted: Row, unplanted: Row) -> str:
-    rows: list[list[str]] = []
-    for layer, first in enumerate(planted["first_token_norm"]):
-        low, high = planted["typical_5_percent"][layer], planted["typical_95_percent"][layer]
-        typical = f"{planted['typical_norm'][layer]:.1f} ({low:.1f} to {high:.1f})"
-        ratios = [f"{planted['ratio'][layer]:.1f}", f"{unplanted['ratio'][layer]:.2f}"]
-        rows.append([str(layer), f"{first:,.1f}", typical, *ratios])
-    return markdown(["after layer", "first token", "typical (5 to 95 %)", "ratio", "ratio, nothing planted"], rows)
 
 
 def sinks(planted: Row, unplanted: Row) -> str:
