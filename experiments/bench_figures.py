@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import plotly.graph_objects as go
 
+from experiments import needles
 from experiments.drawn import draw, error_bars
 from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
@@ -29,8 +30,9 @@ NEEDLE += (
     ",loopserve:0.125,loopserve:0.125:alpha=0.75,loopserve:paper:0.125,loopserve-d:0.125,loopserve-d:0.125:first=0"
 )
 UNCHECKED = "loopserve:0.125:checked=0"
-FACTS = "recall:kinds=needle,multi-key,key-value,tracking,chain:lengths=640,1024,2048:samples=1"
-SENTENCES = "recall:kinds=needle,multi-key,key-value:lengths=640,896,1152:samples=1"
+NEEDLES = "needles.jsonl:new=8"
+FACTS = {"kinds": needles.KINDS, "lengths": (640, 1024, 2048)}
+SENTENCES = {"kinds": needles.SENTENCES, "lengths": (640, 896, 1152)}
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 RECALLED = "full,streaming:0.25,h2o:0.25,snapkv:0.25,adakv:0.25,pyramid:0.25,tova:0.25"
@@ -51,6 +53,7 @@ class BenchFigure:
         methods: As for `--methods`.
         model: As for `--model`.
         batch_size: As for `--batch-size`.
+        needles: Arguments of `needles.main`, which writes the prompts; None: it does not.
     """
 
     measure: str
@@ -58,13 +61,14 @@ class BenchFigure:
     methods: str
     model: str = "bundled"
     batch_size: int = 1
+    needles: Row | None = None
 
 
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
-    "needle": BenchFigure("score", SENTENCES, NEEDLE),
-    "needle_recall": BenchFigure("score", FACTS, NEEDLE, "recall"),
-    "needle_recall_2hop": BenchFigure("score", FACTS, f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
+    "needle": BenchFigure("score", NEEDLES, NEEDLE, needles=SENTENCES),
+    "needle_recall": BenchFigure("score", NEEDLES, NEEDLE, "recall", needles=FACTS),
+    "needle_recall_2hop": BenchFigure("score", NEEDLES, f"{NEEDLE},{UNCHECKED}", "recall-2hop", needles=FACTS),
     "recall_dialogues": BenchFigure("score", "recall", RECALLED, "recall"),
     "loopserve_fig2d": BenchFigure("score", "recall:samples=40:turns=1:lengths=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
@@ -102,10 +106,13 @@ def main(name: Literal[*RUNS], *, only: str = "", work: Path = Path("runs"), out
         only: Methods to run again; the rows of the others stay as the figure's JSON has them.
         work: Folder of the runs.
     """
-    chosen = RUNS[name]
+    chosen, task = RUNS[name], RUNS[name].task
+    if chosen.needles is not None:
+        task = f"{work}/{name}-{task}"
+        needles.main(Path(task.partition(":")[0]), model=chosen.model, **chosen.needles)
     with ProgressBar() as progress:
         table = bench(
-            task=chosen.task,
+            task=task,
             methods=(only or chosen.methods).split(","),
             model=chosen.model,
             out=work / name,
@@ -113,7 +120,7 @@ def main(name: Literal[*RUNS], *, only: str = "", work: Path = Path("runs"), out
             progress=progress,
         )
     rows = table.rows()
-    if chosen.task.startswith("recall"):  # a colour for each kind of needle, or place of the question
+    if chosen.measure == "score":  # a colour for each kind of needle, or place of the question
         done = read_run(work / name)
         records = [replace(one, set=one.part) for one in done]
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()

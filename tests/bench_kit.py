@@ -10,12 +10,12 @@ import torch
 from organisms.tiny import tiny_model
 
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import BenchRecord, Prompt, Turn
-from sinkscope.bench.task import PromptFile
+from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, Prompt, Turn
 
 WORDS = "the cat is in a box and it is so that no one can see what we do now or then if you may be my own new".split()
 MODEL = {"name": "tiny", "family": "llama", "n_layers": 3, "d_model": 32, "d_mlp": 64, "fingerprint": "f00"}
-SETTINGS = {"model": MODEL, "device": "cpu", "dtype": "float32", "attention": "sdpa", "task": "file"}
+SETTINGS = {"command": COMMAND, "version": VERSION, "model": MODEL, "task": "file", "chat": False}
+SETTINGS |= {"device": "cpu", "dtype": "float32", "attention": "sdpa"}
 
 
 @cache
@@ -42,36 +42,13 @@ def dialogues(count: int = 2) -> tuple[Prompt, ...]:
     prompts = []
     for number in range(count):
         asked = [Turn(words(20 + 6 * number + turn, turn), (words(3, number),)) for turn in range(2)]
-        prompts.append(Prompt(f"d{number}", tuple(asked), "file", "end" if number % 2 else "begin"))
+        prompts.append(Prompt(f"d{number}", tuple(asked), "file"))
     return tuple(prompts)
-
-
-def task(prompts: tuple[Prompt, ...] | None = None, **settings) -> PromptFile:
-    """A task of these prompts with short answers."""
-    options = {"new": 6, **settings}
-    return PromptFile(given=dialogues() if prompts is None else prompts, **options)
-
-
-def untimed(records: list[BenchRecord]) -> list[BenchRecord]:
-    """Records without what differs from run to run."""
-    return [replace(record, metrics={**record.metrics, "seconds": None}) for record in records]
 
 
 def made_record(method: str = "full", prompt: str = "p0", **changes) -> BenchRecord:
     """A record made by hand."""
     metrics = {"score": 1.0, "read": 9.0, "cells": None, "cached_peak": 10.0, "seconds": 1.0}
-    record = BenchRecord(
-        model="f00",
-        task="file",
-        method=read_method(method),
-        prompt=prompt,
-        turn=0,
-        seed=0,
-        set="s",
-        part="a",
-        metrics={**metrics, **changes.pop("metrics", {})},
-        tokens=(1, 2),
-        text="text",
-        ended="cap",
-    )
-    return replace(record, **changes)
+    about: dict[str, Any] = {"method": read_method(method), "prompt": prompt, "turn": 0, "seed": 0, "set": "s"}
+    record = BenchRecord(**about, metrics=metrics, tokens=(1, 2), text="text", ended="cap")
+    return replace(record, **changes | {"metrics": metrics | changes.get("metrics", {})})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import cycle, product
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -24,23 +24,10 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.keeper import CacheKeeper, HeldTokens
 from sinkscope.kv.usage import full_read
 from sinkscope.measure.margin import mean_known
-from sinkscope.measure.setup import model_info
 from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
 from sinkscope.models.windows import layer_window
-
-
-def answering_settings(target: Target) -> dict[str, Any]:
-    """Return what determines the answers of a model, whatever is done with it."""
-    return {
-        "model": asdict(model_info(target)),
-        "kind": target.kind,
-        "device": target.device.type,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "attention": str(getattr(target.config, "_attn_implementation", "unknown")),
-        "decoding": {"do_sample": False, "eos_token_id": end_ids(target)},
-    }
 
 
 def conversation_ids(target: Target, prompt: Prompt, turn: int, chat: bool = False) -> list[int]:
@@ -71,8 +58,6 @@ class Batch:
     """Some prompts and the methods that answer them; a batch is run completely or not at all.
 
     Attributes:
-        model: Fingerprint of the model.
-        task: Name of the task.
         methods: Methods that answer; several only if the task compares them in one pass.
         prompts: The prompts.
         new: Maximum tokens per answer.
@@ -80,8 +65,6 @@ class Batch:
         seed: Seed of the sampling.
     """
 
-    model: str
-    task: str
     methods: tuple[str, ...]
     prompts: tuple[Prompt, ...]
     new: int
@@ -89,28 +72,17 @@ class Batch:
     seed: int = 0
 
     @property
-    def keys(self) -> tuple[tuple[Any, ...], ...]:
+    def keys(self) -> list[tuple[Any, ...]]:
         """Keys of the records that the batch produces."""
-        keys: list[tuple[Any, ...]] = []
-        for method, prompt in product(self.methods, self.prompts):
-            for turn in range(len(prompt.turns)):
-                keys.append((self.model, self.task, method, prompt.id, turn, self.seed))
-        return tuple(keys)
+        asked = [(prompt.id, turn, self.seed) for prompt in self.prompts for turn in range(len(prompt.turns))]
+        return [(method, *each) for method in self.methods for each in asked]
 
     def record(self, method: str, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """Return the record of an answer."""
+        about = {"method": method, "prompt": prompt.id, "turn": turn, "seed": self.seed}
+        about |= {"set": prompt.set, "part": prompt.part}
         answered: dict[str, Any] = vars(answer) | {"metrics": metrics | answer.metrics}
-        return BenchRecord(
-            model=self.model,
-            task=self.task,
-            method=method,
-            prompt=prompt.id,
-            turn=turn,
-            seed=self.seed,
-            set=prompt.set,
-            part=prompt.part,
-            **answered,
-        )
+        return BenchRecord(**about, **answered)
 
 
 Logits = Float[Tensor, "row vocab"]
@@ -124,7 +96,7 @@ def answer_rows(
     *,
     sampler: LogitsProcessor | None = None,
     along: Sequence[list[int]] = (),
-    see: Callable[[Logits], None] | None = None,
+    logits: list[Logits] | None = None,
 ) -> list[Answer]:
     """Answer prompts, which are padded on the left.
 
@@ -135,13 +107,19 @@ def answer_rows(
         edit: The intervention to apply to the model. None: the model's own full cache.
         sampler: What draws tokens and forbids all others; without it, decoding is greedy.
         along: The answers, whatever the model would have generated.
-        see: Called with the model's logits at each step.
+        logits: Gets the model's logits at each step.
     """
     started = time.perf_counter()
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
-    processors = [] if sampler is None else [sampler]
+
+    def seen(_: Any, scores: Logits) -> Logits:
+        if logits is not None:
+            logits.append(scores)
+        return scores
+
+    processors: list[Any] = [seen, *([] if sampler is None else [sampler])]
     if along:
         new = max(map(len, along))
         processors.append(ForcedAnswer(list(along), ids.shape[1], pad))
@@ -149,13 +127,7 @@ def answer_rows(
     options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "logits_processor": processors}
     held = _HeldAfterCalls()
-
-    def pass_on(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        if see is not None:
-            see(output.logits[:, -1].float())
-
-    followed = None if edit is None else edit | held
-    with under(followed, target) as run, target.hooks((target.hf, "post", pass_on)), torch.no_grad():
+    with under(None if edit is None else edit | held, target) as run, torch.no_grad():
         output = target.hf.generate(**options)
     events = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)

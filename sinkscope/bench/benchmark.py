@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
+from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
 from sinkscope.bench.methods import SAMPLING, make_method, read_methods
 from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun, Prompt
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
@@ -22,9 +23,9 @@ from sinkscope.files.records import Natural, Whole
 from sinkscope.files.store import json_lines, kept_in
 from sinkscope.generation.generate import Temperature
 from sinkscope.hooks.edit.base import Intervention
+from sinkscope.measure.setup import model_info
 from sinkscope.models.checkpoints.config import float32_by_default
-from sinkscope.models.checkpoints.fingerprint import fingerprint_of
-from sinkscope.models.inputs import check_length, tokenizer_of
+from sinkscope.models.inputs import check_length, end_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -72,29 +73,35 @@ def run(
 
     Raises:
         SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
-            begun with other settings or is being written; or a temperature or seed has no effect.
+            begun with other settings or is being written; or nothing is drawn at a temperature.
     """
     if isinstance(task, str):
         task = read_task(task)
     chosen = read_methods(methods, task.budget)
-    check_sampling(task, chosen, temperature, seed)
+    if task.together and (temperature or SAMPLING in chosen):
+        raise SinkscopeError(
+            f"--task {task.name} feeds the same text to every method: leave out --temperature and sampling"
+        )
     edits = [make_method(method) for method in chosen]  # impossible settings are refused before the run
     if isinstance(model, partial):
         model = model()
     target = target_of(model, tokenizer)
     target.shards.check_alone("bench")
-    tokenizer_of(target)  # a model without one is refused
     new = max_new_tokens or task.new_tokens(target)
     prompts = _prompts(task, target, edits, new)
-    fingerprint = fingerprint_of(target)
     batches: list[Batch] = []
     for group in [chosen] if task.together else [(method,) for method in chosen]:
         for start in range(0, len(prompts), batch_size):
             part = tuple(prompts[start : start + batch_size])
-            batches.append(Batch(fingerprint, task.name, group, part, new, temperature, seed))
+            batches.append(Batch(group, part, new, temperature, seed))
     settings = {
         "version": VERSION,
-        **answering_settings(target),
+        "model": asdict(model_info(target)),
+        "kind": target.kind,
+        "device": target.device.type,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": str(getattr(target.config, "_attn_implementation", "unknown")),
+        "decoding": {"do_sample": False, "eos_token_id": end_ids(target)},
         "task": task.name,
         "max_new_tokens": new,
         "temperature": temperature,
@@ -114,21 +121,6 @@ def run(
                 folder.append(task.answers(target, batch))
             (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
-
-
-def check_sampling(task: Task, methods: Sequence[str], temperature: float, seed: int) -> None:
-    """Refuse settings of sampling where nothing is drawn.
-
-    Raises:
-        SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
-    """
-    draws = temperature or SAMPLING in methods
-    if task.together and draws:
-        raise SinkscopeError(
-            f"--task {task.name} feeds the same text to every method: leave out --temperature and sampling"
-        )
-    if seed and not draws:
-        raise SinkscopeError("--seed has no effect where nothing is drawn: give --temperature, or leave it out")
 
 
 @partial(checks_arguments, others=run)
@@ -165,12 +157,9 @@ def bench(
     """
     if folders:
         given = {"task": task, "model": model, **settings, "progress": None}
-        for name, value in given.items():
-            if value is not None:
-                option = name.replace("_", "-")
-                raise SinkscopeError(
-                    f"--{option} has no effect on {folders[0]}, earlier answers: leave one of both out"
-                )
+        unused = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+        if unused:
+            raise SinkscopeError(f"{unused[0]} has no effect on {folders[0]}, earlier answers: leave one of both out")
         return bench_table(folders, beside=beside)
     if task is None or not settings.get("methods"):
         raise SinkscopeError("give --task and --methods for a run, or folders of earlier runs, to show their table")

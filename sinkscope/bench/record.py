@@ -5,8 +5,8 @@ Prompts may be a file of JSON lines that a user gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -21,7 +21,7 @@ from sinkscope.files.store import RECORDS, SETTINGS, Keyed, read_lines
 
 PROMPT_FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
 COMMAND = "bench"
-VERSION = 10
+VERSION = 11
 """Version of the records; a change of what they hold is another setting."""
 EndReason = Literal["eos", "cap"]
 Metrics = dict[str, Finite | int | None]
@@ -69,8 +69,6 @@ class BenchRecord(Answer, Keyed):
     """One turn of one prompt, answered by one method.
 
     Attributes:
-        model: Fingerprint of the model.
-        task: Name of the task.
         method: The method with its settings.
         prompt: Id of the prompt.
         turn: Number of the turn, from 0.
@@ -79,10 +77,8 @@ class BenchRecord(Answer, Keyed):
         part: Part of the set.
     """
 
-    identity = ("model", "task", "method", "prompt", "turn", "seed")
+    identity = ("method", "prompt", "turn", "seed")
 
-    model: str
-    task: str
     method: str
     prompt: str
     turn: int
@@ -112,10 +108,10 @@ def read_run(folder: PathName) -> BenchRun:
     remedy = "give what --out was given"
     path, name = path_of(folder, remedy), pathless(str(folder))
     settings = read_json(path / SETTINGS, remedy)
-    if not isinstance(settings, dict) or settings.get("command") != COMMAND:
-        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: {remedy}")
-    if settings.get("version") != VERSION:
-        raise SinkscopeError(f"{name} was written by another version of sinkscope: run its command with a new --out")
+    if not isinstance(settings, dict) or (settings.get("command"), settings.get("version")) != (COMMAND, VERSION):
+        raise SinkscopeError(
+            f"{name} is no folder of `sinkscope bench`: {remedy}, or run its command again if another version wrote it"
+        )
     build(_RunSettings, settings, f"{name}/{SETTINGS}", "a new --out to its command, because this file is damaged")
     records, _ = read_lines(path / RECORDS, name, BenchRecord)
     return BenchRun(records, settings)
@@ -128,14 +124,12 @@ class Turn:
     Attributes:
         text: What the user says.
         answers: Correct answers. The first one is the history of later turns.
-        metric: Name of the score of `sinkscope.bench.scores`; empty for the task's own.
-        control: Correct answers of another prompt, against which the answer is scored as a control.
+        metric: Name of the score of `sinkscope.bench.scores`.
     """
 
     text: Annotated[str, Field(validation_alias="prompt", pattern=r"\S"), Wording("a text")]
     answers: tuple[str, ...] = ()
-    metric: str = ""
-    control: tuple[str, ...] = ()
+    metric: str = "contains"
 
 
 @dataclass(frozen=True)
@@ -146,29 +140,13 @@ class Prompt:
         id: Unique in its task.
         turns: The turns in order.
         set: Set that the prompt belongs to; tables have separate rows for each set.
-        part: Part of the set, such as a position of the question; tables have a column for each part.
+        part: Part of the set, such as a position of the question.
     """
 
     id: str
     turns: Annotated[tuple[Turn, ...], Field(min_length=1)]
     set: str
     part: str = ""
-
-
-def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts with controls.
-
-    Each turn also gets the correct answers of the previous prompt, for the score expected by chance.
-    """
-    controlled: list[Prompt] = []
-    for index, prompt in enumerate(prompts):
-        others = prompts[index - 1].turns
-        turns: list[Turn] = []
-        for number, turn in enumerate(prompt.turns):
-            control = others[min(number, len(others) - 1)].answers
-            turns.append(replace(turn, control=() if control == turn.answers else control))
-        controlled.append(replace(prompt, turns=tuple(turns)))
-    return controlled
 
 
 def read_prompts(path: PathName) -> list[Prompt]:

@@ -4,7 +4,7 @@
 2. The methods of a set are ranked by score; controls are not.
 3. The best one is compared with the next one, or with the control if there is none, prompt by prompt. If the interval
    of the difference reaches zero, the two are too close to rank.
-4. If its score is that of chance, and the control's is not, nothing can be told of any method.
+4. If the interval of its score reaches zero, and the control's score is above it, nothing can be told of any method.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import html
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from math import isnan, nan
 from operator import attrgetter
 from pathlib import Path
@@ -34,7 +34,7 @@ from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 NOT_RANKED = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
-PERCENT = "loop loop_paper eos chance prefix score agree cells".split()
+PERCENT = "loop loop_paper eos prefix score agree cells".split()
 """Metrics that are shares."""
 
 
@@ -70,7 +70,6 @@ class BenchGroup:
         low: Lower end of its 95 % interval over prompts; NaN of fewer than three.
         high: Upper end of that interval.
         scores: The score of each prompt, mean over its turns and seeds.
-        parts: Mean of the main metric for each part of the set.
         metrics: What it cost, and the task's further metrics; NaN where no answer has it, or the full cache, with which
             `time` compares, was not run.
     """
@@ -82,7 +81,6 @@ class BenchGroup:
     low: float
     high: float
     scores: dict[str, float]
-    parts: dict[str, float]
     metrics: dict[str, float]
 
     @property
@@ -139,11 +137,6 @@ class BenchTable(Result):
             return None
         return difference_of(group.scores, other.scores, DIFFERENCES if task_class(self.task).share else None)
 
-    @property
-    def parts(self) -> dict[str, None]:
-        """The parts of all sets."""
-        return dict.fromkeys(chain(*(group.parts for group in self.groups)))
-
     def rows(self) -> Table:
         """Return one row per group."""
         rows: Table = []
@@ -161,7 +154,6 @@ class BenchTable(Result):
                     "from": lead.low,
                     "to": lead.high,
                     **group.metrics,
-                    **(self.parts | group.parts),
                     "answers": group.answers,
                     "set": group.set,
                 }
@@ -173,7 +165,7 @@ class BenchTable(Result):
         task, percent = task_class(self.task), PERCENT
         scores = (task.main, "low", "high", "difference", "from", "to")
         if task.share:
-            percent = [*PERCENT, *scores, *self.parts]
+            percent = [*PERCENT, *scores]
         sets = ["set"] if len(self.sets()) > 1 else []
         return [Grid(strings(self.rows(), percent), important=(*sets, "method", *scores))]
 
@@ -204,11 +196,10 @@ class BenchTable(Result):
         controls = [group for group in (best, *others) if group.name == task.control]
         for control in controls[:1]:
             control_has = f"control {control.method} has {control.score:{form}}"
-            by_chance = best.low <= max(0.0, best.metrics.get("chance", 0.0))  # not of NaN
-            if by_chance and task.share and not task.low_is_good and control.score > best.high:
+            if task.share and not task.low_is_good and best.low <= 0 and control.score > best.high:
                 return (
-                    f"Nothing can be told of methods in {title}: the best, {said}, like chance; {control_has}; give "
-                    "larger budgets or easier prompts."
+                    f"Nothing can be told of methods in {title}: the best, {said}; {control_has}; give larger budgets "
+                    "or easier prompts."
                 )
         said += f" in {title}"
         rivals = [group for group in others if group.name not in NOT_RANKED]
@@ -254,13 +245,12 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
             raise SinkscopeError(f"runs were measured under other settings ({other}): show them in a table each")
     task = task_class(settings["task"])
     records = {record.key: record for run in reversed(runs) for record in run}
-    names = {task.main: None, **dict.fromkeys(["seconds", "read", "cells", "cached_peak", *task.columns])}
+    names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
     answers: Table = []
     for record in records.values():
-        about = {"set": record.set, "part": record.part, "prompt": record.prompt}
-        about |= {"method": record.method, "tokens": len(record.tokens)}
-        answers.append(names | record.metrics | about)
-    frame: Any = pd.DataFrame(answers, columns=["set", "part", "method", "prompt", "tokens", *names])
+        about = {"set": record.set, "method": record.method, "prompt": record.prompt, "tokens": len(record.tokens)}
+        answers.append(record.metrics | about)
+    frame: Any = pd.DataFrame(answers, columns=["set", "method", "prompt", "tokens", *names])
     frame = frame.astype(dict.fromkeys(names, float))
     by_method = frame.groupby(["set", "method"], sort=False)
     sums = by_method[["seconds", "tokens"]].sum()
@@ -268,15 +258,14 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     groups: list[BenchGroup] = []
     for (of_set, method), of_method in by_method:
         scores = of_method.groupby("prompt", sort=False)[task.main].mean().dropna()
-        parts = of_method[of_method["part"] != ""].groupby("part", sort=False)[task.main].mean()
-        metrics = of_method[[*names]].mean().drop([task.main, "seconds"])
+        metrics = of_method[names].mean().drop([task.main, "seconds"])
         metrics["time"] = speeds[of_set, method] / speeds.get((of_set, FULL), nan)
         if "alarm" in metrics:
             metrics["alarm"] = of_method["alarm"].median()  # not every run has one
         score = interval_of(scores.to_numpy(), SCORES if task.share else None)
         score = score or Interval(scores.mean(), nan, nan)
         numbers = (len(of_method), score.mean, score.low, score.high)
-        groups.append(BenchGroup(of_set, method, *numbers, *(each.to_dict() for each in (scores, parts, metrics))))
+        groups.append(BenchGroup(of_set, method, *numbers, *(each.to_dict() for each in (scores, metrics))))
     known = dict.fromkeys(group.method for group in groups)
     if beside not in {None, *known}:
         raise SinkscopeError(f"--beside {beside}: expected {', '.join(known)}")

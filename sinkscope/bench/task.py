@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
 from sinkscope.bench.methods import FULL, SAMPLING, make_method
-from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts, with_controls
+from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
@@ -70,7 +70,6 @@ class Task(ABC):
         budget: Budget of methods that state none.
         model: Model that answers by default; None for the bundled model.
         together: Whether all methods answer a batch in one pass.
-        metric: Score of turns that name none, see `sinkscope.bench.scores`.
         chat: Whether turns are wrapped in the tokenizer's chat template.
     """
 
@@ -80,11 +79,10 @@ class Task(ABC):
     unit: ClassVar[str] = "score"
     share: ClassVar[bool] = True
     control: ClassVar[str] = FULL
-    columns: ClassVar[tuple[str, ...]] = ("chance",)
+    columns: ClassVar[tuple[str, ...]] = ()
     budget: ClassVar[Budget] = 0.125
     model: ClassVar[str | None] = None
     together: ClassVar[bool] = False
-    metric: ClassVar[str] = "contains"
 
     chat: bool = False
 
@@ -96,7 +94,7 @@ class Task(ABC):
         check_fields(self)
 
     @abstractmethod
-    def prompts(self, target: Target) -> list[Prompt]:
+    def prompts(self, target: Target) -> Sequence[Prompt]:
         """Return the prompts for a model."""
 
     def new_tokens(self, target: Target) -> int:
@@ -119,16 +117,10 @@ class Task(ABC):
         return records
 
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
-        """Return metrics of an answer; `main` is among them.
-
-        By default the score against the correct answers, and against those of another prompt, which is the control.
-        """
-        metrics: Metrics = {}
-        for name, answers in (("score", turn.answers), ("chance", turn.control)):
-            metrics[name] = None
-            if answers:
-                metrics[name] = score(turn.metric or self.metric, answer.text, answers)
-        return metrics
+        """Return metrics of an answer; `main` is among them. By default the score against the correct answers."""
+        if not turn.answers:
+            return {"score": None}
+        return {"score": score(turn.metric, answer.text, turn.answers)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +137,9 @@ class PromptFile(Task):
     given: tuple[Prompt, ...]
     new: Size = 64
 
-    def prompts(self, target: Target) -> list[Prompt]:
-        """Return the prompts, each with the answers of another one."""
-        return with_controls(self.given)
+    def prompts(self, target: Target) -> Sequence[Prompt]:
+        """Return the prompts."""
+        return self.given
 
     def new_tokens(self, target: Target) -> int:
         """Return `new`."""

@@ -37,8 +37,7 @@ def _by_hand() -> Iterator[Result]:
     """Kinds of which no file lies in figures/."""
     sample = sample_find_sinks()
     groups = tuple(
-        BenchGroup("recall", name, 4, 0.5, 0.2, 0.8, scores={}, parts={}, metrics={"read": 9.0})
-        for name in ("full", "a:b")
+        BenchGroup("recall", name, 4, 0.5, 0.2, 0.8, scores={}, metrics={"read": 9.0}) for name in ("full", "a:b")
     )
     of_texts = (Mean(30.0, None, heads, "count") for heads in ((30.0, 34.0, 32.0, 31.0), (20.0, 23.0, 24.0, 22.0)))
     readers = (row_of("attention", "the first token", heads=heads, total=48) for heads in of_texts)

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
-from bench_kit import dialogues, task, tiny, untimed
+import torch
+from bench_kit import dialogues, tiny
 from refusals import refused
 
 from sinkscope.bench.answer import answer_rows
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.record import BenchRecord, Prompt, Turn, read_run
+from sinkscope.bench.task import PromptFile, RowSampler
 from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.opening.live import target_of
 
 
 def run(methods: list[str], given=None, **options) -> list[BenchRecord]:
+    """Records without what differs from run to run."""
     model, tokenizer = tiny()
-    return run_bench(model, task() if given is None else given, methods, tokenizer=tokenizer, **options)
+    task = PromptFile(given=dialogues() if given is None else given, new=6)
+    records = run_bench(model, task, methods, tokenizer=tokenizer, **options)
+    return [replace(record, metrics={**record.metrics, "seconds": None}) for record in records]
 
 
-def plain(text: str, new: int = 6, edit=None) -> list[int]:
+def plain(text: str, edit=None) -> list[int]:
     """Greedy `generate`, without the benchmark."""
     model, tokenizer = tiny()
     inputs = tokenizer(text, return_tensors="pt")
     with nullcontext() if edit is None else edit.on(model):
-        output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -41,10 +48,9 @@ def test_answers_are_those_of_generate_after_right_answers():
         full, h2o = records["full", prompt.id, 1], records["h2o:16", prompt.id, 1]
         assert list(full.tokens) == plain(text) and list(h2o.tokens) == plain(text, edit=H2O(budget=16))
         length = full.metrics["prompt_tokens"] or 0
-        assert length == len(tiny()[1](text)["input_ids"])
+        assert length == len(tiny()[1](text)["input_ids"]) and full.ended == "cap"
         assert full.metrics["read"] == length + 3 and full.metrics["cached_peak"] == length + 5
         assert h2o.metrics["read"] == h2o.metrics["cached_peak"] == 17  # after decoding steps; the prompt took more
-        assert full.part == prompt.part and full.ended == "cap"
 
 
 def test_no_arm_pays_for_what_is_made_once(monkeypatch):
@@ -52,37 +58,34 @@ def test_no_arm_pays_for_what_is_made_once(monkeypatch):
     entered = []
     enter = H2O.enter
     monkeypatch.setattr(H2O, "enter", lambda *given: (entered.append(1), enter(*given)))
-    given = task(dialogues(1))
-    run(["full", "h2o:16"], given)
-    assert len(entered) == 1 + len(given.given[0].turns)
+    run(["full", "h2o:16"], dialogues(1))
+    assert len(entered) == 1 + 2
 
 
 @pytest.mark.parametrize("method", ["h2o:16", "sampling"])
 def test_neighbours_in_a_batch_change_nothing(method):
-    one, both = untimed(run([method])), untimed(run([method], batch_size=2))
-    assert {r.key: r.tokens for r in one} == {r.key: r.tokens for r in both}
-    by_key = {r.key: r for r in both}
-    for record in one:
-        for name in ("read", "cached_peak", "length", "score", "chance"):
-            assert record.metrics[name] == pytest.approx(by_key[record.key].metrics[name]), name
+    together = {record.key: record for record in run([method], batch_size=2)}
+    for one in run([method]):
+        other = together.pop(one.key)
+        assert one.tokens == other.tokens and {**one.metrics} == pytest.approx({**other.metrics})
+    assert not together
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
-    given = task()
-    whole = untimed(run(["full", "h2o:16"], given))
+    whole = run(["full", "h2o:16"])
 
     def stop(_what, done, _total):
         if done >= 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(["full", "h2o:16"], given, out=tmp_path / "r", progress=stop)
+        run(["full", "h2o:16"], out=tmp_path / "r", progress=stop)
     kept = (tmp_path / "r/runs.jsonl").read_bytes()
     (tmp_path / "r/runs.jsonl").write_bytes(kept[:-20])  # the last line was cut short
-    assert untimed(run(["full", "h2o:16"], given, out=tmp_path / "r")) == whole
+    assert run(["full", "h2o:16"], out=tmp_path / "r") == whole
     assert (tmp_path / "r/runs.jsonl").read_bytes().startswith(kept[: len(kept) // 2])
     assert len(read_run(tmp_path / "r")) == 8
-    more = run(["tova:16"], given, out=tmp_path / "r")
+    more = run(["tova:16"], out=tmp_path / "r")
     assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
 
 
@@ -93,17 +96,16 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
         ({"max_new_tokens": 5000}, "prompt 'd0' has"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number from 1"),
         ({"temperature": -1.0}, "temperature=-1.0: expected greater than or equal to 0"),
-        ({"given": task((*dialogues(1), *dialogues(1)))}, "there are 2 prompts, some with the same id"),
+        ({"given": dialogues(1) * 2}, "there are 2 prompts, some with the same id"),
         (
-            {"given": task((Prompt("x", (Turn("a"), Turn("b")), "s"),))},
-            "prompt 'x': turn 1 has no answer for the turns after it",
+            {"given": (Prompt("x", (Turn("a"), Turn("b")), "s"),)},
+            "prompt 'x': turn 1 has no answer for",
         ),
     ],
 )
 def test_impossible_runs_are_refused_before_they_begin(tmp_path, options, message):
-    methods = options.pop("methods", ["full"])
     with refused(words=[message]):
-        run(methods, out=tmp_path / "r", **options)
+        run(**{"methods": ["full"], "out": tmp_path / "r", **options})
     assert not (tmp_path / "r").exists()
 
 
@@ -122,3 +124,24 @@ def test_what_a_guard_cuts_off_is_not_counted():
     (answer,) = answer_rows(target_of(*tiny()), [list(range(4, 24))], 90, LoopGuard(16, act="cut"), along=[loop])
     step = next(event["step"] for event in answer.events if event["kind"] == "guard")
     assert answer.metrics["cached_peak"] == 20 + step - 1
+
+
+def test_sampling_follows_the_softmax():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
+    process = RowSampler(0.7, 0, ["dc-0001"])
+    drawn = torch.cat([process(torch.empty(0), logits[None]) for _ in range(2000)])
+    assert ((drawn == 0).sum(-1) == 1).all() and (drawn.isinf().sum(-1) == 4).all(), "all others are forbidden"
+    shares = torch.bincount(drawn.argmax(-1), minlength=5) / 2000
+    expected = (logits / 0.7).softmax(-1)
+    assert ((shares - expected).abs() < 4 * (expected * (1 - expected) / 2000).sqrt() + 1e-3).all()
+
+
+def test_what_is_drawn_in_half_precision_is_drawn_as_often():
+    """Eight equal logits far from 0, where bfloat16 has steps of an eighth, and noise rounds to equal numbers."""
+    logits, process = torch.full((8,), 20.0), RowSampler(0.7, 0, ["dc-0001"])
+    drawn = torch.zeros(2, 8)  # by the bench, and by a guard
+    for number in range(2000):
+        drawn[0, process(torch.empty(0), logits[None].bfloat16())[0].argmax()] += 1
+        noise = 0.7 * gumbel(8, torch.float32, draws(0, f"{number}"))
+        drawn[1, in_order(logits + noise, torch.bfloat16).argmax()] += 1
+    assert (drawn / 2000 - 1 / 8).abs().max() < 4 * (7 / 64 / 2000) ** 0.5

@@ -47,7 +47,7 @@ class Loops(Task):
     main = "loop"
     low_is_good = True
     unit = "answers that loop"
-    columns = ("loop_paper", "eos", "ttr", "cr", "length", "interventions", "alarm", "chance")
+    columns = ("loop_paper", "eos", "ttr", "cr", "length", "interventions", "alarm")
     budget = 1024
 
     source: str = SMALL
@@ -72,17 +72,13 @@ class Loops(Task):
         return max(LOOP_TOKENS, min(_TEXT_NEW, limit - self.opening - 2))
 
     def _text(self, target: Target) -> list[Prompt]:
-        """Openings of ordinary text, whose own continuation is the control."""
+        """Openings of pieces of ordinary text, each as long as an answer."""
         tokenizer = tokenizer_of(target)
         bos = getattr(tokenizer, "bos_token_id", None)
         length = self.opening + self.new_tokens(target)
         rows = text_rows(tokenizer, typical_text(), self.count or _TEXT_COUNT, length, bos).tolist()
-        prompts: list[Prompt] = []
-        for number, row in enumerate(rows):
-            opening = tokenizer.decode(row[int(bos is not None) : self.opening])
-            turn = Turn(opening, (tokenizer.decode(row[self.opening :]),))
-            prompts.append(Prompt(f"text-{number}", (turn,), TEXT))
-        return prompts
+        openings = [tokenizer.decode(row[int(bos is not None) : self.opening]) for row in rows]
+        return [Prompt(f"text-{number}", (Turn(opening),), TEXT) for number, opening in enumerate(openings)]
 
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Return how repetitive the answer is, how it ended, and what a guard did.
@@ -94,9 +90,6 @@ class Loops(Task):
         """
         tokens = answer.tokens
         steps = [event["step"] for event in answer.events if event["kind"] == "guard"]
-        chance = None
-        if turn.answers:
-            chance = float(is_looping(tokenizer_of(target)(turn.answers[0])["input_ids"]))
         return {
             "loop": float(is_looping(tokens)),
             "loop_paper": float(is_loop(tokens, batch.new)),
@@ -105,7 +98,6 @@ class Loops(Task):
             "cr": compression_ratio(tokens),
             "interventions": float(len(steps)) if batch.methods[0].startswith(GUARD) else None,
             "alarm": steps[0] if steps else first_alarm(tokens),
-            "chance": chance,
         }
 
 

@@ -1,11 +1,9 @@
-"""Recall: facts in a longer text and a question about one of them, as a dialogue or as a needle in a haystack.
+"""Recall: dialogues with questions about facts of earlier turns, for the recall models.
 
-Dialogues ask the recall model about earlier turns. A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the
-next fact of a chain, or `.` at its end. A turn consists of `turnN`, filler words with facts among them, a question
-`ask KEY what was said` at the beginning, middle or end, and `answer`. The correct answer follows the chain from the
-key: `VALUE VALUE LINK` per hop, up to and including `.`.
-
-Needles have a file of their own.
+A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn
+consists of `turnN`, filler words with facts among them, a question `ask KEY what was said` at the beginning, middle or
+end, and `answer`. The correct answer follows the chain from the key: `VALUE VALUE LINK` per hop, up to and including
+`.`.
 """
 
 from __future__ import annotations
@@ -18,49 +16,41 @@ from operator import eq
 from typing import Literal, get_args
 
 from sinkscope.bench.answer import Batch
-from sinkscope.bench.record import Answer, Metrics, Prompt, Turn, with_controls
+from sinkscope.bench.record import Answer, Metrics, Prompt, Turn
 from sinkscope.bench.task import Size, Task
-from sinkscope.bench.tasks.needles import LINKED, needle_prompt
 from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Share, Whole
-from sinkscope.models.checkpoints.locate import RECALL, TWO_HOPS
+from sinkscope.files.records import Whole
+from sinkscope.models.checkpoints.locate import RECALL
 from sinkscope.models.inputs import check_length
 from sinkscope.models.target import Target
 
 Position = Literal["begin", "middle", "end"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
-Kind = Literal["dialogue", "needle", "multi-key", "key-value", "tracking", "chain"]
-DIALOGUE = "dialogue"
-NEEDLES: tuple[Kind, ...] = get_args(Kind)[1:]
 _FRAME = 4 + len(QUESTION_END)  # tokens of a turn that are not context: marker, question, `answer`
 _FACT = 5  # tokens of a fact
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Task):
-    """Questions about facts in dialogues, or needles by depth and length of the prompt.
+    """Questions about facts in dialogues.
 
     Attributes:
-        kinds: Kinds of prompts: dialogue, or kinds of needles.
-        lengths: Tokens of all turns of a dialogue, which have unequal lengths; of a needle's prompt, at most.
-        samples: Number of dialogues for each length and position, or of needles for each kind, length and depth.
-        seed: Seed of every random choice; those of dialogues count up from it.
+        lengths: Tokens of all turns of a dialogue, which have unequal lengths.
+        samples: Number of dialogues for each length and position.
+        seed: Seed of the first dialogue of each length and position; those of the others count up from it.
         turns: Turns of each dialogue.
         least: Tokens of the shortest turn.
-        hops: Number of facts in the chain of a dialogue's answer.
-        positions: Positions of a dialogue's questions: begin, middle, end.
-        depths: Positions of the first statement that a needle's answer needs, from 0 to 1.
+        hops: Number of facts in the chain of an answer.
+        positions: Positions of the questions: begin, middle, end.
     """
 
     name = "recall"
     unit = "right answers"
-    columns = ("prefix", "chance")
+    columns = ("prefix",)
     budget = 256
-    metric = "sinkscope.bench.tasks.recall:exact_until_end"
     model = RECALL
 
-    kinds: tuple[Kind, ...] = (DIALOGUE,)
     lengths: tuple[Size, ...] = (768,)
     samples: Size = 10
     seed: Whole = 0
@@ -68,55 +58,24 @@ class Recall(Task):
     least: Size = 48
     hops: Size = 1
     positions: tuple[Position, ...] = POSITIONS
-    depths: tuple[Share, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
     def prompts(self, target: Target) -> list[Prompt]:
-        """Return the prompts of each kind."""
+        """Return the dialogues, by position."""
         for length in self.lengths:  # before texts of this length are made
             check_length(target, "a prompt of recall", length, remedy="give other lengths")
-        groups: list[list[Prompt]] = []
-        for kind in self.kinds:
-            if kind == DIALOGUE:
-                groups += [self._dialogues(position) for position in self.positions]
-            else:
-                groups.append(self._needles(target, kind))
-        return [*chain(*map(with_controls, groups))]
-
-    def _dialogues(self, position: Position) -> list[Prompt]:
+        seeds = range(self.seed, self.seed + self.samples)
         dialogues: list[Prompt] = []
-        for length, seed in product(self.lengths, range(self.seed, self.seed + self.samples)):
+        for position, length, seed in product(self.positions, self.lengths, seeds):
             tokens = uneven(length, self.turns, seed, self.least)
             dialogues.append(recall_dialogue(seed, tokens=tokens, hops=self.hops, position=position))
         return dialogues
 
-    def _needles(self, target: Target, kind: Kind) -> list[Prompt]:
-        reads_facts = target.name in (RECALL, TWO_HOPS)
-        if kind in LINKED and not reads_facts:
-            raise SinkscopeError(f"kinds={kind}: for {target.name} there are {', '.join((DIALOGUE, *NEEDLES[:3]))}")
-        needles: list[Prompt] = []
-        for length, depth, number in product(self.lengths, self.depths, range(self.samples)):
-            needles.append(needle_prompt(target.tokenizer, reads_facts, kind, length, depth, self.seed, number))
-        return needles
-
-    def new_tokens(self, target: Target) -> int:
-        """Return 64 for dialogues, and 8 for needles, which is enough for one statement."""
-        return 64 if DIALOGUE in self.kinds else 8
-
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
-        """Return exact answers, and the share of one before its first mistake: how far a dialogue's chain went."""
-        metrics = super().score(target, batch, turn, answer)
-        if not turn.metric:  # no needle
-            words = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
-            wanted = turn.answers[0].split()
-            right = takewhile(bool, map(eq, words, wanted))
-            metrics["prefix"] = sum(right) / len(wanted)
-        return metrics
-
-
-def exact_until_end(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the output has the words of the answer before the end mark, which decoders may leave out."""
-    said, wanted = (words.partition(END)[0].split() for words in (text, answers[0]))
-    return float(said == wanted)
+        """Return whether an answer is right, and the share of it before its first mistake: how far its chain went."""
+        wanted, (said, *_) = turn.answers[0].split(), answer.text.split(END)
+        words = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
+        right = takewhile(bool, map(eq, words, wanted))
+        return {"score": float(said.split() == wanted[:-1]), "prefix": sum(right) / len(wanted)}
 
 
 def recall_dialogue(

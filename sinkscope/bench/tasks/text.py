@@ -87,11 +87,11 @@ class TextFidelity(Task):
                 raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
             along.append(to_end(list(ids[: batch.new]), end_ids(target)))
         full: list[Logits] = []
-        answer_rows(target, rows, batch.new, Full(), along=along, see=full.append)
+        answer_rows(target, rows, batch.new, Full(), along=along, logits=full)
         records: list[BenchRecord] = []
         for method in batch.methods:
             own: list[Logits] = []
-            answers = answer_rows(target, rows, batch.new, make_method(method) or Full(), along=along, see=own.append)
+            answers = answer_rows(target, rows, batch.new, make_method(method) or Full(), along=along, logits=own)
             steps = torch.stack([comparison(*both) for both in zip(full, own, strict=True)]).round(decimals=6)
             for row, (prompt, answer) in enumerate(zip(batch.prompts, answers, strict=True)):
                 kl, agree = steps[: len(answer.tokens), :, row].T.tolist()

@@ -1,4 +1,7 @@
-"""Needles: prompts by kind, depth and length of the text (RULER, Hsieh et al. 2024, arXiv 2404.06654):
+"""Needles: a file of prompts by kind, depth and length of the text (RULER, Hsieh et al. 2024, arXiv 2404.06654).
+
+    python -m experiments.needles needles.jsonl --model recall --kinds needle chain --lengths 640 1024
+    sinkscope bench --task needles.jsonl:new=8 --model recall --methods full,snapkv:0.125
 
 - needle: one statement in a haystack of noise (niah_single_1).
 - multi-key: the same, with three more statements of the same kind (niah_multikey_1, but in noise instead of essays).
@@ -17,13 +20,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import chain, cycle, islice
-from typing import Any
+from itertools import chain, cycle, islice, product
+from pathlib import Path
+from typing import Any, Literal
 
-from sinkscope.bench.record import Prompt, Turn
+from experiments.record import Row, write_rows
+from experiments.script import run
 from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoints.locate import RECALL, TWO_HOPS
+from sinkscope.opening.load import load
 
+KINDS = ("needle", "multi-key", "key-value", "tracking", "chain")
+SENTENCES = KINDS[:3]
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LINKED = ("tracking", "chain")
 """Needles in which several statements lead to the answer; the recall models alone read them."""
 CROWDED = ("key-value", "chain")
@@ -48,23 +58,45 @@ Parts = tuple[str, list[str], Iterator[str], Iterator[str], str, str]
 about, pieces of the haystack, the question, and the string that must appear in the answer."""
 
 
-def needle_prompt(
-    tokenizer: Any, facts: bool, kind: str, length: int, depth: float, seed: int = 0, number: int = 0
-) -> Prompt:
+def main(
+    out: Path,
+    *,
+    model: str = "bundled",
+    kinds: Sequence[Literal[*KINDS]] = SENTENCES,
+    lengths: Sequence[int] = (640, 1024),
+    depths: Sequence[float] = DEPTHS,
+) -> None:
+    """Write the prompts, one of each kind, length and depth.
+
+    Args:
+        out: The file.
+        model: The model that will read them.
+        kinds: Kinds of needles; of models other than the recall models the first three.
+        lengths: Tokens of a prompt, at most.
+        depths: Depths, from 0 to 1.
+    """
+    tokenizer = load(model).tokenizer
+    write_rows(out, [needle(tokenizer, model, *one) for one in product(kinds, lengths, depths)])
+
+
+def needle(tokenizer: Any, model: str, kind: str, length: int, depth: float, seed: int = 0, number: int = 0) -> Row:
     """Build a prompt; the same arguments always give the same prompt.
 
     Args:
         tokenizer: Counts tokens.
-        facts: Whether it is for the recall models; else it has sentences.
-        kind: One of `NEEDLES`; with sentences one of the first three.
+        model: The model; the recall models read facts, and others sentences.
+        kind: One of `KINDS`; with sentences one of the first three.
         length: Maximum tokens; the haystack fills them, leaving less than one of its pieces.
         depth: Depth of the first statement that the answer needs, 0 to 1.
         seed: Seed of every random choice.
         number: Number of the prompt among those with the same kind, length and depth.
 
     Raises:
-        SinkscopeError: The length is too small for the required statements.
+        SinkscopeError: The length is too small for the required statements, or the model reads no such kind.
     """
+    facts = model in (RECALL, TWO_HOPS)
+    if kind not in SENTENCES and not facts:
+        raise SinkscopeError(f"--kinds {kind}: for {model} there are {', '.join(SENTENCES)}")
     name = f"{kind} {length} {depth:g} {number}"
     rng = random.Random(f"{'recall' if facts else 'facts'} {name} {seed}")
     head, needles, others, filler, tail, answer = _facts(kind, rng) if facts else _sentences(rng)
@@ -90,8 +122,8 @@ def needle_prompt(
     count, steps = len(hay), len(needles)
     for step in reversed(range(steps)):
         hay.insert(round(count * (depth + (1 - depth) * step / steps)), needles[step])
-    turn = Turn(" ".join([head, *hay, tail]).lstrip(), (answer,), metric="contains")
-    return Prompt(name, (turn,), "needle", kind)
+    text = " ".join([head, *hay, tail]).lstrip()
+    return {"id": name, "set": "needle", "part": kind, "prompt": text, "answers": [answer]}
 
 
 def _facts(kind: str, rng: random.Random) -> Parts:
@@ -124,3 +156,7 @@ def _sentences(rng: random.Random) -> Parts:
     # The prompt does not end in "was in the", so that decoding finds the place.
     tail = f"\nWhere was the {things[0]}? The {things[0]}"
     return "", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[0]
+
+
+if __name__ == "__main__":
+    run(main)
