@@ -12,6 +12,7 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.bench.benchmark import run as run_bench
+from sinkscope.bench.record import Answer, Turn
 from sinkscope.bench.table import tabulate_records
 from sinkscope.bench.tasks.recall import Recall, recall_dialogue, uneven
 
@@ -69,3 +70,10 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     assert window.metrics["read"] == 41 and window.score < 1 and window.metrics["prefix"] < 1
     assert late.score == 1.0  # answers are shorter than the steps that read everything
     assert {len(record.tokens) for record in records if record.method == "full"} == {6}
+
+
+@pytest.mark.parametrize(("said", "score", "prefix"), [("a b", 1.0, 1.0), ("a x .", 0.0, 1 / 3), ("x b", 0.0, 0.0)])
+def test_an_answer_counts_up_to_its_first_mistake(said, score, prefix):
+    answer = Answer(tokens=(), text=said, ended="eos", metrics={})
+    found = Recall().score(None, None, Turn("", ("a b .",)), answer)  # type: ignore[arg-type]
+    assert found == {"score": score, "prefix": prefix}

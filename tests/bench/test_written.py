@@ -106,6 +106,7 @@ def test_a_class_and_a_function_of_the_budget_are_methods():
     assert told("mine_policies:policy:6") == told("mine_policies:Mine:6") == told("streaming:6") != told("full")
     assert read_method("mine_policies:policy", 0.5) == "mine_policies:policy:0.5"
     assert make_method("mine_policies:policy:6") == StreamingLLM(6)
+    assert read_methods(["tova:8", "full", "tova:8"]) == ("tova:8", "full")
 
 
 @pytest.mark.parametrize(
