@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from experiments import needles
 from experiments.drawn import draw, error_bars
-from experiments.record import Row, earlier, value_of_each, write_record
+from experiments.record import Row, value_of_each, write_record
 from experiments.script import run
 from sinkscope.bench.benchmark import bench
 from sinkscope.bench.record import BenchRun, read_run
@@ -31,8 +31,6 @@ NEEDLE += (
 )
 UNCHECKED = "loopserve:0.125:checked=0"
 NEEDLES = "needles.jsonl:new=8"
-FACTS = {"kinds": needles.KINDS, "lengths": (640, 1024, 2048)}
-SENTENCES = {"kinds": needles.SENTENCES, "lengths": (640, 896, 1152)}
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 RECALLED = "full,streaming:0.25,h2o:0.25,snapkv:0.25,adakv:0.25,pyramid:0.25,tova:0.25"
@@ -53,7 +51,6 @@ class BenchFigure:
         methods: As for `--methods`.
         model: As for `--model`.
         batch_size: As for `--batch-size`.
-        needles: Arguments of `needles.main`, which writes the prompts; None: it does not.
     """
 
     measure: str
@@ -61,14 +58,12 @@ class BenchFigure:
     methods: str
     model: str = "bundled"
     batch_size: int = 1
-    needles: Row | None = None
 
 
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
-    "needle": BenchFigure("score", NEEDLES, NEEDLE, needles=SENTENCES),
-    "needle_recall": BenchFigure("score", NEEDLES, NEEDLE, "recall", needles=FACTS),
-    "needle_recall_2hop": BenchFigure("score", NEEDLES, f"{NEEDLE},{UNCHECKED}", "recall-2hop", needles=FACTS),
+    "needle_recall": BenchFigure("score", NEEDLES, NEEDLE, "recall"),
+    "needle_recall_2hop": BenchFigure("score", NEEDLES, f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
     "recall_dialogues": BenchFigure("score", "recall", RECALLED, "recall"),
     "loopserve_fig2d": BenchFigure("score", "recall:samples=40:turns=1:lengths=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
@@ -99,21 +94,20 @@ def figure(data: Row) -> Any:
     return figure_of(fig, None, title, barmode="group", **place)
 
 
-def main(name: Literal[*RUNS], *, only: str = "", work: Path = Path("runs"), out: Path = Path("figures")) -> None:
+def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
     Args:
-        only: Methods to run again; the rows of the others stay as the figure's JSON has them.
         work: Folder of the runs.
     """
     chosen, task = RUNS[name], RUNS[name].task
-    if chosen.needles is not None:
-        task = f"{work}/{name}-{task}"
-        needles.main(Path(task.partition(":")[0]), model=chosen.model, **chosen.needles)
+    if task == NEEDLES:
+        needles.main(work / "needles.jsonl")
+        task = f"{work}/{NEEDLES}"
     with ProgressBar() as progress:
         table = bench(
             task=task,
-            methods=(only or chosen.methods).split(","),
+            methods=chosen.methods.split(","),
             model=chosen.model,
             out=work / name,
             batch_size=chosen.batch_size,
@@ -129,10 +123,6 @@ def main(name: Literal[*RUNS], *, only: str = "", work: Path = Path("runs"), out
             rate = share_interval(round(row["loop_paper"] * row["answers"]), row["answers"])
             assert rate is not None
             row |= {"low": rate.low, "high": rate.high}
-    if only:
-        again = set(value_of_each(rows, "method"))
-        rows += [row for row in earlier(out / f"{name}.json")["rows"] if row["method"] not in again]
-        rows.sort(key=lambda row: row["set"])
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model}
     draw(write_record(out / f"{name}.json", "bench-figure", {"rows": rows}, settings), figure)
 

@@ -54,7 +54,6 @@ COMMANDS = {
     "loopserve_table1": "python -m experiments.loopserve.dialogues table1 --work {work}",
     "loopserve_turns": "python -m experiments.loopserve.dialogues turns --work {work}",
     "model_types": "python -m experiments.model_types",
-    "needle": BENCH,
     "patch-make": "sinkscope patch --out {work}/patch.json",
     "real_readings": "python -m experiments.real.readings --real real --out figures/real_readings.json --again",
     "recall_dialogues": BENCH,

@@ -1,16 +1,16 @@
 """What ends the loops of a real model, and how its text goes on: guards and samplers, on openings of four kinds.
 
-    python -m experiments.loopguard.real WORK --model FILE [--halves choose report] [--new 400] [--only ARM ...]
+    python -m experiments.loopguard.real WORK --model FILE [--halves choose report] [--only ARM ...]
 
-The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there. With `--alarmed`,
-a guard's outputs are made only where "full" is there and raises an alarm: before it a guard changes nothing, so the
-others equal "full" and are marked as "taken" from it. `experiments.loopguard.real_table` makes the tables.
+The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there.
+`experiments.loopguard.real_table` makes the tables.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
 from experiments.loopguard.variants import MONITORS
-from experiments.loopguard.verdicts import HALVES, guard_acts
+from experiments.loopguard.verdicts import HALVES
 from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.generation.decode import decoding, padded, to_end
@@ -35,7 +35,7 @@ KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("real_openings
 """Openings of prose, dialogue, code and tables; every second one is for choosing."""
 BUDGET = 256
 """Of the printed guard: it is as far below the length of these outputs as the paper's is below that of its own."""
-FULL = "full"
+FULL, NEW = "full", 400
 PENALTY = Steer(temperature=0.0)
 GUARDS: dict[str, LoopGuard] = {
     "rewind": LoopGuard(),
@@ -64,13 +64,9 @@ SAMPLERS: dict[str, Callable[[Any, int], LogitsProcessor]] = {
 }
 
 
-def openings_of(half: str, count: int = 12) -> list[tuple[str, str]]:
-    """The openings of a half, so many of each kind, with their kinds; the halves take turns within each kind."""
-    found: list[tuple[str, str]] = []
-    for kind, texts in KINDS.items():
-        for text in texts[HALVES.index(half) :: len(HALVES)][:count]:
-            found.append((kind, text))
-    return found
+def openings_of(half: str) -> list[tuple[str, str]]:
+    """The openings of a half, with their kinds; the halves take turns within each kind."""
+    return [(kind, text) for kind, texts in KINDS.items() for text in texts[HALVES.index(half) :: len(HALVES)]]
 
 
 def outputs_of(works: Sequence[Path], **where: Any) -> list[Row]:
@@ -84,25 +80,24 @@ def outputs_of(works: Sequence[Path], **where: Any) -> list[Row]:
 
 
 @torch.no_grad()
-def continued(live: Any, rows: list[list[int]], arm: str, new: int) -> list[Row]:
-    """Continue prompts greedily under a remedy: new tokens, whether they ended, and what a guard did."""
+def continued(live: Any, texts: Sequence[str], arm: str) -> list[Row]:
+    """Continue openings greedily under a remedy: new tokens, whether they ended, and what a guard did."""
     target = target_of(live)
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
-    ids, mask = padded(rows, pad, target.device)
-    options = decoding(target, max_new_tokens=new, do_sample=False)
+    ids, mask = padded([live.tokenizer(text, verbose=False)["input_ids"] for text in texts], pad, target.device)
+    options = decoding(target, max_new_tokens=NEW, do_sample=False)
     if arm in SAMPLERS:
         options["logits_processor"] = LogitsProcessorList([SAMPLERS[arm](live.tokenizer, pad)])
     with under(GUARDS.get(arm), target) as acting:
         output = write(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     outputs: list[Row] = []
-    for number, row in enumerate(output[:, ids.shape[1] :].tolist()):
+    for row in output[:, ids.shape[1] :].tolist():
         tokens = to_end(row, ends)
-        acts: list[Row] = []
-        for event in () if acting is None else acting.events:
-            if event.row == number:
-                acts.append({key: event.data[key] for key in ("generated", "taken_back", "period", "bad")})
-        outputs.append({"tokens": tokens, "ended": tokens[-1] in ends, "acts": acts})
+        outputs.append({"tokens": tokens, "ended": tokens[-1] in ends, "acts": []})
+    for event in () if acting is None else acting.events:
+        act = {key: event.data[key] for key in ("generated", "taken_back", "period", "bad")}
+        outputs[event.row]["acts"].append(act)
     return outputs
 
 
@@ -111,10 +106,7 @@ def main(
     *,
     model: str,
     halves: Sequence[Literal["choose", "report"]] = HALVES,
-    new: int = 400,
-    count: int = 12,
     only: Sequence[str] = (FULL,),
-    alarmed: bool = False,
 ) -> None:
     """Make what the module describes.
 
@@ -122,36 +114,20 @@ def main(
         work: Folder of the outputs.
         model: A name, hub id, folder or file.
         halves: Openings for choosing, and those that are reported.
-        new: Number of new tokens.
-        count: Openings of each kind in each half.
         only: Arms.
-        alarmed: Whether a guard that exact copies alarm continues only the prompts whose output "full" raises an alarm.
     """
     live: Any = load(model, device="cpu")
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
     file.touch()
-    name = Path(model).stem
-    for arm in only:
-        made = {(row["arm"], row["half"], row["number"]): row for row in outputs_of([work], model=name, new=new)}
-        kept: list[Row] = []
-        missing: list[tuple[Row, str]] = []
-        for half in halves:
-            for number, (kind, text) in enumerate(openings_of(half, count)):
-                row = {"model": name, "new": new, "arm": arm, "half": half, "number": number, "kind": kind}
-                stock = made.get((FULL, half, number)) if alarmed and arm in GUARDS else None
-                if (arm, half, number) in made:
-                    continue
-                if stock is None or guard_acts(GUARDS[arm].settings, live.tokenizer, stock["tokens"], text):
-                    missing.append((row, text))
-                else:
-                    kept.append({**stock, **row, "taken": True})
-        rows = [live.tokenizer(text, verbose=False)["input_ids"] for _, text in missing]
-        outputs = continued(live, rows, arm, new) if rows else []
-        kept += [{**row, **output} for (row, _), output in zip(missing, outputs, strict=True)]
+    for arm, half in product(only, halves):
+        where = {"model": Path(model).stem, "new": NEW, "arm": arm, "half": half}
+        if outputs_of([work], **where):
+            continue
+        kinds, texts = zip(*openings_of(half), strict=True)
         with file.open("a") as out:
-            out.writelines(json.dumps(row) + "\n" for row in kept)
-        print(f"{name} {arm}: {len(outputs)} outputs")
+            for number, output in enumerate(continued(live, texts, arm)):
+                out.write(json.dumps({**where, "number": number, "kind": kinds[number], **output}) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from sinkscope.opening.load import load
 LAST, NEARLY, BACK, ALIKE = 8, 6, 12, 0.8
 LATEST = 200
 BEHIND = 24  # tokens behind an act, of which a third are those before them where one token is said again and again
-COUNTED = ["exact", "near", "ended", "acted", "same", "taken", "near_acted", "quiet", "quiet_unchanged"]
+COUNTED = ["exact", "near", "ended", "acted", "same", "near_acted", "quiet", "quiet_unchanged"]
 
 
 def nearly_loops(text: str) -> bool:
@@ -57,7 +57,7 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
     tokens: list[int] = output["tokens"]
     exact = not output["ended"] and end_loop(tokens) is not None
     near = not exact and nearly_loops(tokenizer.decode(tokens, skip_special_tokens=True))
-    acted, taken = bool(output["acts"]), output.get("taken", False)
+    acted = bool(output["acts"])
     row: Row = {
         "exact": exact,
         "near": near,
@@ -67,10 +67,9 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
         "same": False,
         "behind": None,
         "distinct": different(tokens[-LATEST:]),
-        "taken": taken,
         "near_acted": near and acted,
-        "quiet": not acted and not taken,
-        "quiet_unchanged": not acted and not taken and tokens == stock["tokens"],
+        "quiet": not acted,
+        "quiet_unchanged": not acted and tokens == stock["tokens"],
         "stay": len(tokens) * acted,
         "taken_back": sum(act["taken_back"] for act in output["acts"]),
     }

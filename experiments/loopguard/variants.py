@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.text.copies import WordsOf
@@ -23,9 +22,15 @@ from sinkscope.loops.text.votes import VoteRule
 
 @dataclass(frozen=True)
 class OneSignal(PaperSettings):
-    """Settings of a rule that decides by one of the paper's signals."""
+    """Settings of a rule that decides by one of the paper's signals, or by a clock.
 
-    signal: Literal["p1", "tail"] = "p1"
+    Attributes:
+        signal: The signal.
+        every: Steps between triggers of the clock.
+    """
+
+    signal: Literal["p1", "tail", "clock"] = "p1"
+    every: Natural = 200
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
         """Return the rule."""
@@ -35,39 +40,15 @@ class OneSignal(PaperSettings):
 class OneSignalRule(VoteRule):
     """The paper's rule with one signal."""
 
+    settings: OneSignal
+
     def decide(self, votes: dict[str, bool], gates: dict[str, bool], has_p_max: bool) -> bool:
         """Return the signal."""
-        assert isinstance(self.settings, OneSignal)
-        if self.settings.signal == "p1" and not has_p_max:
-            raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
-        return (votes | gates)[self.settings.signal]
+        return (votes | gates | {"clock": self._step % self.settings.every == 0})[self.settings.signal]
 
 
-@dataclass(frozen=True)
-class Timed(PaperSettings):
-    """Settings of a rule that looks at no signal.
-
-    Attributes:
-        every: Steps between triggers.
-    """
-
-    every: Natural = 200
-
-    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
-        """Return the rule."""
-        return TimedRule(self)
-
-
-class TimedRule(VoteRule):
-    """A clock in place of the paper's rule."""
-
-    def decide(self, votes: dict[str, bool], gates: dict[str, bool], has_p_max: bool) -> bool:
-        """Return whether it is time."""
-        assert isinstance(self.settings, Timed)
-        return self._step % self.settings.every == 0
-
-
-MONITORS: dict[str, PaperSettings] = {"p1": OneSignal(), "always": Timed()}
+Timed = partial(OneSignal, signal="clock")
+MONITORS: dict[str, OneSignal] = {"p1": OneSignal(), "always": Timed()}
 
 
 def guard_of(variant: str, budget: Natural = 1024) -> LoopGuard:

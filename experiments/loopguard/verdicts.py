@@ -38,12 +38,6 @@ def honest_texts(half: str) -> list[Row]:
     return texts
 
 
-def guard_acts(settings: Settings, tokenizer: Any, ids: Sequence[int], prompt: str = "") -> bool:
-    """Whether a guard acts in an answer."""
-    monitor = monitors(settings, tokenizer)(asked=asked_copies(prompt))
-    return any(monitor.update(token).trigger for token in ids)
-
-
 def of_honest(settings: Settings, tokenizers: dict[str, Any], half: str) -> Row:
     """What is said of the honest texts of a half."""
     texts = honest_texts(half)
@@ -55,7 +49,8 @@ def of_honest(settings: Settings, tokenizers: dict[str, Any], half: str) -> Row:
             row["checker"].append(text["form"])
         for name, tokenizer in tokenizers.items():
             ids = tokenizer(text["answer"], add_special_tokens=False, verbose=False)["input_ids"]
-            if guard_acts(settings, tokenizer, ids, text["prompt"]):
+            monitor = monitors(settings, tokenizer)(asked=asked_copies(text["prompt"]))
+            if any(monitor.update(token).trigger for token in ids):
                 row[name].append(text["form"])
     return row
 

@@ -4,8 +4,7 @@
     python -m experiments.loopguard.why --runs WORK --real FOLDER [--out figures]
 
 The outputs are those that `experiments.loopguard.real` has written without a remedy: of those that end in a loop, four
-on which the rule was chosen and ten others, spread over the kinds of openings. Given again, the command goes on with
-those that are not measured yet.
+on which the rule was chosen and ten others, spread over the kinds of openings.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.loopguard.real import FULL, openings_of, outputs_of
-from experiments.record import Row, earlier, write_record
+from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.loops.why import WhyLoop, why_loop
@@ -54,18 +53,15 @@ def main(*, runs: Path, real: Path, out: Path = Path("figures")) -> None:
         runs: Folder of the outputs of real models.
         real: Folder of the files of real models.
     """
-    rows: list[Row] = earlier(out / NAME).get("real", [])
-    known = {(row["model"], row["half"], row["number"]) for row in rows}
+    rows: list[Row] = []
     for file in sorted(real.glob("*.gguf")):
         setup = Setup.open(load(str(file)), loading="whole")
         for half in COUNTS:
             for output in loops_of(runs, file.stem, half):
-                about = {key: output[key] for key in ("model", "half", "kind", "number")}
-                if tuple(about[key] for key in ("model", "half", "number")) in known:
-                    continue
                 found = why_loop.on(setup, prompt=output["opening"], answer=output["tokens"], cuts=CUTS)
+                about = {key: output[key] for key in ("model", "half", "kind", "number")}
                 rows.append({**about, **row_of(found)})
-                write_record(out / NAME, "loopguard-why", {"real": rows}, {"cuts": CUTS, "counts": COUNTS})
+    write_record(out / NAME, "loopguard-why", {"real": rows}, {"cuts": CUTS, "counts": COUNTS})
 
 
 if __name__ == "__main__":

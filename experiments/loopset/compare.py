@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import lzma
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import pandas as pd
 
 from experiments.record import Row, value_of_each, write_record
 from experiments.script import run
-from sinkscope.loops import check, tail_period
+from sinkscope.loops import check
 from sinkscope.loops.text.outputs import spans
 
 HALVES = ("choose", "report", "again")
@@ -70,31 +71,12 @@ def exact_copies(
     return None
 
 
-def suffix(text: str) -> int | None:
-    """The last 48 tokens were there before."""
-    words = spans(text)
-    ids = number(word for word, _ in words)
-    seen: set[tuple[int, ...]] = set()
-    for end in range(48, len(ids) + 1):
-        last = tuple(ids[end - 48 : end])
-        if last in seen:
-            return words[end - 1][1]
-        seen.add(last)
-    return None
-
-
 def ours(verdicts: tuple[str, ...], text: str) -> int | None:
     """Where `loops.check` finds a text to have one of the verdicts."""
     (result,) = check(text).records
     if result.verdict not in verdicts or result.detected is None:
         return None
     return [*spans(text), ("", len(text))][result.detected - 1][1]
-
-
-def plain_suffix(text: str) -> int | None:
-    """The text ends in three copies of at least 48 characters in all."""
-    tail = tail_period(list(map(ord, text.rstrip())), shortest=48)
-    return None if tail is None else len(text)
 
 
 DETECTORS: dict[str, Detector] = {
@@ -104,8 +86,6 @@ DETECTORS: dict[str, Detector] = {
     "vllm, 1 to 20, 3 copies": partial(exact_copies, 1, 20, 3),  # vllm#40097, for structured output
     "llama.cpp, 16 to 1024, 4 copies": partial(exact_copies, 16, 1024, 4),  # llama.cpp#26039
     "vllm-mlx, 1 to 128, 3 copies": partial(exact_copies, 1, 128, 3, tokens=48, every=16, after=64),  # vllm-mlx#723
-    "suffix of 48": suffix,
-    "three copies at the end": plain_suffix,
 }
 
 
@@ -114,39 +94,28 @@ def scored(detector: str, texts: Sequence[Row], alarms: Sequence[int | None], ow
 
     Delays are mean numbers of characters from the beginning of a loop, of the loops that both find.
     """
-    by_class: dict[str, list[bool]] = {}
-    found: list[bool] = []
-    false: list[bool] = []
-    theirs: list[int] = []
-    ours: list[int] = []
-    for text, alarm, our_alarm in zip(texts, alarms, own, strict=True):
-        start = text["start"]
-        hit = alarm is not None and alarm > (start or 0)
-        by_class.setdefault(text["class"], []).append(hit)
-        if start is None:
-            false.append(hit)
-            continue
-        found.append(hit)
-        if hit and our_alarm is not None and our_alarm > start:
-            theirs.append(alarm - start)
-            ours.append(our_alarm - start)
-    shares = {name: statistics.fmean(hits) for name, hits in by_class.items()}
-    looping = dict.fromkeys(text["class"] for text in texts if text["start"] is not None)
+    of_text = {name: value_of_each(texts, name) for name in ("class", "start")}
+    frame: Any = pd.DataFrame({**of_text, "alarm": alarms, "own": own})
+    frame[["start", "alarm", "own"]] = frame[["start", "alarm", "own"]].astype(float)
+    frame["hit"] = frame.alarm > frame.start.fillna(0)
+    loops, honest = frame[frame.start.notna()], frame[frame.start.isna()]
+    both = loops[loops.hit & (loops.own > loops.start)]
+    shares = frame.groupby("class", sort=False).hit.mean()
     return {
         "detector": detector,
-        "recall": mean(found),
-        "lowest": min((shares[name] for name in looping), default=None),
-        "false_alarms": mean(false),
-        "our_delay": mean(ours),
-        "their_delay": mean(theirs),
-        "we_first": mean([mine <= other for mine, other in zip(ours, theirs, strict=True)]),
-        "by_class": shares,
+        "recall": mean(loops.hit),
+        "lowest": shares[loops["class"].unique()].min(),
+        "false_alarms": mean(honest.hit),
+        "our_delay": mean(both.own - both.start),
+        "their_delay": mean(both.alarm - both.start),
+        "we_first": mean(both.own <= both.alarm),
+        "by_class": shares.to_dict(),
     }
 
 
-def mean(values: Sequence[float]) -> float | None:
+def mean(values: Any) -> float | None:
     """None of nothing."""
-    return round(statistics.fmean(values), 4) if values else None
+    return round(float(values.mean()), 4) if len(values) else None
 
 
 def compare(texts: Sequence[Row], detectors: dict[str, Detector] = DETECTORS) -> Row:
@@ -164,17 +133,10 @@ def compare(texts: Sequence[Row], detectors: dict[str, Detector] = DETECTORS) ->
 def main(
     *,
     half: Literal[*HALVES] = "report",
-    count: int | None = None,
     out: Path = Path("figures/loops_compare.json"),
 ) -> None:
-    """Make what the module describes.
-
-    Args:
-        count: Only every so many-th text.
-    """
-    result = compare(texts_of(half)[::count])
-    settings = {"half": half, "count": count}
-    write_record(out, "loops-compare", result, settings, dtype="text")
+    """Make what the module describes."""
+    write_record(out, "loops-compare", compare(texts_of(half)), {"half": half}, dtype="text")
 
 
 if __name__ == "__main__":

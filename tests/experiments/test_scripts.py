@@ -20,6 +20,7 @@ from experiments import drawn
 from experiments.bench_figures import BenchFigure
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel
+from experiments.loopset.compare import texts_of
 from experiments.script import run
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.files.arguments import parameters_of
@@ -65,7 +66,7 @@ def finds_loops_and_no_honest_text(made: Any) -> bool:
     ours, suspicious, *others = made["detectors"]
     rivals = [one["recall"] for one in others if one["false_alarms"] == 0]
     honest = ours["false_alarms"] == suspicious["false_alarms"] == 0
-    return len(rivals) == 6 and honest and suspicious["recall"] >= ours["recall"] >= max(rivals) > 0
+    return len(rivals) == 4 and honest and suspicious["recall"] >= ours["recall"] >= max(rivals) > 0
 
 
 def right_everywhere(made: Any) -> bool:
@@ -124,9 +125,10 @@ CASES = {
         quick=True,
     ),
     "loopset.compare": Case(
-        "--count 24 --out {out}/loops_compare.json",
+        "--out {out}/loops_compare.json",
         finds_loops_and_no_honest_text,
         "loops_compare.json",
+        {"texts_of": lambda half: texts_of(half)[::24]},
         quick=True,
     ),
 }

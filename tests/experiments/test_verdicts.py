@@ -30,5 +30,3 @@ def test_honest_texts_are_counted_by_checker_and_guard(tokenizer: Any) -> None:
             looping.append(text["form"])
     assert row["texts"] == 64 and row["checker"] == looping
     assert {*row["bundled"]} & {*looping}
-    for text, acts in (("the bird and the stone, " * 60, True), ("A bird sang.", False)):
-        assert verdicts.guard_acts(CHECKER, tokenizer, tokenizer(text)["input_ids"]) == acts
