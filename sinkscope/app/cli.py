@@ -21,7 +21,6 @@ from sinkscope import __version__
 from sinkscope.app.commands import COMMANDS, LEFT
 from sinkscope.app.commands.others import ELSEWHERE, other_command, other_commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
-from sinkscope.files.plain import as_utf8
 from sinkscope.files.progress import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     gc.disable()  # importing torch and transformers makes no garbage; a command turns it on when its work begins
     try:
-        words = list(map(as_utf8, sys.argv[1:] if argv is None else argv)) or ["--help"]
+        words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
         status = program.main(args=words, prog_name=program.name, standalone_mode=False)
         if isinstance(status, int):
             code = status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -73,35 +73,19 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
         function: The function.
         others: Function that gets the `**settings` of this one, whose parameters are checked as well.
     """
-    takes_any = any(
-        parameter.kind == parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values()
-    )
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        known = parameters_of(function) if others is None else (*parameters_of(others), *parameters_of(function))
-        parameters, arguments = {parameter.name: parameter for parameter in known}, dict(kwargs)
-        if others is not None or not takes_any:
-            refuse_unknown(function.__name__, arguments, parameters)
+        known = (*(() if others is None else parameters_of(others)), *parameters_of(function))
+        arguments = dict(kwargs)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments
             arguments |= inspect.signature(function).bind(*args, **kwargs).arguments
-        for name, value in arguments.items():
-            if name in parameters:
-                parameters[name].check(value, in_python=True)
+        for name, parameter in {parameter.name: parameter for parameter in known}.items():
+            if name in arguments:
+                parameter.check(arguments[name], in_python=True)
         return function(*args, **kwargs)
 
     return cast(C, call)
-
-
-def refuse_unknown(name: str, arguments: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not take, as Python does, with those that it takes.
-
-    Raises:
-        TypeError: There is one.
-    """
-    for argument in arguments:
-        if argument not in known:
-            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}; it takes {', '.join(known)}")
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -22,7 +21,6 @@ PathName = str | os.PathLike[str]
 """How a file or folder is named."""
 MOST = 1 << 30
 """Bytes that are read of a file which is read whole."""
-_BLOCK = 1 << 20
 WRITTEN = frozenset({"out", "resume"})
 """Parameters of functions, and options of commands, that name a file or folder for writing."""
 KIND_MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
@@ -60,13 +58,12 @@ def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
     target = check_writable(path)
     if not target.is_file() or target.stat().st_size == 0:
         return target
-    present: str | None = None
+    present, content = None, "something that sinkscope did not write"
     with suppress(OSError), target.open("rb") as file:
         present = kind_in_file(file.read(1 << 12))
+    if present is not None:
+        content = f"an output of kind {present}"
     if present is None or present not in kinds:
-        content = "something that sinkscope did not write"
-        if present is not None:
-            content = f"an output of kind {present}"
         raise SinkscopeError(f"{path} is there already and holds {content}: give another name, or remove it first")
     return target
 
@@ -102,11 +99,7 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
             return Path(name)
         with suppress(FileNotFoundError):
             target.lstat()  # asks the file system about the name itself: too long, below a file, no permission
-        home = target
-        while not home.is_dir():
-            home = home.parent
-        if target.exists() and not os.access(target, os.W_OK):
-            raise PermissionError(errno.EACCES, "permission denied")
+        home = next(place for place in (target, *target.parents) if place.is_dir())
         tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
         raise cannot_write(name, error) from None
@@ -195,21 +188,18 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
     Raises:
         SinkscopeError: The file cannot be read, is no regular file, or is too long.
     """
-    name = os.fspath(path)
-    shown = _shown(path)
+    name, shown = os.fspath(path), _shown(path)
     opened: Any = nullcontext(getattr(sys.stdin, "buffer", BytesIO()))  # there is none if it is closed
     if name != "-":
         opened = open_regular(path_of(name, remedy), shown, remedy)
-    content = bytearray()
     with opened as source:
         try:
-            while block := source.read(_BLOCK):
-                content += block
-                if len(content) > MOST:
-                    raise SinkscopeError(f"cannot read {shown}: it is longer than {MOST:,} bytes; {remedy}")
+            content = source.read(MOST + 1)
         except OSError as error:
             raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
-    return bytes(content)
+    if len(content) > MOST:
+        raise SinkscopeError(f"cannot read {shown}: it is longer than {MOST:,} bytes; {remedy}")
+    return content
 
 
 def read_text(path: PathName, remedy: str = "give the path of a text file") -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,16 +57,6 @@ def check_encodable(text: str, what: str) -> None:
             f"{what} holds {part}, character {error.start + 1}: replace it, as in "
             "text.encode(errors='replace').decode()"
         ) from None
-
-
-def as_utf8(word: str) -> str:
-    """Return an argument that was typed in UTF-8 as such, where Python took the terminal to have another encoding."""
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        with suppress(UnicodeError):
-            return word.encode(errors="surrogateescape").decode()
-    return word
 
 
 def _written_out(match: re.Match[str]) -> str:

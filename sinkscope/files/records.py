@@ -1,10 +1,9 @@
-"""Files of records: JSON lines or one JSON array, checked against a type, with one-line errors."""
+"""Files of records: JSON lines, checked against a type, with one-line errors."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -92,12 +91,6 @@ def checked_value(kind: Any, value: Any, name: str, *, strict: bool | None = Non
         raise _refusal(error, value, name, then) from None
 
 
-@cache
-def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
-    """Return the type of a number within a range."""
-    return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False)]
-
-
 def check_values(kind: Any, **values: Any) -> None:
     """Refuse settings that are not of the type `kind`; nothing is converted.
 
@@ -147,15 +140,15 @@ def read_settings(
     for part in parts:
         key, equals, text = part.partition("=")
         if not equals and unnamed is not None:
-            key, text, part = unnamed, part, f"{unnamed}={part}"
+            key, text = unnamed, part
         if key not in types or key in settings:
             known = ", ".join(types) or "none"
             raise SinkscopeError(f"{where}: {part!r} is no setting, or is given twice: it has {known} (key=value)")
-        kind, texts = types[key], [text]
+        kind, name = types[key], f"{where}: {key}="
         if get_origin(kind) is tuple:
-            kind, texts = get_args(kind)[0], text.split(",")
-        values = [read_setting(each, kind, f"{where}: {key}=") for each in texts]
-        settings[key] = values[0] if kind is types[key] else tuple(values)
+            settings[key] = tuple(read_setting(each, get_args(kind)[0], name) for each in text.split(","))
+        else:
+            settings[key] = read_setting(text, kind, name)
     return settings
 
 
@@ -176,9 +169,7 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> A
     if cause is not None:
         return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "))
     alternatives = [problem["msg"] for problem in problems if repr(problem["input"]) == repr(first["input"])]
-    expected = " or ".join(dict.fromkeys(alternatives))
-    if expected.startswith(_INPUT):
-        expected = "expected " + expected.replace(_INPUT, "")
+    expected = " or ".join(dict.fromkeys(alternatives)).replace(_INPUT, "expected ", 1).replace(_INPUT, "")
     if not place.endswith(("=", " ")):
         place += " is "
     return SinkscopeError(f"{place}{first['input']!r:.80}: {expected}{then}")
@@ -203,10 +194,8 @@ def check_fields(settings: Any) -> None:
     Raises:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
-    hints = get_type_hints(type(settings), include_extras=True)
-    for field in fields(settings):
-        name = f"{type(settings).__name__}: {field.name}="
-        checked_value(hints[field.name], getattr(settings, field.name), name, strict=True)
+    for name, kind in setting_types(type(settings)).items():
+        checked_value(kind, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
 
 
 def build(kind: type[T], value: Any, where: str, expected: str = "") -> T:
@@ -222,24 +211,13 @@ def build(kind: type[T], value: Any, where: str, expected: str = "") -> T:
         SinkscopeError: A field is missing or has another type.
     """
     then = f": give {expected}" if expected else ""
-    text = json.dumps(value, default=repr)  # as JSON again, because pydantic takes an array for a tuple there alone
+    text = json.dumps(value, default=repr, ensure_ascii=False)  # JSON: there alone pydantic takes an array for a tuple
     try:
-        return _lenient(kind).validate_json(_PAIRS.sub(_half_written_out, text), strict=True)
+        return _lenient(kind).validate_json(text.encode(errors="replace"), strict=True)
     except ValidationError as error:
         raise _refusal(error, value, where, then) from None
     except (TypeError, OverflowError) as error:  # an array of something else than numbers
         raise SinkscopeError(f"{where}: {error}{then}") from None
-
-
-_PAIRS = re.compile(r"\\\\|\\ud[89ab]..\\ud[c-f]..|\\ud[89a-f]..")
-"""In JSON: an escaped backslash, a surrogate pair, and half of one, such as a byte of a name that is not UTF-8."""
-
-
-def _half_written_out(match: re.Match[str]) -> str:
-    """Escape half of a surrogate pair once more, which pydantic does not take; the rest stays."""
-    if len(match[0]) == len(r"\ud800"):
-        return f"\\{match[0]}"
-    return match[0]
 
 
 _NULL_AS_NAN = core_schema.no_info_after_validator_function(lambda _: nan, core_schema.none_schema())
@@ -275,27 +253,11 @@ def _array(dtype: Any, value: Any) -> Any:
     return array
 
 
-def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
-    """Return the records of a file, each checked against a type.
-
-    Args:
-        path: JSON lines, or one JSON array.
-        type_: A dataclass or pydantic model. Nothing is converted: "7" is not a number. Further checks belong in its
-            `__post_init__`, as a ValueError whose message says what was found and what was expected.
-        expected: What the caller should give; errors end with ": give {expected}".
-
-    Raises:
-        SinkscopeError: The file cannot be read or has no records, or a record has another form; the message names
-            the file, the line, the field, what was found and what was expected.
-    """
-    return [build(type_, row, where, expected) for where, row in read_rows(path, expected)]
-
-
 def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
-        path: One JSON array, or one JSON value per line.
+        path: JSON lines.
         expected: What the caller should give.
 
     Raises:
@@ -305,18 +267,11 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     name = os.path.basename(path)
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: give {expected}")
-    if text.lstrip().startswith("["):
-        for number, row in enumerate(_loads(text, name, 1, expected), 1):
-            yield f"{name} row {number}", row
-        return
     for number, line in enumerate(text.split("\n"), 1):
+        where = f"{name} line {number}"
         if line.strip():
-            yield f"{name} line {number}", _loads(line, name, number, expected)
-
-
-def _loads(text: str, name: str, line: int, expected: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        line += getattr(error, "lineno", 1) - 1
-        raise SinkscopeError(f"{name} line {line} is not JSON: give {expected}") from None
+            try:
+                row = parse_json(line)
+            except ValueError:
+                raise SinkscopeError(f"{where} is not JSON: give {expected}") from None
+            yield where, row

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, cannot_write, read_bytes, read_json, write_atomic
 from sinkscope.files.plain import parse_json, pathless, plain
-from sinkscope.files.progress import world_size
 from sinkscope.files.records import build
 
 SETTINGS, RECORDS = "settings.json", "runs.jsonl"
@@ -124,8 +123,6 @@ def kept_in(
         yield Kept(None, {})
         return
     path, shown = Path(folder), f"{option} {pathless(os.fspath(folder))}"
-    if world_size() > 1:
-        raise SinkscopeError(f"{shown} is written by one process: run this without torchrun")
     lock = FileLock(path / f"{OURS}lock")  # the system drops it when the process ends, however
     try:
         refuse_other_files(path, shown)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, is_device
-from sinkscope.files.records import check_values, read_records
+from sinkscope.files.records import build, check_values, read_rows
 from sinkscope.generation.decode import decode
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length, read_row
@@ -111,7 +111,8 @@ def texts_of(
 
 def records_of(data: PathName) -> list[TextRecord]:
     """Return the lines of a file of JSON lines, each with a "text"."""
-    return read_records(data, TextRecord, 'JSON lines, each with a "text"')
+    expected = 'JSON lines, each with a "text"'
+    return [build(TextRecord, row, where, expected) for where, row in read_rows(data, expected)]
 
 
 def check_data(*, data: PathName | None, **_: Any) -> None:

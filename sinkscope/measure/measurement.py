@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.engine.run import held
-from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, refuse_unknown
+from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of
 from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.edit_options import edit_from_options
@@ -86,7 +86,6 @@ class Measurement(Generic[P, R]):
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. `help` shows the arguments."""
-        refuse_unknown(self.function.__name__, kwargs, self.__signature__.parameters)
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
         edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
@@ -101,7 +100,6 @@ class Measurement(Generic[P, R]):
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
-        refuse_unknown(f"{self.function.__name__}.on", kwargs, self._own)
         self.refuse(kwargs)
         return self._measured(setup, kwargs, {})
 

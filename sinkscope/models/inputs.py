@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Int
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable, plain
-from sinkscope.files.records import between, checked_value
+from sinkscope.files.records import checked_value
 from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
 from sinkscope.models.weights import is_plain
@@ -101,6 +102,9 @@ def check_length(target: Target, what: str, tokens: int, new: int = 0, remedy: s
     raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
+_END = Annotated[int, Field(ge=-LARGEST_ID, le=LARGEST_ID)]
+
+
 def end_ids(target: Target) -> list[int]:
     """Return ids after which generation ends, as the model's generation configuration says."""
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
@@ -108,7 +112,7 @@ def end_ids(target: Target) -> list[int]:
         return []
     what = f"eos_token_id of the generation_config of {target.name}"
     listed = list(ends) if isinstance(ends, list | tuple) else [ends]
-    return checked_value(list[between(int, -LARGEST_ID, LARGEST_ID)], listed, what, strict=True)
+    return checked_value(list[_END], listed, what, strict=True)
 
 
 _EXPECTED = (

@@ -1,16 +1,54 @@
-"""Files of records: what is read, and the one line that says what is wrong with them."""
+"""Values, settings and files of records are checked against types, and whatever does not fit is refused in one line."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import pytest
 from refusals import refused
 
-from sinkscope.files.records import read_records
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import check_encodable
+from sinkscope.files.records import Finite, Natural, Share, Whole, build, check_fields, checked_value, read_rows
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a test."""
+
+    share: Share = 0.5
+    count: Natural = 3
+    names: tuple[Literal["a", "b"], ...] = ("a",)
+    value: Literal["second"] | Finite = "second"
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.count > 100:
+            raise SinkscopeError("count is above 100: use a smaller one")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"share": 2}, "Settings: share=2: expected a number from 0 to 1"),
+        ({"share": "0.5"}, "Settings: share='0.5': expected a number from 0 to 1"),
+        ({"count": True}, "Settings: count=True: expected a whole number"),
+        ({"count": 101}, "count is above 100: use a smaller one"),
+        ({"names": ("a", "c")}, "Settings: names[1]='c': expected 'a' or 'b'"),
+        ({"value": "third"}, "Settings: value='third': expected 'second' or a finite number"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
+    with refused(words=[said]):
+        Settings(**given)
+
+
+def test_a_place_inside_of_data_is_named():
+    assert checked_value(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
+    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1: expected a whole number from 0$"):
+        checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file")
 
 
 @dataclass(frozen=True)
@@ -22,7 +60,6 @@ class Inner:
 class Sample:
     id: str
     size: int
-    kind: Literal["small", "large"] = "small"
     parts: tuple[Inner, ...] = ()
 
     def __post_init__(self):
@@ -30,12 +67,7 @@ class Sample:
             raise ValueError(f"size is {self.size}, expected a number from 0")
 
 
-GOOD = {"id": "a", "size": 3, "kind": "large", "parts": [{"words": ["x", "y"]}]}
-
-
-def put(path: Path, *rows) -> Path:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
-    return path
+GOOD = {"id": "a", "size": 3, "parts": [{"words": ["x", "y"]}]}
 
 
 @pytest.mark.parametrize(
@@ -45,11 +77,20 @@ def put(path: Path, *rows) -> Path:
         ("[" * 100_000, "a.jsonl line 2 is not JSON: give samples"),
         ([1], "a.jsonl line 2 is [1]: expected an object: give samples"),
         ({"size": 3}, "a.jsonl line 2: id is missing: give samples"),
-        ({**GOOD, "id": "b", "size": "3"}, "a.jsonl line 2: size is '3': expected a valid integer: give samples"),
+        ({**GOOD, "size": "3"}, "a.jsonl line 2: size is '3': expected a valid integer: give samples"),
         ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1] is 1: expected a valid string"),
         ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0: give samples"),
     ],
 )
-def test_damage_is_named_in_one_line(tmp_path, row, says):
+def test_damage_of_a_file_is_named_in_one_line(tmp_path, row, says):
+    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in (GOOD, row))
+    (tmp_path / "a.jsonl").write_text(text)
     with refused(words=[says]):
-        read_records(put(tmp_path / "a.jsonl", GOOD, row), Sample, "samples")
+        for where, one in read_rows(tmp_path / "a.jsonl", "samples"):
+            build(Sample, one, where, "samples")
+
+
+@pytest.mark.parametrize(("text", "says"), [("na\udcefve", "a byte that is not UTF-8"), ("na\ud83d", "half of a")])
+def test_a_text_that_is_no_unicode_is_refused(text, says):
+    with refused(words=[says, "character 3"]):
+        check_encodable(text, "the prompt")

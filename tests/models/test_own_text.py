@@ -35,25 +35,20 @@ class Words:
 
 def written(folder, name: str, rows) -> str:
     path = folder / name
-    if name.endswith(".jsonl"):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        path.write_text(json.dumps(rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
-def test_chats_are_read_in_the_template_of_the_model(tmp_path, name):
-    read, said = own_text(text_records(written(tmp_path, name, CHATS)), Words(), "m")
+def test_chats_are_read_in_the_template_of_the_model(tmp_path):
+    read, said = own_text(text_records(written(tmp_path, "chats.jsonl", CHATS)), Words(), "m")
     assert read.startswith("<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Say 1<|end|>")
     assert not {*'{}[]"'} & {*read}
     assert said == "60 texts, 60 of them chats in the model's template"
 
 
-@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
-def test_a_field_that_is_named_is_read_and_an_unknown_one_is_refused_with_those_that_are_there(tmp_path, name):
+def test_a_field_that_is_named_is_read_and_an_unknown_one_is_refused_with_those_that_are_there(tmp_path):
     rows = [{"label": f"a{number}", "abstract": f"Word {number} here"} for number in range(3)]
-    path = written(tmp_path, name, rows)
+    path = written(tmp_path, "data.jsonl", rows)
     assert own_text(text_records(path, "abstract"), Words(), "m")[0] == "Word 0 here\n\nWord 1 here\n\nWord 2 here"
     with refused(r"holds no text that is known, there are label, abstract: .*field"):
         text_records(path, "summary")
@@ -88,7 +83,7 @@ def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(t
     rows = [
         {"text": f"Once upon a time there was a bird with {number} songs, and the bird sang."} for number in range(99)
     ]
-    one, two = (written(tmp_path, name, rows) for name in ("a.jsonl", "b.json"))
+    one, two = (written(tmp_path, name, rows) for name in ("a.jsonl", "b.jsonl"))
     setup = Setup.open(text=one)
     assert setup.text_said == "a.jsonl: 99 texts." and "songs" in setup.text
     assert setup.text_read == Setup.open(text=two).text_read

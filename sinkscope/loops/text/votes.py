@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, Strict
 
-from sinkscope.files.records import Natural, Share, Whole, between, check_fields, checked_value
+from sinkscope.files.records import Natural, Share, Whole, check_fields
 from sinkscope.loops.text.copies import CopyCount, WordsOf
 from sinkscope.loops.text.repetition import TailRepetition
 from sinkscope.loops.text.signals import (
@@ -74,7 +74,6 @@ class PaperSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checked_value(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
         """Return the rule for one row, which needs no words."""
@@ -95,7 +94,7 @@ class VoteRule:
         s = self.settings = settings
         self.looped = False
         self._window = deque[int](maxlen=s.window)
-        self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
+        self._novelty = WindowNovelty(max(s.window, s.novelty_n), s.novelty_n, s.novelty_span)
         self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest)
         self._step = 0
         self._cr = math.nan

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from sinkscope.files.output import write_output
+from sinkscope.files.output import write_atomic, write_output
 from sinkscope.files.store import Keyed, kept_in
-
-MINE = b"my notes\n"
 
 
 @dataclass(frozen=True)
@@ -30,18 +28,16 @@ def run(folder: Path, names: str = "abc") -> list[Entry]:
 
 @pytest.mark.parametrize("name", ["runs.jsonl", "settings.json"])
 def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str):
-    folder, mine = tmp_path / "run", tmp_path / "mine"
-    folder.mkdir()
-    mine.write_bytes(MINE)
-    mine.rename(folder / name)
-    with refused(rf"{name}|run holds other files"):
-        run(folder)
-    assert (folder / name).read_bytes() == MINE
+    (tmp_path / name).write_text("my notes\n")
+    with refused(rf"{name}|holds other files"):
+        run(tmp_path)
+    assert (tmp_path / name).read_text() == "my notes\n"
 
 
 def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(tmp_path: Path):
     with kept_in(tmp_path / "run", {"number": 0}, Entry):
-        pass
+        with refused(r"--resume .*run is being written by another run"):
+            kept_in(tmp_path / "run", {}, Entry, option="--resume").__enter__()
     assert len(run(tmp_path / "run")) == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "settings.json").write_text('{"editor": "mine"}')
@@ -58,15 +54,25 @@ def test_a_record_may_be_cut_anywhere(tmp_path: Path):
         assert run(tmp_path / "run") == want and file.read_bytes() == whole
 
 
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path, link = tmp_path / "a" / "b" / "x.json", tmp_path / "link"
+    assert write_atomic(path, "ä\n") == path and path.read_bytes() == "ä\n".encode()
+    link.symlink_to(path)
+    write_atomic(link, b"second")
+    assert link.is_symlink() and path.read_bytes() == b"second"
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, "new")
+    assert os.listdir(path.parent) == ["x.json"] and path.read_bytes() == b"second"
+
+
 def test_pipes_are_written_in_place():
     reading, writing = os.pipe()
     write_output(f"/dev/fd/{writing}", b"text")
     os.close(writing)
     with open(reading, "rb") as pipe:
         assert pipe.read() == b"text"
-
-
-def test_a_second_writer_of_a_folder_is_refused(tmp_path: Path):
-    with kept_in(tmp_path / "r", {}, Entry, option="--resume"):
-        with refused(r"--resume .*r is being written by another run"):
-            kept_in(tmp_path / "r", {}, Entry, option="--resume").__enter__()
