@@ -28,25 +28,22 @@ PROMISES = {
         "measure/test_not_finite.py::test_a_folder_names_it_too",
     ],
     '<a id="files"></a>A file is written beside its place': [
-        "files/test_output.py::test_writes_whole_file_and_makes_folders",
-        "files/test_output.py::test_interrupt_while_writing_leaves_nothing",
+        "files/test_kept.py::test_a_file_is_written_whole_or_not_at_all",
         "app/test_cli.py::test_a_full_disk_loses_no_printed_result",
         "app/test_bad_input.py::test_bad_input_is_refused_in_one_line",
-        "files/test_losses.py::test_a_foreign_file_in_the_folder_is_kept",
+        "files/test_kept.py::test_a_foreign_file_in_the_folder_is_kept",
     ],
     "A changed line of a run": [
         "bench/test_damaged_runs.py::test_every_changed_field_is_read_or_named",
-        "bench/test_damaged_runs.py::test_a_folder_of_changed_files_is_read_or_refused",
         "app/test_openers.py::test_a_name_is_printed_in_one_line",
         "files/test_results.py::test_a_result_can_be_read_back_whatever_bytes_a_name_holds",
         "bench/test_run.py::test_an_interrupted_run_goes_on_and_ends_the_same",
-        "files/test_losses.py::test_a_record_may_be_cut_anywhere",
+        "files/test_kept.py::test_a_record_may_be_cut_anywhere",
     ],
     "Bad input ends with exit code 2": [
         "app/test_bad_input.py::test_bad_input_is_refused_in_one_line",
         "app/test_cli.py::test_errors_are_one_line",
         "app/test_openers.py::test_a_device_is_named_as_one",
-        "files/test_output.py::test_a_folder_without_permission_is_refused_before_the_work",
         "app/test_view_server.py::test_requests_that_never_end_hold_nobody_up_and_ctrl_c_ends_the_server",
     ],
     "Control characters": [
