@@ -76,8 +76,8 @@ has every type; another one says what is refused when it is opened.
 ## Sites
 
 The sites of a model are proved when it is loaded, or when a live model is first used, on a small random model of the
-same class: the residual stream has to be the sum of what attention and MLP give, and of queries, keys and values the
-numbers of exactly one head have to change if that head is edited. **One pass over the model itself then confirms
+same class: the residual stream has to be the sum of what attention and MLP give, and of queries, keys and values each
+head that attention reads has to depend on that of the projection. **One pass over the model itself then confirms
 them.** A site that cannot be proved is not offered, and the message says what did not hold. An example is
 `hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it.
 
@@ -92,8 +92,8 @@ A proof holds for the object that was proved, and for others whose modules have 
   neurons of an MLP with a hook of yours, and of modules that do not run, as those of a TransformerBridge after
   `enable_compatibility_mode()`.
 - **Pruned heads** are refused, unless all layers have as many as the configuration says.
-- **Layers that were moved** keep their `layer_idx`, so attention rows, cache policies and guards are refused until it
-  is set to the place in the list. A layer at two places is refused, and one without attention under cache policies.
+- **Layers that were moved** keep their `layer_idx`, and the model is refused until it is set to the place in the list.
+  A layer at two places is refused, and one without attention under cache policies.
 - **Renamed modules** are refused with the row to write ([extending](extending.md)).
 
 Not offered, but by earlier versions: `hook_q`, `hook_k` and `hook_v` where attention does not go through transformers'

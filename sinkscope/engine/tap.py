@@ -30,7 +30,7 @@ from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, Tenso
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
-from sinkscope.models.windows import check_numbering, layer_window
+from sinkscope.models.windows import layer_window
 
 
 @dataclass(eq=False)
@@ -82,7 +82,6 @@ def tapped(target: Target, listener: Listener) -> Iterator[None]:
     function gets one that makes no masks: transformers looks the name up twice while it makes a mask, and another
     thread may enter or leave in between.
     """
-    check_numbering(target)
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _mask)

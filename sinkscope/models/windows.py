@@ -36,23 +36,19 @@ def layers_with_states(target: Target) -> list[int]:
     return [number for number, layer in enumerate(layers) if type(layer).__name__ not in KEYS_ALONE]
 
 
-def misnumbered(target: Target) -> list[int]:
-    """Return the layers whose attention has the number of another place."""
-    return [place for place in target.attending if getattr(target.sub(place, "attn"), "layer_idx", place) != place]
-
-
 def check_numbering(target: Target) -> None:
-    """Refuse a model whose layers are numbered in two ways, where attention or caches are told apart by layer.
+    """Refuse a model whose layers are numbered in two ways, because attention and caches are told apart by layer.
 
     Raises:
         UnsupportedError: The attention of a layer has the number of another place.
     """
-    for place in misnumbered(target):
-        number: Any = target.sub(place, "attn").layer_idx
-        raise UnsupportedError(
-            f"the layer at place {place} of {target.name} calls itself layer {number} (layer_idx of its attention), so "
-            "that attention and caches would be those of another layer: set layer_idx to the place of each layer"
-        )
+    for place in target.attending:
+        number = getattr(target.sub(place, "attn"), "layer_idx", place)
+        if number != place:
+            raise UnsupportedError(
+                f"the layer at place {place} of {target.name} calls itself layer {number} (layer_idx), so that "
+                "attention and caches would be those of another layer: set the layer_idx of its attention to the place"
+            )
 
 
 def check_caches_filled(target: Target) -> None:

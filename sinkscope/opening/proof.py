@@ -1,11 +1,9 @@
-"""Prove in one pass over a few tokens that the parts of a model are where an adapter says.
+"""Prove by one pass over a few tokens that the parts of a model are where an adapter says.
 
-1. The same enters a layer in all rows of the batch. In some of them one thing is edited: the numbers of one head of the
-   queries, keys or values change places; attention gives random numbers in one head and zeros in the others; every
-   second output of `up` is multiplied.
-2. In every row, the sums of the layer must hold: of the residual stream, and of what its MLP gives.
-3. Exactly the turned head of what attention reads must change, and of what the output projection reads exactly the
-   part of the head with random numbers. After the edit of `up`, exactly every second neuron must change.
+1. What passes the modules of the first layer of each kind is kept, with gradients inside the layer.
+2. The sums of the layer must hold: of the residual stream, and of what its MLP gives.
+3. Each head of what attention reads must depend on that head of what a projection gives, and what the output
+   projection reads on the heads of the attention, one by one. An MLP with a gate must be linear in `up`.
 4. Attention and experts are computed again.
 
 The proof runs on a small random model of the class, where nothing is alike by chance, and on the user's own model,
@@ -14,32 +12,252 @@ whose modules may have been replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
-from torch import Tensor, nn
+from jaxtyping import Int
+from torch import Tensor
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.stock import eager
 from sinkscope.engine.tap import Listener, tapped
 from sinkscope.errors import UnsupportedError, first_line
-from sinkscope.models.adapters import PATHS, NotInferredError
+from sinkscope.models.adapters import NotInferredError
 from sinkscope.models.grouped_heads import head_projection, per_query_head
-from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
-from sinkscope.models.target import Target
-from sinkscope.models.windows import ChunkWindow, layer_window, misnumbered
-from sinkscope.opening.sums import EXACT, ROWS, Values, alike, by_row, mlp_sum, read, relative_error, residual_sums
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
+from sinkscope.models.target import Target, longest_context
+from sinkscope.models.windows import ChunkWindow, layer_window
 
-_TURNED, _NOISE, _SCALED = {"q": 1, "k": 2, "v": 3}, 4, 5  # rows
-_HEAD = 1  # the edited head, if a layer has two or more
-_TOKEN = 2  # the one whose numbers are turned
-_FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
-_IN_HALF, _ATTENDED_IN_HALF = 4, 16  # times the relative rounding of a number, in half precision
+TOKENS = 20
+"""Tokens of the text of a proof: more than every window and chunk of a small model."""
+EXACT = 1e-3
+"""Largest relative distance between two ways to one number, in float32."""
+LATER = "later tokens"
+"""What no layer of a causal model attends to."""
+_IN_HALF = 4  # times the relative rounding of a number
+_LOOSE = 4  # times the distance of sums, of what is computed again
+_ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
+_MOST = 0.5  # least share of a head in all on which another depends; a norm over all heads mixes in a few per cent
+_ATTENDED = {"q": "query", "k": "key", "v": "value"}
+
+Paths = Mapping[str, Any]
+"""Where a layer has its parts, by the fields of an adapter; None or nothing where it has none."""
+
+
+# -- what passes -------------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """What passes modules of one layer in one pass, and its attention.
+
+    Args:
+        target: The model.
+        layer: Number of the layer.
+        paths: The modules; None is all.
+
+    Attributes:
+        hooks: The hooks that keep it. Modules get copies, because some models add to a tensor in place.
+        arguments: The arguments of each module, by path.
+        into: The first tensor that entered each.
+        output: What each gave.
+        calls: What attention got.
+        given: What attention gave, and the first call.
+        rows: Rows of attention that was computed again.
+    """
+
+    def __init__(self, target: Target, layer: int, paths: Iterable[str] | None = None) -> None:
+        self.layer = layer
+        self.modules = dict(target.layers[layer].named_modules())
+        self.hooks = list[Hook]()
+        for path in {"", *(self.modules if paths is None else paths)}:
+            module = target.layers[layer].get_submodule(path)
+            self.hooks.append((module, "pre", partial(self._enter, path)))
+            self.hooks.append((module, "post", partial(self._leave, path)))
+        self.arguments: dict[str, tuple[Args, Kwargs]] = {}
+        self.into, self.output = dict[str, Tensor](), dict[str, Any]()
+        self.calls = list[Attention]()
+        self.given: Tensor | None = None
+        self.rows = list[Tensor]()
+
+    def _enter(self, path: str, _module: Any, args: Args, kwargs: Kwargs) -> Any:
+        self.arguments[path] = args, kwargs
+        for value in (*args, *kwargs.values())[:1]:
+            if isinstance(value, Tensor):
+                self.into[path] = value.clone()
+        if path:
+            return None
+        if path in self.output:
+            raise NotInferredError(f"layer {self.layer} runs several times in a pass")
+        torch.set_grad_enabled(True)
+        self.into[path] = hidden_of(args, kwargs).detach().requires_grad_()
+        return with_hidden(args, kwargs, self.into[path].clone())
+
+    def _leave(self, path: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+        torch.set_grad_enabled(bool(path))
+        self.output[path] = output
+        return on_hidden(Tensor.clone)(None, (), {}, output) if isinstance(first_tensor(output), Tensor) else None
+
+    def out(self, path: str | None) -> Any:
+        """Return the first tensor that left a module; None if there is no such module, or it did not run."""
+        return first_tensor(self.output.get(path)) if path else None
+
+    def numbers(self, tensor: Any) -> Any:
+        """Return the numbers [pos width] of a tensor, which OPT and experts have without a dimension for texts."""
+        length = self.into[""].shape[-2]
+        if not isinstance(tensor, Tensor) or tensor.ndim < 2 or tensor.numel() % length:
+            return None
+        return tensor.detach().float().reshape(length, -1)
+
+    def entered(self, path: str | None) -> Any:
+        """Return the numbers that entered a module; as for `out`."""
+        return self.numbers(self.into.get(path) if path else None)
+
+    def left(self, path: str | None) -> Any:
+        """Return the numbers that left a module; as for `out`."""
+        return self.numbers(self.out(path))
+
+
+def text_of(target: Target) -> Int[Tensor, "1 pos"]:
+    """Return the tokens of the text, always the same ones."""
+    length = min(TOKENS, longest_context(target.config) or TOKENS)
+    return ((torch.arange(length) + length) % int(target.config.vocab_size))[None]
+
+
+def read(target: Target, records: Mapping[int, Record]) -> None:
+    """Run a pass over some tokens, which ends at the last layer of the records, by layer.
+
+    Raises:
+        NotInferredError: A layer does not run, or not once.
+    """
+
+    def see(call: Attention) -> None:
+        record = records.get(call.layer)
+        if record is None:
+            return
+        if record.calls and not call.is_repeated:
+            raise NotInferredError(f"layer {call.layer} computes attention twice")
+        record.calls.append(call)
+        if not call.is_repeated:
+            record.given = output = call.stock(call.mask)[0]
+            ahead = _dependence(output[:, 0], call.value)
+            if ahead is not None and ahead[:, :, 1:].any():
+                raise NotInferredError(f"layer {call.layer} attends to {LATER}")
+            call.show(lambda rows: record.rows.append(rows.probs.detach().float()), gives_output=False)
+            call.compute = lambda _: (output.clone(), None)
+
+    tap: Any = nullcontext()
+    if not _is_bridge(target):
+        tap = tapped(target, Listener(see)) if target.adapter.attention_interface else eager(target)
+    hooks = [hook for record in records.values() for hook in record.hooks]
+    with torch.inference_mode(False), tap, target.hooks(*hooks):
+        target.forward(text_of(target), last_layer=max(records))
+    for layer, record in records.items():
+        if "" not in record.into:
+            raise NotInferredError(f"layer {layer} does not run in a pass over text")
+        if record.into[""].shape[2:] != (target.d_model,):
+            raise NotInferredError(f"its layers do not get one residual stream of width {target.d_model}")
+
+
+def _is_bridge(target: Target) -> bool:
+    """Whether it is a bridge, which computes attention itself."""
+    return any(hasattr(target.sub(layer, "attn"), "original_component") for layer in target.attending[:1])
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sum:
+    """Parts that add up to a total, each times a factor.
+
+    Attributes:
+        name: What the total is.
+        total: The total.
+        parts: The parts, by the field of an adapter that has the factor; None if one did not pass.
+        start: What the parts are added to; None: nothing.
+    """
+
+    name: str
+    total: Any
+    parts: dict[str, Any]
+    start: Any = None
+
+    def off(self, factors: Mapping[str, Any]) -> float:
+        """Return the largest distance from the sum, relative to the largest number in it, of any token."""
+        if self.total is None:
+            return float("inf")
+        error, size = self.total, self.total.abs().amax(-1)
+        added = [] if self.start is None else [self.start]
+        for name, part in self.parts.items():
+            if part is None or part.shape != error.shape:
+                return float("inf")
+            added.append(part * factors[name])
+        for part in added:
+            error = error - part
+            size = torch.maximum(size, part.abs().amax(-1))
+        off = (error.abs().amax(-1) / size).nan_to_num(torch.inf)
+        return float(off.where(size > 0, 0).max())
+
+    def fit(self) -> dict[str, float] | None:
+        """Return the measured factors; None if the parts do not add up to the total, or one is none of it."""
+        factors = dict.fromkeys(self.parts, 1.0)
+        if not factors or self.off(factors) == float("inf"):
+            return None
+        wanted = self.total if self.start is None else self.total - self.start
+        columns = torch.stack([part.double().flatten() for part in self.parts.values()], 1)
+        solution = torch.linalg.lstsq(columns, wanted.double().flatten()[:, None]).solution[:, 0]
+        for name, factor in zip(factors, solution.tolist(), strict=True):
+            if abs(factor - 1) > _ONE:
+                factors[name] = float(f"{factor:.4g}")
+        is_sum = self.off(factors) <= EXACT and min(map(abs, factors.values())) >= _ONE
+        return factors if is_sum else None
+
+
+def residual_sums(record: Record, paths: Paths) -> list[Sum]:
+    """Return the sums of the residual stream: up to between attention and MLP, and from there, or one of both."""
+    start, end, mid = record.numbers(record.into[""]), record.numbers(first_tensor(record.output[""])), None
+    attn = record.left(paths.get("attn_out") or paths.get("attn"))
+    mlp = record.left(paths.get("post_mlp_norm") or paths.get("mlp"))
+    if mlp is not None and paths.get("post_mlp_norm") is None and has_shared_beside(paths):
+        mlp = mlp + record.left(paths["down"])
+    before = {} if attn is None else {"attn_factor": attn}
+    after = {} if mlp is None else {"write_factor": mlp}
+    mid = record.entered(paths.get("mid"))
+    if mid is None or mid.shape != start.shape:
+        return [Sum("hook_resid_post", end, before | after, start)]
+    return [Sum("hook_resid_mid", mid, before, start), Sum("hook_resid_post", end, after, mid)]
+
+
+def has_shared_beside(paths: Paths) -> bool:
+    """Return whether there is a shared expert beside the mixture, which is no part of it."""
+    if paths.get("experts") is None or paths.get("down") is None:
+        return False
+    return not f"{paths['down']}.".startswith(f"{paths['mlp']}.".lstrip("."))
+
+
+def mlp_sum(record: Record, paths: Paths) -> Sum:
+    """Return what the MLP gives as the sum of what down projections and experts give."""
+    total, down = record.left(paths.get("mlp")), record.left(paths.get("down"))
+    if paths.get("experts") is None:
+        return Sum("mlp", total, {"down_factor": down})
+    parts = {"expert_factor": record.left(paths["experts"])}
+    if down is not None and paths["mlp"] != paths["experts"] and not has_shared_beside(paths):
+        gate = record.left(paths.get("shared_gate"))
+        parts["shared_factor"] = down if gate is None else down * gate.sigmoid()
+    return Sum("mlp", total, parts)
+
+
+def relative_error(numbers: Tensor, expected: Tensor) -> float:
+    """Return the largest distance from what is expected, relative to its size; infinity if nothing is."""
+    off = (numbers - expected).detach().abs().max() / expected.detach().abs().max()
+    return float(off.nan_to_num(torch.inf))
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -48,40 +266,34 @@ class Proof:
 
     Attributes:
         problem: What is wrong. None if nothing is.
-        unproved: Why sites cannot be proved, by layer and the last part of their names.
+        unproved: Sites that cannot be proved, such as "blocks.3.attn.hook_z", and why.
     """
 
     problem: str | None = None
-    unproved: dict[int, dict[str, str]] = field(default_factory=dict)
+    unproved: dict[str, str] = field(default_factory=dict)
 
 
-@torch.no_grad()
-def prove(target: Target, layers: Iterable[int] | None = None) -> Proof:
-    """Prove the adapter of a model in one pass, by plain hooks; the model is left as it was.
+@torch.enable_grad()
+def prove(target: Target, kinds: Sequence[int] | None = None, records: Mapping[int, Record] | None = None) -> Proof:
+    """Prove the adapter of a model by one pass with plain hooks; the model is left as it was.
 
     Args:
         target: The model, with an adapter.
-        layers: The layers; None is all.
+        kinds: For each layer, the number of the first one of its kind, for which it is proved. None: all are proved.
+        records: What passed in the pass. None: it is run.
 
     Returns:
         What was found. A wrong adapter does not raise an error.
     """
     proof = Proof()
-    numbers = sorted({*(range(target.n_layers) if layers is None else layers)})
+    kinds = range(target.n_layers) if kinds is None else kinds
     try:
-        _check_paths(target)
-        checks = {layer: LayerProof(target, layer) for layer in numbers}
-        hooks = list[Hook]()
-        for layer in range(max(numbers) + 1):
-            hooks.append((target.layers[layer], "pre", on_input(alike)))  # a later one may read its keys and values
-            if layer in checks:
-                hooks += checks[layer].hooks()
-        read(target, hooks, max(numbers), _tap(target, checks))
-        for check in checks.values():
-            if not check.values.ran:
-                raise UnsupportedError(f"layer {check.layer} does not run in a pass over text")
-            if check.problems:
-                proof.unproved[check.layer] = check.problems
+        if records is None:
+            records = {layer: Record(target, layer, target.paths[layer].values()) for layer in {*kinds}}
+            read(target, records)
+        found = {layer: _Comparison(target, records[layer]).problems for layer in {*kinds}}
+        for layer, first in enumerate(kinds):
+            proof.unproved |= {f"blocks.{layer}.{part}": reason for part, reason in found[first].items()}
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except (UnsupportedError, NotInferredError) as wrong:
@@ -91,265 +303,157 @@ def prove(target: Target, layers: Iterable[int] | None = None) -> Proof:
     return proof
 
 
-def _check_paths(target: Target) -> None:
-    """Refuse an adapter that names a part that no layer has."""
-    adapter = target.adapter
-    for name in PATHS:
-        path = getattr(adapter, name)
-        is_optional = path is None or (adapter.experts is not None and name in ("down", "up", "gate"))
-        if not is_optional and not any(name in paths for paths in target.paths):
-            raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
+def _dependence(numbers: Tensor, on: Tensor | None) -> Tensor | None:
+    """How the sum of numbers depends on others; None if it does not."""
+    if on is None or not on.requires_grad or not numbers.requires_grad:
+        return None
+    return torch.autograd.grad(numbers.sum(), on, retain_graph=True, allow_unused=True)[0]
 
 
-def _shows_attention(target: Target) -> bool:
-    """Whether attention can be seen: a bridge computes its own, and layers may be numbered in another way."""
-    for layer in target.attending[:1]:
-        if hasattr(target.sub(layer, "attn"), "original_component"):
+def _is_by_head(parts: Sequence[Tensor], on: Tensor | None, split: Callable[[Tensor], Tensor]) -> bool:
+    """Whether numbers of each head depend mostly on one head of others, in order; `split` gives [... head d_head]."""
+    for number, part in enumerate(parts):
+        change = _dependence(part, on)
+        if change is None:
             return False
-    return not misnumbered(target)
+        heads = split(change.float())
+        sizes = heads.square().flatten(0, -3).sum((0, 2))
+        if heads.shape[-1] != part.shape[-1] or len(parts) % len(sizes):
+            return False
+        if not sizes[number * len(sizes) // len(parts)] > _MOST * sizes.sum():
+            return False
+    return True
 
 
-def _tap(target: Target, checks: dict[int, LayerProof]) -> AbstractContextManager[Any]:
-    """What shows the attention of a pass, where it can be told apart by layer."""
-    if not _shows_attention(target):
-        return nullcontext()
-    if not target.adapter.attention_interface:
-        return eager(target)
+def reads_heads(target: Target, record: Record, which: str, paths: Paths) -> bool:
+    """Return whether the heads that attention reads depend on those of what a projection gives.
 
-    def see(call: Attention) -> None:
-        if call.layer in checks and call.layer in target.attending:
-            checks[call.layer].see(call)
+    Args:
+        target: The model.
+        record: What passed the layer.
+        which: "q", "k" or "v".
+        paths: Where the layer has its parts.
+    """
+    given = record.out(paths.get(which) or paths.get("fused_qkv"))
+    with suppress(RuntimeError, ValueError):  # it cannot be split into heads
+        for call in record.calls:
+            if _is_by_head(getattr(call, _ATTENDED[which])[0], given, partial(head_projection, which, target)):
+                return True
+    return False
 
-    return tapped(target, Listener(see))
 
-
-class LayerProof:
-    """Edits and keeps what passes the modules of one layer, and compares at its end.
+class _Comparison:
+    """What passed one layer, compared with what an adapter says.
 
     Attributes:
         problems: Why sites cannot be proved, by the last part of their names.
-        values: What passed.
     """
 
-    def __init__(self, target: Target, layer: int) -> None:
-        self.target, self.layer = target, layer
+    def __init__(self, target: Target, record: Record) -> None:
+        self.target, self.record, self.layer = target, record, record.layer
+        self.paths, self.adapter = target.paths[record.layer], target.adapter
         self.problems = dict[str, str]()
-        self.values = Values(layer, target.paths[layer])
-        eps = torch.finfo(target.dtype).eps
-        self._tolerance = max(EXACT, _IN_HALF * eps)
-        self._attended = max(EXACT, _ATTENDED_IN_HALF * eps)
-        self._attends = layer in target.attending and _shows_attention(target)
-        self._chunks = list[Tensor]()  # rows of attention
-        self._heads = dict[str, torch.Size]()  # how many heads a turned site has, and how wide
-        self._own: Tensor | None = None  # what attention gives by itself
-        self._value: Tensor | None = None
+        self._exact = max(EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
+        if self.layer in target.mixtures:
+            self._check_experts()
+        if "mlp" in self.paths:
+            self._check_neurons()
+        if self.layer in target.attending and not _is_bridge(target):
+            for which in _ATTENDED:
+                if not reads_heads(target, record, which, self.paths):
+                    self.problems[f"attn.hook_{which}"] = "softmax attention is not seen to read its heads"
+            rows = self._attention()
+            if "o" in self.paths and not self._reads_heads(rows):
+                self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
+        self._check_residual()
 
-    def hooks(self) -> list[Hook]:
-        """Return hooks that edit, keep, and compare at the end of the layer."""
-        target, layer, paths = self.target, self.layer, self.values.paths
-        on_part = partial(target.part_hooks, layer)
-        hooks = list[Hook]()
-        for which in _TURNED if self._attends else ():
-            self.problems[f"attn.hook_{which}"] = "softmax attention is not seen to read the heads that are there"
-            part = which
-            if which not in paths and target.adapter.qkv_layout is not None:
-                part = "fused_qkv"
-            if target.adapter.attention_interface:
-                hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
-        if layer in target.mixtures:
-            hooks += on_part("experts", "post", self._recompute)
-        elif layer in target.with_neurons:
-            hooks += on_part("up", "post", on_hidden(self._scale_up))
-        hooks += self.values.hooks(target.layers[layer], paths.values())
-        hooks.append((target.layers[layer], "post", on_hidden(self._finish)))
-        return hooks
-
-    # -- edits ---------------------------------------------------------------------------------------------------------
-
-    def _turn(self, which: str, tensor: Tensor) -> Tensor:
-        """Let the numbers of one head change places."""
-        turned = tensor.clone()
-        try:
-            heads = head_projection(which, self.target, turned.view(ROWS, -1, turned.shape[-1]))
-        except Exception:  # it cannot be split into heads
-            return tensor
-        self._heads[which] = heads.shape[2:]
-        head = heads[_TURNED[which], _TOKEN, _HEAD % heads.shape[2]]
-        rolled = head.roll(1, -1)
-        if torch.equal(rolled, head):  # a head of zeros
-            del self.problems[f"attn.hook_{which}"]
-        head.copy_(rolled)
-        return turned
-
-    def _scale_up(self, up: Tensor) -> Tensor:
-        rows = by_row(up).clone()
-        first = 0
-        if self.target.adapter.fused_gate_up:
-            first = rows.shape[-1] // 2
-        rows[_SCALED, :, first::2] *= _FACTOR
-        return rows.reshape(up.shape)
-
-    def _recompute(self, _module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
-        """Compare what experts give with what their weights say."""
-        experts = self.target.experts(self.layer)
-        given = first_tensor(output)
-        try:
-            computed = experts.output(experts.routed(args, kwargs)).view_as(given)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            raise UnsupportedError("the experts compute something else than an MLP each") from None
-        if given.any() and not relative_error(given.float(), computed.float()) <= self._attended:
+    def _check_experts(self) -> None:
+        """Experts give what their weights say."""
+        path = self.paths["experts"]
+        given = self.record.out(path)
+        with self.target.loaded(self.layer):
+            experts = self.target.experts(self.layer)
+            computed = experts.output(experts.routed(*self.record.arguments[path])).view_as(given)
+        if given.any() and not relative_error(given.float(), computed.float()) <= _LOOSE * self._exact:
             raise UnsupportedError("the experts do not give what their weights say")
 
-    def see(self, call: Attention) -> None:
-        """Compare what attention gets; let it give random numbers in one head of one row."""
-        self._compare("q", call.query)
-        self._compare("k", call.key)
-        self._compare("v", call.value)
-        if call.is_repeated:
-            return
-        output = call.stock(call.mask)[0]
-        if call.own.is_known:  # a function of the user's own has no part in the proof
-            self._own = output.detach().float()
-        self._value = call.value.detach().float()
-        call.show(lambda rows: self._chunks.append(rows.probs), gives_output=False)
-        generator = torch.Generator().manual_seed(self.layer)
-        noise = torch.randn(len(output[0]), output.shape[-1], generator=generator)
-        noise -= noise.mean(-1, keepdim=True)  # as norms do
-        changed = output.clone()
-        changed[_NOISE] = 0
-        changed[_NOISE, :, _HEAD % output.shape[2]] = noise.to(output)
-        call.compute = lambda _: (changed, None)
-
-    def _compare(self, which: str, part: Tensor) -> None:
-        """Prove a site if exactly those heads of what attention gets change that read the turned one."""
-        heads, width = self._heads.get(which, (1, 0))
-        count = part.shape[1]
-        if count % heads or part.shape[3] != width:
-            return
-        change = (part[_TURNED[which]] - part[0]).detach().float()
-        change = change.abs().amax((1, 2)).cpu()
-        reading = torch.arange(count) * heads // count == _HEAD % heads
-        least = self._tolerance * part.abs().max().float().cpu()
-        if bool((change[reading] > 0).all()) and bool((change[~reading] <= least).all()):
-            self.problems.pop(f"attn.hook_{which}", None)
-
-    # -- comparing -----------------------------------------------------------------------------------------------------
-
-    def _finish(self, _output: Tensor) -> None:
-        """Compare at the end of the layer."""
-        if self.layer in self.target.with_neurons:
-            self._prove_neurons()
-        if self._attends:
-            rows = self._prove_attention()
-            self._prove_heads(rows)
-        self._prove_residual()
-        self.values.kept.clear()
-        self._chunks.clear()
-        self._own = self._value = None
-
-    def _prove_neurons(self) -> None:
+    def _check_neurons(self) -> None:
         """What the MLP gives is what its down projections and experts give, by the factors of the adapter."""
-        total = mlp_sum(self.values)
-        there = [part for part in total.parts.values() if part is not None]
-        if total.total is None or not there:
+        total = mlp_sum(self.record, self.paths)
+        if "down" not in self.paths and "experts" not in self.paths:
+            raise UnsupportedError("the adapter names a module that is not there (down or experts)")
+        if total.total is None or not any(part is not None for part in total.parts.values()):
             self.problems["mlp.hook_post"] = "the modules of its MLP do not run"
-        elif total.off(self.target.adapter) > self._tolerance or not self._scaled_up():
+        elif total.off(vars(self.adapter)) > self._exact or not self._is_linear():
             raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
 
-    def _scaled_up(self) -> bool:
-        """Whether exactly every second neuron has changed with `up`, and by the same factor if there is a gate."""
-        up, post = self.values.left("up"), self.values.entered("down")
+    def _is_linear(self) -> bool:
+        """Whether neurons of a dense MLP have as many factors, and are linear in them if there is a gate."""
+        up, post = self.record.out(self.paths.get("up")), self.record.into.get(self.paths.get("down", "."))
         if up is None or post is None or self.layer in self.target.mixtures:
             return True
-        halves = 1 + self.target.adapter.fused_gate_up
-        if up.shape[-1] != halves * post.shape[-1]:
+        width, change = post.shape[-1], _dependence(post, up)
+        if change is None or up.shape[-1] != (1 + self.adapter.fused_gate_up) * width:
             return False
-        if not up[0].any() or not post.any():  # weights of zero
-            return True
-        change = post[_SCALED] - post[0]
-        expected = change.clone()
-        if self.target.is_gated(self.layer):
-            expected = post[0] * (_FACTOR - 1)
-        expected[:, 1::2] = 0
-        size = torch.maximum(post[0].abs().max(), change.abs().max())
-        error = (change - expected).abs().max()
-        return bool(error <= self._attended * size)
+        off = ((up * change)[..., -width:] - post).float().abs().max()
+        return not self.target.is_gated(self.layer) or bool(off <= _LOOSE * self._exact * post.float().abs().max())
 
-    def _prove_attention(self) -> Tensor:
+    def _attention(self) -> Tensor:
         """Attention that is computed again gives what the model's own gives; return its rows."""
-        target, layer = self.target, self.layer
-        returned = self.values.kept.get((self.values.paths["attn"], "rows"))
-        if returned is not None and not target.adapter.attention_interface:
-            self._chunks.append(returned)
-        if not self._chunks:
-            raise UnsupportedError(f"no attention was recomputed in layer {layer}")
-        rows = torch.cat(self._chunks, 2)
+        record, chunks = self.record, self.record.rows
+        if not self.adapter.attention_interface:
+            chunks = [rows.detach().float() for rows in record.output[self.paths["attn"]][1:2]]
+        if not chunks:
+            raise UnsupportedError(f"no attention was recomputed in layer {self.layer}")
+        rows = torch.cat(chunks, 2)
         count = rows.shape[1]
-        if count != target.n_heads:
-            raise UnsupportedError(f"layer {layer} has {count} heads, and the configuration {target.n_heads}")
-        if rows.shape[-2] != rows.shape[-1]:
-            raise UnsupportedError(f"recomputed attention has shape {tuple(rows.shape)}")
-        if bool((rows.triu(1) > 0).any()):
-            raise UnsupportedError(f"the attention of layer {layer} sees later tokens")
-        window = layer_window(target.config, layer)
-        if window is not None and not isinstance(window, ChunkWindow):
-            beyond = rows.tril(-window)
-            if bool((beyond > 0).any()):
-                self.problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
-        if self._own is None or self._value is None:
-            off = (rows.sum(-1) - 1).abs().max()
-        else:
-            weighted = rows.float() @ per_query_head(self._value, count)
-            off = relative_error(weighted.transpose(1, 2), self._own)
-        if not off <= self._attended:
-            raise UnsupportedError("recomputed attention differs from the model's own")
+        if count != self.target.n_heads:
+            raise UnsupportedError(f"layer {self.layer} has {count} heads, and the configuration {self.target.n_heads}")
+        if bool(rows.triu(1).any()):
+            raise UnsupportedError(f"layer {self.layer} attends to {LATER}")
+        window = layer_window(self.target.config, self.layer)
+        if window is not None and not isinstance(window, ChunkWindow) and bool((rows.tril(-window) > 0).any()):
+            self.problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
+        if record.given is not None and record.calls[0].own.is_known:  # else it is a function of the user's own
+            values = per_query_head(record.calls[0].value.float(), count)
+            if not relative_error((rows @ values).transpose(1, 2), record.given.float()) <= _LOOSE * self._exact:
+                raise UnsupportedError("recomputed attention differs from the model's own")
         return rows
 
-    def _prove_heads(self, rows: Tensor) -> None:
-        """The output projection reads its heads side by side."""
-        given, count = self.values.entered("o"), self.target.n_heads
-        if given is None:
-            return
-        is_beside = given.shape[-1] % count == 0
-        if is_beside:
-            heads = rearrange(given, "row pos (head d_head) -> row head pos d_head", head=count)
-            if self.target.adapter.attention_interface:
-                moved = (heads[_NOISE] - heads[_NOISE, :, :1]).abs().amax((1, 2))
-                is_beside = bool(moved.sum() <= (1 + self._tolerance) * moved[_HEAD % count])
-            else:
-                is_beside = self._holds_values(rows, heads)
-        if not is_beside:
-            self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
-
-    def _holds_values(self, rows: Tensor, heads: Tensor) -> bool:
-        """Whether heads are values that some projection gives, weighted by the rows."""
-        width = heads.shape[-1]
-        given = self.values.left("v", "fused_qkv")
-        if given is None or given.shape[-1] < width:
+    def _reads_heads(self, rows: Tensor) -> bool:
+        """Whether the output projection reads the heads side by side, by their dependence on heads or on values."""
+        read, count = self.record.into.get(self.paths["o"]), self.target.n_heads
+        if read is None:
+            return True
+        if read.shape[-1] % count:
             return False
-        pieces = given.unfold(-1, width, 1)  # [row pos place d_head]
-        first = heads[0, :, 0]  # the first token reads itself alone
-        place = torch.cdist(first, pieces[0, 0]).argmin(-1)
-        values = pieces[:, :, place].transpose(1, 2)
-        return relative_error(rows @ values, heads) <= self._attended
+        parts = read.unflatten(-1, (count, -1)).unbind(-2)
+        if self.adapter.attention_interface:
+            return _is_by_head(parts, self.record.given, lambda change: change)
+        given = self.record.out(self.paths.get("v") or self.paths.get("fused_qkv"))
+        for head, part in enumerate(parts):  # the first number of the last token is a sum of one of each token
+            change = _dependence(part[..., -1, 0], given)
+            if change is None:
+                return False
+            off = change.float().flatten(0, -2) - rows[0, head, -1, :, None]
+            if not off.abs().amax(0).min() <= _LOOSE * self._exact:
+                return False
+        return True
 
-    def _prove_residual(self) -> None:
+    def _check_residual(self) -> None:
         """Each sum of the residual stream holds; a site without which it does not is refused."""
-        adapter = self.target.adapter
-        for each in residual_sums(self.values):
-            off = each.off(adapter)
-            reason = f"{each.name} is not the sum of its parts (off by {off:.2g})"
-            sites = ["hook_resid_mid", "hook_attn_out"]
-            if each.name == "hook_resid_post":
-                if not adapter.adds:
-                    continue
-                sites = ["hook_attn_out"]
-            elif not each.parts:
+        for each in residual_sums(self.record, self.paths):
+            is_whole = each.name == "hook_resid_post"
+            if is_whole and not self.adapter.adds:
+                continue
+            if not is_whole and not each.parts:
                 self.problems["hook_resid_mid"] = "nothing that is added before it is known"
                 continue
-            if off <= self._tolerance:
+            off = each.off(vars(self.adapter))
+            if off <= self._exact:
                 continue
+            reason = f"{each.name} is not the sum of its parts (off by {off:.2g})"
             if "write_factor" in each.parts:
                 raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
-            for site in sites:
+            for site in ["hook_attn_out"] if is_whole else ["hook_resid_mid", "hook_attn_out"]:
                 self.problems.setdefault(site, reason)

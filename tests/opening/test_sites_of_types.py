@@ -49,7 +49,7 @@ def _refused(model, **fields) -> set[str]:
     target = target_of(model)
     wrong = replace(target, adapter=replace(target.adapter, **fields))
     proof = prove(wrong, [0])
-    return {"all"} if proof.problem else set(proof.unproved.get(0, ()))
+    return {"all"} if proof.problem else {site.removeprefix("blocks.0.") for site in proof.unproved}
 
 
 RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
