@@ -46,18 +46,17 @@ COVERING = (  # each has something that those before it do not have
 """Types of which the default tests examine every sixth in full."""
 INTRODUCTION = """# Is my model served?
 
-`ss.load(MODEL)` and every command answer for one model: its parts are proved when it is opened, and an error says what
-is not found.
+`ss.load(MODEL)` answers for one model: its parts are proved when it is opened, and an error says what is not found.
 
 `python -m experiments.model_types` made the table of types with transformers {version}. Each decoder type was made as
-a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers of released checkpoints.
+a random model of a few layers.
 A type is **in full** if
 
 - `find-sinks` runs, and reads the same attention from a folder;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
 - under `Full`, `generate` gives the tokens of the plain model, and H2O, StreamingLLM, LoopGuard and LoopServe run;
 - every site that is offered holds what its layer really adds or multiplies;
-- weights, configuration and hooks are left as they were.
+- nothing is left on the model.
 
 **In part** means that everything passed except what the last column names. Of the {total} types, {full} are served in
 full, {part} in part, and {refused} are refused in one line.{wrong} [The table](../figures/model_types.md)
@@ -66,8 +65,7 @@ has every type; another one says what is refused when it is opened.
 ## Models that are split, moved or quantised
 
 - A model that transformers has **split over processes** by tensor parallelism is [served](scale.md), a call on all
-  processes. FSDP, pipeline and expert parallelism are refused; a `DistributedDataParallel` holds the whole model and
-  can be given.
+  processes. FSDP, pipeline and expert parallelism are refused.
 - Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
 - Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
   a `quantization_config`, tensors without a place, and [adapters](errors.md#an-adapter-is-not-a-whole-model) are
@@ -78,8 +76,7 @@ has every type; another one says what is refused when it is opened.
 The sites of a model are proved when it is loaded, or when a live model is first used, on a small random model of the
 same class: the residual stream has to be the sum of what attention and MLP give, and of queries, keys and values each
 head that attention reads has to depend on that of the projection. **One pass over the model itself then confirms
-them.** A site that cannot be proved is not offered, and the message says what did not hold. An example is
-`hook_attn_out` of `falcon_h1`, whose layers add a state-space part to it.
+them.** A site that cannot be proved is not offered, and the message says what did not hold.
 
 ## What was changed in a model
 
@@ -100,9 +97,7 @@ Not offered, but by earlier versions: `hook_q`, `hook_k` and `hook_v` where atte
 interface (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo, GPT-NeoX-Japanese, MPT, XGLM, GIT); the sites around attention and
 MLP of `doge`.
 
-The types were compared with another reading, which follows the additions and products of a layer without any hook of
-sinkscope.
-{sites}
+By another reading, which follows the additions and products of a layer, {sites}
 """
 TABLE = """# Types of decoders
 
@@ -167,7 +162,7 @@ def counted_sites(found: Row) -> str:
     lacking = sum(len(one["not offered"]) for one in served)
     wrong = sum(line.startswith("site ") for entry in found.values() for line in entry["wrong"])
     return (
-        f"Of the {len(served)} types that are served, {right:,} sites are right and {wrong} wrong; {lacking} kinds "
+        f"of the {len(served)} types that are served, {right:,} sites are right and {wrong} wrong; {lacking} kinds "
         "of sites, counted over the types, are not offered."
     )
 

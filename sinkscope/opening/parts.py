@@ -167,7 +167,7 @@ def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None
                 }
                 with suppress(*([AttributeError, TypeError, UnsupportedError] if seen else [])):
                     read(small, records)
-                if any(record.calls for record in records.values()):
+                if any(record.call is not None for record in records.values()):
                     break
             adapter = proposed(small, records, numbers, row)
             if row is not None:

@@ -115,8 +115,8 @@ def proposed(target: Target, records: Mapping[int, Record], numbers: Sequence[in
 
 def _attends(target: Target, record: Record, written: Fields | None) -> str | None:
     """The path of the module that attends with a softmax; None if none is seen to, or returns rows unseen."""
-    for call in record.calls[:1]:
-        return next(path for path, module in record.modules.items() if module is call.module)
+    if record.call is not None:
+        return next(path for path, module in record.modules.items() if module is record.call.module)
     if target.adapter.attention_interface:
         return None
     for path in _there(record, ATTENTION)[:1] if written is None else [written.get("attn", "")]:
@@ -191,16 +191,23 @@ def _fields(target: Target, record: Record, attends: str | None, written: Fields
         has_buffers = any(True for _ in record.modules[""].buffers(recurse=False))  # a factor, other in every layer
         fields["adds"] = "write_factor" in factors and not has_buffers
         fields["write_factor"] = factors["write_factor"] if fields["adds"] else 1.0
-        fields |= mlp_sum(record, fields).fit() or {}
+        total = mlp_sum(record, fields)
+        measured = None if total is None else total.fit()
+        fields |= measured or {}
     if attends is not None:
-        fields["learned_sinks"] = any(call.settings.get("s_aux") is not None for call in record.calls)
+        fields["learned_sinks"] = record.call is not None and record.call.settings.get("s_aux") is not None
     if fields.get("fused_qkv"):
-        fields["qkv_layout"] = "beside" if not record.calls else None
-        for layout in ("beside", "by head") if record.calls else ():
-            way = replace(target, adapter=replace(target.adapter, qkv_layout=layout, q=None, k=None, v=None))
-            if fields["qkv_layout"] is None and reads_heads(way, record, "v", fields):
-                fields["qkv_layout"] = layout
+        fields["qkv_layout"] = "beside" if record.call is None else _layout(target, record, fields)
     return fields
+
+
+def _layout(target: Target, record: Record, fields: Fields) -> str | None:
+    """How queries, keys and values stand in what one module gives, by what attention reads."""
+    for layout in ("beside", "by head"):
+        adapter = replace(target.adapter, qkv_layout=layout, q=None, k=None, v=None)
+        if reads_heads(replace(target, adapter=adapter), record, "v", fields):
+            return layout
+    return None
 
 
 def _measured(record: Record, fields: Fields) -> tuple[dict[str, float], int]:

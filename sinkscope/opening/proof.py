@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.engine.attention import Attention
@@ -44,6 +44,7 @@ _ONE = 5e-3  # largest distance of a measured constant from 1 that rounding expl
 _MOST = 0.5  # least share of a head in all on which another depends; a norm over all heads mixes in a few per cent
 _ATTENDED = {"q": "query", "k": "key", "v": "value"}
 
+Numbers = Float[Tensor, "pos d_model"]
 Paths = Mapping[str, Any]
 """Where a layer has its parts, by the fields of an adapter; None or nothing where it has none."""
 
@@ -64,8 +65,8 @@ class Record:
         arguments: The arguments of each module, by path.
         into: The first tensor that entered each.
         output: What each gave.
-        calls: What attention got.
-        given: What attention gave, and the first call.
+        call: What attention got, at first if it attends to other values as well.
+        given: What attention gave.
         rows: Rows of attention that was computed again.
     """
 
@@ -78,9 +79,10 @@ class Record:
             self.hooks.append((module, "pre", partial(self._enter, path)))
             self.hooks.append((module, "post", partial(self._leave, path)))
         self.arguments: dict[str, tuple[Args, Kwargs]] = {}
-        self.into, self.output = dict[str, Tensor](), dict[str, Any]()
-        self.calls = list[Attention]()
-        self.given: Tensor | None = None
+        self.into: dict[Any, Tensor] = {}
+        self.output: dict[Any, Any] = {}
+        self.call: Attention | None = None
+        self.given: Any = None
         self.rows = list[Tensor]()
 
     def _enter(self, path: str, _module: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -93,32 +95,31 @@ class Record:
         if path in self.output:
             raise NotInferredError(f"layer {self.layer} runs several times in a pass")
         torch.set_grad_enabled(True)
-        self.into[path] = hidden_of(args, kwargs).detach().requires_grad_()
-        return with_hidden(args, kwargs, self.into[path].clone())
+        hidden = hidden_of(args, kwargs).detach().requires_grad_()
+        self.into[path] = hidden
+        return with_hidden(args, kwargs, hidden.clone())
 
-    def _leave(self, path: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+    def _leave(self, path: str, module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
         torch.set_grad_enabled(bool(path))
         self.output[path] = output
-        return on_hidden(Tensor.clone)(None, (), {}, output) if isinstance(first_tensor(output), Tensor) else None
-
-    def out(self, path: str | None) -> Any:
-        """Return the first tensor that left a module; None if there is no such module, or it did not run."""
-        return first_tensor(self.output.get(path)) if path else None
+        if not isinstance(first_tensor(output), Tensor):
+            return None
+        return on_hidden(Tensor.clone)(module, args, kwargs, output)
 
     def numbers(self, tensor: Any) -> Any:
-        """Return the numbers [pos width] of a tensor, which OPT and experts have without a dimension for texts."""
-        length = self.into[""].shape[-2]
-        if not isinstance(tensor, Tensor) or tensor.ndim < 2 or tensor.numel() % length:
+        """Return the numbers [pos d_model] of a tensor that is as large as the residual stream; None of others."""
+        stream = self.into[""]
+        if not isinstance(tensor, Tensor) or tensor.numel() != stream.numel():
             return None
-        return tensor.detach().float().reshape(length, -1)
+        return tensor.detach().float().reshape(stream.shape[1:])
 
-    def entered(self, path: str | None) -> Any:
-        """Return the numbers that entered a module; as for `out`."""
-        return self.numbers(self.into.get(path) if path else None)
+    def entered(self, path: Any) -> Any:
+        """Return the numbers that entered a module; None if there is no such module, or it did not run."""
+        return self.numbers(self.into.get(path))
 
-    def left(self, path: str | None) -> Any:
-        """Return the numbers that left a module; as for `out`."""
-        return self.numbers(self.out(path))
+    def left(self, path: Any) -> Any:
+        """Return the numbers that left a module; as for `entered`."""
+        return self.numbers(first_tensor(self.output.get(path)))
 
 
 def text_of(target: Target) -> Int[Tensor, "1 pos"]:
@@ -136,18 +137,17 @@ def read(target: Target, records: Mapping[int, Record]) -> None:
 
     def see(call: Attention) -> None:
         record = records.get(call.layer)
-        if record is None:
+        if record is None or call.is_repeated:
             return
-        if record.calls and not call.is_repeated:
+        if record.call is not None:
             raise NotInferredError(f"layer {call.layer} computes attention twice")
-        record.calls.append(call)
-        if not call.is_repeated:
-            record.given = output = call.stock(call.mask)[0]
-            ahead = _dependence(output[:, 0], call.value)
-            if ahead is not None and ahead[:, :, 1:].any():
-                raise NotInferredError(f"layer {call.layer} attends to {LATER}")
-            call.show(lambda rows: record.rows.append(rows.probs.detach().float()), gives_output=False)
-            call.compute = lambda _: (output.clone(), None)
+        output = call.stock(call.mask)[0]
+        ahead = _dependence(output[:, 0], call.value)
+        if ahead is not None and ahead[:, :, 1:].any():
+            raise NotInferredError(f"layer {call.layer} attends to {LATER}")
+        record.call, record.given = call, output
+        call.show(lambda rows: record.rows.append(rows.probs.detach().float()), gives_output=False)
+        call.compute = lambda _: (output.clone(), None)
 
     tap: Any = nullcontext()
     if not _is_bridge(target):
@@ -177,77 +177,84 @@ class Sum:
     Attributes:
         name: What the total is.
         total: The total.
-        parts: The parts, by the field of an adapter that has the factor; None if one did not pass.
+        parts: The parts, by the field of an adapter that has the factor.
         start: What the parts are added to; None: nothing.
     """
 
     name: str
-    total: Any
-    parts: dict[str, Any]
-    start: Any = None
+    total: Numbers
+    parts: dict[str, Numbers]
+    start: Numbers | None = None
 
     def off(self, factors: Mapping[str, Any]) -> float:
         """Return the largest distance from the sum, relative to the largest number in it, of any token."""
-        if self.total is None:
-            return float("inf")
-        error, size = self.total, self.total.abs().amax(-1)
-        added = [] if self.start is None else [self.start]
-        for name, part in self.parts.items():
-            if part is None or part.shape != error.shape:
-                return float("inf")
-            added.append(part * factors[name])
+        error, size = self.total, self.total.abs()
+        added = [part * factors[name] for name, part in self.parts.items()]
+        if self.start is not None:
+            added.append(self.start)
         for part in added:
             error = error - part
-            size = torch.maximum(size, part.abs().amax(-1))
-        off = (error.abs().amax(-1) / size).nan_to_num(torch.inf)
-        return float(off.where(size > 0, 0).max())
+            size = torch.maximum(size, part.abs())
+        largest = size.amax(-1)
+        off = (error.abs().amax(-1) / largest).nan_to_num(torch.inf)
+        return float(off.where(largest > 0, 0).max())
 
     def fit(self) -> dict[str, float] | None:
         """Return the measured factors; None if the parts do not add up to the total, or one is none of it."""
-        factors = dict.fromkeys(self.parts, 1.0)
-        if not factors or self.off(factors) == float("inf"):
+        if not self.parts:
             return None
-        wanted = self.total if self.start is None else self.total - self.start
+        wanted = self.total
+        if self.start is not None:
+            wanted = wanted - self.start
         columns = torch.stack([part.double().flatten() for part in self.parts.values()], 1)
         solution = torch.linalg.lstsq(columns, wanted.double().flatten()[:, None]).solution[:, 0]
-        for name, factor in zip(factors, solution.tolist(), strict=True):
+        factors = dict[str, float]()
+        for name, factor in zip(self.parts, solution.tolist(), strict=True):
+            if abs(factor) < _ONE:
+                return None
+            factors[name] = 1.0
             if abs(factor - 1) > _ONE:
                 factors[name] = float(f"{factor:.4g}")
-        is_sum = self.off(factors) <= EXACT and min(map(abs, factors.values())) >= _ONE
-        return factors if is_sum else None
+        return factors if self.off(factors) <= EXACT else None
 
 
 def residual_sums(record: Record, paths: Paths) -> list[Sum]:
     """Return the sums of the residual stream: up to between attention and MLP, and from there, or one of both."""
-    start, end, mid = record.numbers(record.into[""]), record.numbers(first_tensor(record.output[""])), None
+    before, after = dict[str, Any](), dict[str, Any]()
     attn = record.left(paths.get("attn_out") or paths.get("attn"))
+    if attn is not None:
+        before["attn_factor"] = attn
     mlp = record.left(paths.get("post_mlp_norm") or paths.get("mlp"))
-    if mlp is not None and paths.get("post_mlp_norm") is None and has_shared_beside(paths):
-        mlp = mlp + record.left(paths["down"])
-    before = {} if attn is None else {"attn_factor": attn}
-    after = {} if mlp is None else {"write_factor": mlp}
-    mid = record.entered(paths.get("mid"))
-    if mid is None or mid.shape != start.shape:
+    if mlp is not None:
+        after["write_factor"] = mlp
+        if paths.get("post_mlp_norm") is None and _has_shared_beside(paths):
+            after["write_factor"] = mlp + record.left(paths["down"])
+    start, mid, end = record.entered(""), record.entered(paths.get("mid")), record.left("")
+    if mid is None:
         return [Sum("hook_resid_post", end, before | after, start)]
     return [Sum("hook_resid_mid", mid, before, start), Sum("hook_resid_post", end, after, mid)]
 
 
-def has_shared_beside(paths: Paths) -> bool:
-    """Return whether there is a shared expert beside the mixture, which is no part of it."""
+def _has_shared_beside(paths: Paths) -> bool:
+    """Whether there is a shared expert beside the mixture, which is no part of it."""
     if paths.get("experts") is None or paths.get("down") is None:
         return False
     return not f"{paths['down']}.".startswith(f"{paths['mlp']}.".lstrip("."))
 
 
-def mlp_sum(record: Record, paths: Paths) -> Sum:
-    """Return what the MLP gives as the sum of what down projections and experts give."""
-    total, down = record.left(paths.get("mlp")), record.left(paths.get("down"))
-    if paths.get("experts") is None:
+def mlp_sum(record: Record, paths: Paths) -> Sum | None:
+    """Return what the MLP gives as the sum of what down projections and experts give; None if they do not run."""
+    total, down, experts = [record.left(paths.get(part)) for part in ("mlp", "down", "experts")]
+    if total is None or (down is None and experts is None):
+        return None
+    if experts is None:
         return Sum("mlp", total, {"down_factor": down})
-    parts = {"expert_factor": record.left(paths["experts"])}
-    if down is not None and paths["mlp"] != paths["experts"] and not has_shared_beside(paths):
-        gate = record.left(paths.get("shared_gate"))
-        parts["shared_factor"] = down if gate is None else down * gate.sigmoid()
+    parts = {"expert_factor": experts}
+    if down is not None and paths["mlp"] != paths["experts"] and not _has_shared_beside(paths):
+        parts["shared_factor"] = down
+        gate = first_tensor(record.output.get(paths.get("shared_gate")))
+        if gate is not None:
+            parts["shared_factor"] = down * gate.detach().float().reshape(-1, 1).sigmoid()
     return Sum("mlp", total, parts)
 
 
@@ -291,7 +298,7 @@ def prove(target: Target, kinds: Sequence[int] | None = None, records: Mapping[i
         if records is None:
             records = {layer: Record(target, layer, target.paths[layer].values()) for layer in {*kinds}}
             read(target, records)
-        found = {layer: _Comparison(target, records[layer]).problems for layer in {*kinds}}
+        found = {layer: _problems(target, records[layer]) for layer in {*kinds}}
         for layer, first in enumerate(kinds):
             proof.unproved |= {f"blocks.{layer}.{part}": reason for part, reason in found[first].items()}
     except (MemoryError, torch.OutOfMemoryError):
@@ -334,126 +341,141 @@ def reads_heads(target: Target, record: Record, which: str, paths: Paths) -> boo
         which: "q", "k" or "v".
         paths: Where the layer has its parts.
     """
-    given = record.out(paths.get(which) or paths.get("fused_qkv"))
+    if record.call is None:
+        return False
+    given = first_tensor(record.output.get(paths.get(which) or paths.get("fused_qkv")))
     with suppress(RuntimeError, ValueError):  # it cannot be split into heads
-        for call in record.calls:
-            if _is_by_head(getattr(call, _ATTENDED[which])[0], given, partial(head_projection, which, target)):
-                return True
+        return _is_by_head(getattr(record.call, _ATTENDED[which])[0], given, partial(head_projection, which, target))
     return False
 
 
-class _Comparison:
-    """What passed one layer, compared with what an adapter says.
+def _problems(target: Target, record: Record) -> dict[str, str]:
+    """Why sites of a layer cannot be proved, by the last part of their names.
 
-    Attributes:
-        problems: Why sites cannot be proved, by the last part of their names.
+    Raises:
+        UnsupportedError: The adapter is wrong.
     """
+    problems, layer, paths = dict[str, str](), record.layer, target.paths[record.layer]
+    if layer in target.mixtures:
+        _check_experts(target, record)
+    if "mlp" in paths and not _neurons_run(target, record):
+        problems["mlp.hook_post"] = "the modules of its MLP do not run"
+    if layer in target.attending and not _is_bridge(target):
+        rows = _recomputed(target, record)
+        window = layer_window(target.config, layer)
+        if window is not None and not isinstance(window, ChunkWindow) and rows.tril(-window).any():
+            problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
+        for which in _ATTENDED:
+            if not reads_heads(target, record, which, paths):
+                problems[f"attn.hook_{which}"] = "softmax attention is not seen to read its heads"
+        if "o" in paths and not _stand_side_by_side(target, record, rows):
+            problems["attn.hook_z"] = "the output projection does not read the heads side by side"
+    for each in residual_sums(record, paths):
+        problems = _unproved(target, each) | problems
+    return problems
 
-    def __init__(self, target: Target, record: Record) -> None:
-        self.target, self.record, self.layer = target, record, record.layer
-        self.paths, self.adapter = target.paths[record.layer], target.adapter
-        self.problems = dict[str, str]()
-        self._exact = max(EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
-        if self.layer in target.mixtures:
-            self._check_experts()
-        if "mlp" in self.paths:
-            self._check_neurons()
-        if self.layer in target.attending and not _is_bridge(target):
-            for which in _ATTENDED:
-                if not reads_heads(target, record, which, self.paths):
-                    self.problems[f"attn.hook_{which}"] = "softmax attention is not seen to read its heads"
-            rows = self._attention()
-            if "o" in self.paths and not self._reads_heads(rows):
-                self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
-        self._check_residual()
 
-    def _check_experts(self) -> None:
-        """Experts give what their weights say."""
-        path = self.paths["experts"]
-        given = self.record.out(path)
-        with self.target.loaded(self.layer):
-            experts = self.target.experts(self.layer)
-            computed = experts.output(experts.routed(*self.record.arguments[path])).view_as(given)
-        if given.any() and not relative_error(given.float(), computed.float()) <= _LOOSE * self._exact:
-            raise UnsupportedError("the experts do not give what their weights say")
+def _exact(target: Target) -> float:
+    """The largest relative distance between two ways to one number, in the precision of a model."""
+    return max(EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
 
-    def _check_neurons(self) -> None:
-        """What the MLP gives is what its down projections and experts give, by the factors of the adapter."""
-        total = mlp_sum(self.record, self.paths)
-        if "down" not in self.paths and "experts" not in self.paths:
-            raise UnsupportedError("the adapter names a module that is not there (down or experts)")
-        if total.total is None or not any(part is not None for part in total.parts.values()):
-            self.problems["mlp.hook_post"] = "the modules of its MLP do not run"
-        elif total.off(vars(self.adapter)) > self._exact or not self._is_linear():
-            raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
 
-    def _is_linear(self) -> bool:
-        """Whether neurons of a dense MLP have as many factors, and are linear in them if there is a gate."""
-        up, post = self.record.out(self.paths.get("up")), self.record.into.get(self.paths.get("down", "."))
-        if up is None or post is None or self.layer in self.target.mixtures:
-            return True
-        width, change = post.shape[-1], _dependence(post, up)
-        if change is None or up.shape[-1] != (1 + self.adapter.fused_gate_up) * width:
-            return False
-        off = ((up * change)[..., -width:] - post).float().abs().max()
-        return not self.target.is_gated(self.layer) or bool(off <= _LOOSE * self._exact * post.float().abs().max())
+def _check_experts(target: Target, record: Record) -> None:
+    """Refuse experts that give something else than their weights say."""
+    path = target.paths[record.layer]["experts"]
+    given = first_tensor(record.output[path])
+    args, kwargs = record.arguments[path]
+    with target.loaded(record.layer):
+        experts = target.experts(record.layer)
+        computed = experts.output(experts.routed(args, kwargs)).view_as(given)
+    if given.any() and not relative_error(given.float(), computed.float()) <= _LOOSE * _exact(target):
+        raise UnsupportedError("the experts do not give what their weights say")
 
-    def _attention(self) -> Tensor:
-        """Attention that is computed again gives what the model's own gives; return its rows."""
-        record, chunks = self.record, self.record.rows
-        if not self.adapter.attention_interface:
-            chunks = [rows.detach().float() for rows in record.output[self.paths["attn"]][1:2]]
-        if not chunks:
-            raise UnsupportedError(f"no attention was recomputed in layer {self.layer}")
-        rows = torch.cat(chunks, 2)
-        count = rows.shape[1]
-        if count != self.target.n_heads:
-            raise UnsupportedError(f"layer {self.layer} has {count} heads, and the configuration {self.target.n_heads}")
-        if bool(rows.triu(1).any()):
-            raise UnsupportedError(f"layer {self.layer} attends to {LATER}")
-        window = layer_window(self.target.config, self.layer)
-        if window is not None and not isinstance(window, ChunkWindow) and bool((rows.tril(-window) > 0).any()):
-            self.problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
-        if record.given is not None and record.calls[0].own.is_known:  # else it is a function of the user's own
-            values = per_query_head(record.calls[0].value.float(), count)
-            if not relative_error((rows @ values).transpose(1, 2), record.given.float()) <= _LOOSE * self._exact:
-                raise UnsupportedError("recomputed attention differs from the model's own")
-        return rows
 
-    def _reads_heads(self, rows: Tensor) -> bool:
-        """Whether the output projection reads the heads side by side, by their dependence on heads or on values."""
-        read, count = self.record.into.get(self.paths["o"]), self.target.n_heads
-        if read is None:
-            return True
-        if read.shape[-1] % count:
-            return False
-        parts = read.unflatten(-1, (count, -1)).unbind(-2)
-        if self.adapter.attention_interface:
-            return _is_by_head(parts, self.record.given, lambda change: change)
-        given = self.record.out(self.paths.get("v") or self.paths.get("fused_qkv"))
-        for head, part in enumerate(parts):  # the first number of the last token is a sum of one of each token
-            change = _dependence(part[..., -1, 0], given)
-            if change is None:
-                return False
-            off = change.float().flatten(0, -2) - rows[0, head, -1, :, None]
-            if not off.abs().amax(0).min() <= _LOOSE * self._exact:
-                return False
+def _neurons_run(target: Target, record: Record) -> bool:
+    """Whether modules of the MLP run; what it gives is then what its neurons write, by the factors of the adapter."""
+    paths = target.paths[record.layer]
+    if "down" not in paths and "experts" not in paths:
+        raise UnsupportedError("the adapter names a module that is not there (down or experts)")
+    total = mlp_sum(record, paths)
+    if total is None:
+        return False
+    if total.off(vars(target.adapter)) > _exact(target) or not _is_linear(target, record):
+        raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
+    return True
+
+
+def _is_linear(target: Target, record: Record) -> bool:
+    """Whether neurons of a dense MLP have as many factors, and are linear in them if there is a gate."""
+    paths, layer = target.paths[record.layer], record.layer
+    if "up" not in paths or "down" not in paths or layer in target.mixtures:
         return True
+    up, post = first_tensor(record.output[paths["up"]]), record.into[paths["down"]]
+    width = post.shape[-1]
+    change = _dependence(post, up)
+    if change is None or up.shape[-1] != (1 + target.adapter.fused_gate_up) * width:
+        return False
+    if not target.is_gated(layer):
+        return True
+    off = ((up * change)[..., -width:] - post).float().abs().max()
+    return bool(off <= _LOOSE * _exact(target) * post.float().abs().max())
 
-    def _check_residual(self) -> None:
-        """Each sum of the residual stream holds; a site without which it does not is refused."""
-        for each in residual_sums(self.record, self.paths):
-            is_whole = each.name == "hook_resid_post"
-            if is_whole and not self.adapter.adds:
-                continue
-            if not is_whole and not each.parts:
-                self.problems["hook_resid_mid"] = "nothing that is added before it is known"
-                continue
-            off = each.off(vars(self.adapter))
-            if off <= self._exact:
-                continue
-            reason = f"{each.name} is not the sum of its parts (off by {off:.2g})"
-            if "write_factor" in each.parts:
-                raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
-            for site in ["hook_attn_out"] if is_whole else ["hook_resid_mid", "hook_attn_out"]:
-                self.problems.setdefault(site, reason)
+
+def _recomputed(target: Target, record: Record) -> Tensor:
+    """The rows of attention, if they give what the model's own gives."""
+    layer, chunks = record.layer, record.rows
+    if not target.adapter.attention_interface:
+        chunks = [rows.detach().float() for rows in record.output[target.paths[layer]["attn"]][1:2]]
+    if not chunks:
+        raise UnsupportedError(f"no attention was recomputed in layer {layer}")
+    rows = torch.cat(chunks, 2)
+    count = rows.shape[1]
+    if count != target.n_heads:
+        raise UnsupportedError(f"layer {layer} has {count} heads, and the configuration {target.n_heads}")
+    if rows.triu(1).any():
+        raise UnsupportedError(f"layer {layer} attends to {LATER}")
+    if record.call is not None and record.call.own.is_known:  # else it is a function of the user's own
+        values = per_query_head(record.call.value.float(), count)
+        off = relative_error((rows @ values).transpose(1, 2), record.given.float())
+        if not off <= _LOOSE * _exact(target):
+            raise UnsupportedError("recomputed attention differs from the model's own")
+    return rows
+
+
+def _stand_side_by_side(target: Target, record: Record, rows: Tensor) -> bool:
+    """Whether the output projection reads the heads side by side, by their dependence on heads or on values."""
+    paths, count = target.paths[record.layer], target.n_heads
+    given = record.into.get(paths["o"])
+    if given is None:
+        return True
+    if given.shape[-1] % count:
+        return False
+    parts = given.unflatten(-1, (count, -1)).unbind(-2)
+    if target.adapter.attention_interface:
+        return _is_by_head(parts, record.given, lambda change: change)
+    values = first_tensor(record.output.get(paths.get("v") or paths.get("fused_qkv")))
+    for head, part in enumerate(parts):
+        change = _dependence(part[..., -1, 0], values)  # of the last token, on some value of each token
+        if change is None:
+            return False
+        off = change.float().flatten(0, -2) - rows[0, head, -1, :, None]
+        if not off.abs().amax(0).min() <= _LOOSE * _exact(target):
+            return False
+    return True
+
+
+def _unproved(target: Target, total: Sum) -> dict[str, str]:
+    """The sites that are refused because a sum of the residual stream does not hold without them."""
+    is_whole = total.name == "hook_resid_post"
+    if is_whole and not target.adapter.adds:
+        return {}
+    if not is_whole and not total.parts:
+        return {"hook_resid_mid": "nothing that is added before it is known"}
+    off = total.off(vars(target.adapter))
+    if off <= _exact(target):
+        return {}
+    reason = f"{total.name} is not the sum of its parts (off by {off:.2g})"
+    if "write_factor" in total.parts:
+        raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
+    sites = ["hook_attn_out"] if is_whole else ["hook_resid_mid", "hook_attn_out"]
+    return dict.fromkeys(sites, reason)
