@@ -183,7 +183,7 @@ class Sum:
 
     name: str
     total: Numbers
-    parts: dict[str, Numbers]
+    parts: dict[str, Any]
     start: Numbers | None = None
 
     def off(self, factors: Mapping[str, Any]) -> float:
