@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import plain
 import pytest
 import torch
@@ -32,8 +30,7 @@ def test_generate_prints_what_plain_greedy_decoding_writes(typed, smollm2):
 @pytest.mark.timeout(7200)
 def test_scan_writes_a_card_that_names_the_neurons(typed, smollm2, tmp_path):
     out = tmp_path / "scans" / "smollm2"
-    notes = typed(["scan", str(smollm2.folder), "--quick", "--out", str(out)]).err
-    assert sum(map(int, re.findall(r"\((\d+) s\)$", notes, re.MULTILINE))) <= 150  # CPU seconds
+    typed(["scan", str(smollm2.folder), "--quick", "--out", str(out)])
     card = SinkCard.load(out / "card.json")
     assert [part.name for part in card.parts if part.conclusion.startswith("not measured")] == []
     assert "L11.N1229" in (out / "card.json").read_text()

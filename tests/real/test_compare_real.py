@@ -10,7 +10,9 @@ import torch
 from scipy import stats
 
 import sinkscope as ss
+from sinkscope.measure.merge import CHANGED
 from sinkscope.models.text import kind_rows
+from sinkscope.results.notation import Neuron
 
 NEURON = (11, 1487)
 
@@ -39,11 +41,12 @@ def test_a_model_whose_sink_neuron_is_weaker_is_told_from_its_base(smollm2):
     rows = kind_rows(smollm2.tokenizer, "report", 16, 64, smollm2.tokenizer.bos_token_id).ids
     differences = heads_by_text(weaker, rows) - heads_by_text(base, rows)
     half = stats.t.ppf(0.975, 15) * differences.std(ddof=1) / 4
-    changes = {(one.about, one.label): one for one in found.results[0].changes}
-    heads = changes["Attention", "heads that attend to the first token"]
+    rows = {(row.about, row.name): row for row in found.results[0].rows}
+    heads = rows["", "the first token: heads"]
     wanted = [differences.mean(), differences.mean() - half, differences.mean() + half]
-    assert [270 * heads.value, 270 * heads.lower, 270 * heads.upper] == pytest.approx(wanted, abs=0.1)
-    (share,) = [one for one in changes.values() if (one.layer, one.neuron) == NEURON and "11-29" in one.about]
-    assert share.changed and share.value < -0.1
-    (ratio,) = [one for (about, label), one in changes.items() if "11-29" in about and label.startswith("norm over")]
-    assert ratio.is_constant and ratio.after == pytest.approx(ratio.before * (0.72 + 0.28 * 0.25), rel=0.05)
+    assert [heads.get(name) for name in ("change", "lower", "upper")] == pytest.approx(wanted, abs=0.1)
+    late = "Spike at the first token, layers 11-29"
+    share = rows[late, f"{Neuron.of(NEURON)}: share"]
+    assert share.table == CHANGED and share.get("change") < -0.1
+    norm = rows[late, "norm: norm_after"]
+    assert norm.get("after") == pytest.approx(norm.get("before") * (0.72 + 0.28 * 0.25), rel=0.05)
