@@ -48,5 +48,5 @@ def test_a_model_whose_sink_neuron_is_weaker_is_told_from_its_base(smollm2):
     late = "Spike at the first token, layers 11-29"
     share = rows[late, f"{Neuron.of(NEURON)}: share"]
     assert share.table == CHANGED and share.get("change") < -0.1
-    norm = rows[late, "norm: norm_after"]
+    norm = rows[late, "norm: norm after"]
     assert norm.get("after") == pytest.approx(norm.get("before") * (0.72 + 0.28 * 0.25), rel=0.05)
