@@ -33,8 +33,8 @@ from .sinks.metrics import sink_metrics as sink_metrics
 from .sinks.patch import patch as patch
 from .sinks.repeat import repeat as repeat
 from .sinks.spikes.find import find_sinks as find_sinks
+from .sinks.spikes.find import why_sink as why_sink
 from .sinks.training import SinkCallback as SinkCallback
-from .sinks.why_sink import why_sink as why_sink
 from .sparse.lines import lines as lines
 from .sparse.serve import LoopServe as LoopServe
 from .sparse.shapes import AShape as AShape

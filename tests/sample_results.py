@@ -8,9 +8,9 @@ import numpy as np
 
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.places import PlaceWords
 from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.result import FindSinks
+from sinkscope.sinks.spikes.spike import PlaceWords
 
 FIRST = PlaceWords("the first token", "<s>")
 STOP = PlaceWords("'.' wherever it stands", ".")
@@ -32,7 +32,7 @@ def outcome(table: str, name: str, left: float = 0.02, heads: int = 1, loss: flo
     return row_of(table, name, **numbers, loss=nats, tokens=992, **more)
 
 
-def control(name: str, sets: int = 1, reached: int = 0, loss: float | None = 0.01) -> Row:
+def control(name: str, sets: int | None = None, reached: int | None = None, loss: float | None = 0.01) -> Row:
     """What others do."""
     return outcome("controls", name, 0.98, 32, loss, sets=sets, reached=reached, size=count(40), norm=share(1.0))
 
@@ -43,7 +43,7 @@ def writer(name: str, value: float, left: float, role: str, margin: float | None
 
 
 ROWS = (
-    row_of("spike", "norm", norm_before=20.0, norm_after=930.0, ratio=Mean(232.0, 1.5), ratio_beside=232.0),
+    row_of("spike", "norm", norm_before=20.0, norm_after=930.0, ratio=Mean(232.0, 1.5)),
     row_of("spike", "needed", left=share(0.02, 0.01)),
     row_of("spike", "read by", heads=count(32, 2.0)),
     writer("L2.N412", 0.83, 0.3, "needed", 0.01),
@@ -52,8 +52,8 @@ ROWS = (
     row_of("components", "mlp 2", share=share(0.97, 0.01)),
     row_of("components", "attention 1", share=share(0.03)),
     row_of("erasers", "mlp 5", share=share(-0.4, 0.02)),
-    row_of("marks", "attention 0", left=share(0.01, 0.001), heads=3, intact=32, others=share(0.97), sets=5),
-    row_of("marks", "L0.H1 and L0.H2", left=share(0.02), heads=4, intact=32),
+    row_of("marks", "attention 0", left=share(0.01, 0.001), others=share(0.97), sets=5),
+    row_of("marks", "mlp 0 and embedding", left=share(0.02)),
     outcome("effects", "at place"),
     outcome("effects", "everywhere"),
     replace(outcome("effects", "hidden", 1.0, 0), note="from layer 3 on"),
@@ -100,11 +100,9 @@ def sample_find_sinks(**changes) -> FindSinks:
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0, 0)),
         attention=(
             row_of("attention", FIRST.words, heads=Mean(32, 2.0, by_text, "count"), total=48),
-            row_of("attention by kind of text", "prose", heads=count(30)),
-            row_of("attention by kind of text", "code", heads=count(34, 1.0)),
             row_of("attention", "sink rate", share=share(0.4, 0.05, (0.3, 0.5, 0.4, 0.4)), length=64, eps=0.3),
-            row_of("attention", "learned sink logits", heads=2),
-            row_of("attention without a spike", "'(' wherever it stands", heads=3),
+            row_of("attention", "learned sink logits", heads=2, total=48),
+            row_of("attention without a spike", "'(' wherever it stands", "no spike", heads=3, total=48),
             row_of("norm", "largest", "at '<s>' after layer 3", ratio=240.0),
         ),
         heads=heads,

@@ -19,7 +19,7 @@ OWN = {
     "patch": "sinks.patch:patch",
     "repeat": "sinks.repeat:repeat",
     "why-loop": "loops.why:why_loop",
-    "why-sink": "sinks.why_sink:why_sink",
+    "why-sink": "sinks.spikes.find:why_sink",
 }
 """Sinkscope's own measurements, by the word of the command, which is their kind: the function, within sinkscope."""
 KINDS = {

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int, Shaped
 from pydantic import Field
 
 from sinkscope.hooks.edit import SinkPatch
@@ -28,11 +28,11 @@ from sinkscope.models.inputs import check_length
 from sinkscope.results.notation import Head, percent
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
-from sinkscope.sinks.first_tokens import along_first, heads_up_to
 from sinkscope.sinks.repeat import along_spikes
+from sinkscope.sinks.spikes.asked import SpikeCircuit
 from sinkscope.sinks.spikes.edited import means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, spike_of
-from sinkscope.sinks.spikes.needs import SpikeCircuit
+from sinkscope.sinks.spikes.marks import along_first, heads_up_to
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import PerToken, TokenRows, refuse_n_tokens, sample_tokens, vocabulary
@@ -85,7 +85,7 @@ class ClusterAttack(Result):
         """Say what sequences of one cluster do, or what the clusters are."""
         if self.instead is not None or self.ids is None:
             return self.instead or ""
-        served, intact, unneeded = (row.numbers["share"] for row in self.clusters[:3])
+        served, _, unneeded = (row.numbers["share"] for row in self.clusters[:3])
         tried, spike = f"{len(self.ids):,} tokens", f"the spike of {self.spike}"
         if self.attempts:
             share, control = self.attempts[0].numbers["share"], percent(self.attempts[0].get("control"))
@@ -93,11 +93,9 @@ class ClusterAttack(Result):
             where = f"{share} of their positions without BOS (random tokens: {control}{patched})"
             return f"Sequences of {self.length} different tokens of one cluster have {spike} at {where}."
         if not self.heads:
-            has = f"have {spike} without any head of layer 0 (with them: {intact.digits(intact.value)})"
-            return f"No head of layer 0 marks one of {tried} by itself: {unneeded} {has}."
-        who = str(Head(0, self.heads[0])) if len(self.heads) == 1 else f"One of {len(self.heads)} heads"
+            return f"No head of layer 0 marks one of {tried} by itself: {unneeded} have {spike} without any of them."
         other = self.clusters[0].numbers.get("control", "none")
-        return f"{who} of layer 0 alone gives {served} of {tried} {spike} (another head: {other})."
+        return f"One head of layer 0 alone gives {served} of {tried} {spike} (another head: {other})."
 
 
 def draw(result: ClusterAttack) -> go.Figure:
@@ -151,8 +149,8 @@ def attack(
     if max(map(len, pools)) < length:
         few = f"No cluster has {length} tokens (the largest: {max(map(len, pools))}), so no sequence was tried."
         return replace(found, instead=few)
-    cluster, random = (draw_sequences(some, length, sequences, setup.seed) for some in (pools, [every]))
-    return replace(found, attempts=attempts_of(setup, chosen, cluster, random))
+    drawn = [draw_sequences(some, length, sequences, setup.seed) for some in (pools, [every])]
+    return replace(found, attempts=attempts_of(setup, chosen, drawn))
 
 
 def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, tuple[Row, ...]]:
@@ -169,34 +167,29 @@ def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, t
     heads = heads_up_to(setup.target, 0)
     if setup.target.store is not None:  # many passes go through all of these layers
         setup.target.store.resident = spike.peak + 1
-    means, edits = means_of(spike, heads), [heads]  # all replaced, then all but each one
-    for head in heads:
-        edits.append(tuple(other for other in heads if other != head))
-    parts: list[torch.Tensor] = []
+    means, parts = means_of(spike, heads), list[torch.Tensor]()
+    edits = [heads, *(tuple(other for other in heads if other != head) for head in heads)]  # all replaced, then but one
     for tokens in torch.tensor(ids).split(TOKENS):
         along = along_first(spike, tokens, edits, means)
         parts.append(along.double().round(decimals=4))  # threads may change what is beyond
         setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
-    intact, none, alone = np.split(torch.cat(parts, 1).T.numpy(), [1, 2], 1)
-    has, unneeded, by_one = intact[:, 0] >= HALF, none[:, 0] >= HALF, np.full(len(ids), np.nan)
-    needing, another = has & ~unneeded, None
+    intact, none, *alone = torch.cat(parts, 1).numpy()
+    has, unneeded, by_one, another = intact >= HALF, none >= HALF, np.full(len(ids), np.nan), None
     if heads:
-        by_one = np.where(needing & (alone.max(1) >= HALF), alone.argmax(1), np.nan)
-    if len(heads) > 1:  # the median head
-        another = Mean(float((needing & (np.median(alone, 1) >= HALF)).mean()), kind="share")
-    served = row_of("findings", SERVED, "another head", share=share_of(np.isfinite(by_one)), control=another)
-    rows = [served]
-    for name, some in ((INTACT, has), (UNNEEDED, unneeded)):
-        rows.append(row_of("clusters", name, share=share_of(some)))
-    for number in range(len(heads)):
-        if (by_one == number).any():
-            rows.append(row_of("clusters", str(Head(0, number)), tokens=int((by_one == number).sum())))
+        needing, by_head = has & ~unneeded, np.stack(alone)
+        by_one = np.where(needing & (by_head.max(0) >= HALF), by_head.argmax(0), np.nan)
+        another = Mean(float((needing & (np.median(by_head, 0) >= HALF)).mean()), kind="share")  # the median head
+    rows = [row_of("findings", SERVED, "another head", share=share_of(np.isfinite(by_one)), control=another)]
+    rows += [row_of("clusters", name, share=share_of(some)) for name, some in ((INTACT, has), (UNNEEDED, unneeded))]
+    for number, count in zip(*np.unique(by_one[np.isfinite(by_one)], return_counts=True), strict=True):
+        rows.append(row_of("clusters", str(Head(0, int(number))), tokens=int(count)))
     return by_one, tuple(rows)
 
 
-def share_of(has: Bool[np.ndarray, " token"]) -> Mean:
-    """Return the share of tokens that have something."""
-    return Mean(float(has.mean()), margin_of(has.astype(float), SCORES), kind="share")
+def share_of(values: Shaped[Any, " case"]) -> Mean:
+    """Return the mean of scores from 0 to 1."""
+    scores = np.asarray(values, float)
+    return Mean(float(scores.mean()), margin_of(scores, SCORES), kind="share")
 
 
 def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
@@ -214,25 +207,23 @@ def pools_of(setup: Setup, found: ClusterAttack) -> list[list[int]]:
     return [ids[usable & some].tolist() for some in (usable, *(found.head == head for head in found.heads))]
 
 
-def attempts_of(setup: Setup, chosen: SpikeCircuit, cluster: TokenRows, random: TokenRows) -> tuple[Row, ...]:
+def attempts_of(setup: Setup, chosen: SpikeCircuit, drawn: Sequence[TokenRows]) -> tuple[Row, ...]:
     """Run sequences of clusters and of all tokens without BOS, with and without the patch.
 
     Args:
         setup: The model and its text.
         chosen: The spike, with its writers.
-        cluster: Sequences of tokens of one cluster.
-        random: Sequences of all tokens.
+        drawn: Sequences of tokens of one cluster, and of all tokens.
     """
     patches, rows = dict[str, SinkPatch | None]({"": None}), list[Row]()
     if setup.target.resident:
         patches[", patched"] = chosen.patch
     for word, patch in patches.items():
         shares: list[Mean] = []
-        for ids in (cluster, random):
+        for ids in drawn:
             with under(patch, setup.target):
                 (along,) = along_spikes(setup.target, [chosen.spike], ids)
-            of_each = (along[:, 1:] >= HALF).float().mean(1)
-            shares.append(Mean(float(of_each.mean()), margin_of(of_each.numpy(), SCORES), kind="share"))
+            shares.append(share_of((along[:, 1:] >= HALF).float().mean(1)))
         rows.append(row_of("findings", f"{POSITIONS}{word}", "random tokens", share=shares[0], control=shares[1]))
         setup.progress("attacks", len(rows), len(patches))
     return tuple(rows)

@@ -10,7 +10,7 @@ Everything is read without a patch, with it, and with a patch of random neurons:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
@@ -36,7 +36,7 @@ from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 from sinkscope.sinks.spikes.edited import SpikeTexts, losses_at
-from sinkscope.sinks.spikes.find import sinks_of, spike_of
+from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.thresholds import HALF, READS
@@ -57,7 +57,7 @@ AFTER = 16  # tokens of ordinary text after the copies
 PIECES = 8  # pieces of held-out text in one pass
 CASES = ("intact", "patched", "control")
 NORM, ATTENTION, NEXT, COST = "norm of copies", "attention to copies", "one more copy", "change of the perplexity"
-RANDOM = "random neurons"
+BROKEN = "not repaired"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,6 @@ class PatchResult(Result):
 
     kind = "patch"
     page = "measure/patch"
-    table_of = "proof"
     columns = ("about", "name", "intact", "patched", "control", "note")
     glossary: ClassVar = {
         "about": "the spike of the first token, by its layers",
@@ -127,18 +126,8 @@ class PatchResult(Result):
             return f"The patch of {word_list(self.sites, 3)} has nothing to repair: the first token has no spike."
         before, after, random = (percent(norm.get(case)) for case in CASES)
         words = f"{len(norm.texts)} of {count_of(self.words, 'word')}"
-        beside = f"(without it: {before}; {RANDOM}: {random})"
+        beside = f"(without it: {before}; random neurons: {random})"
         return f"Under the patch, copies of {words} reach at most {after} of the spike of {norm.about} {beside}."
-
-
-def repaired(row: Row) -> bool:
-    """Return whether copies do not break what is read: they do not reach the spike, or get less than half of the
-    attention that they get intact, or the model writes the word once more.
-    """
-    patched = row.get("patched")
-    if row.name == NEXT:
-        return patched >= HALF
-    return patched < (HALF * row.get("intact") if row.name == ATTENTION else HALF)
 
 
 def draw(result: PatchResult) -> go.Figure:
@@ -196,12 +185,11 @@ def patch(
         return proof_of(setup, spikes, edit, most, held_out(setup, pieces, length))
     if out is not None:
         check_output(out, ["sink-patch"])
-    sinks, chosen = sinks_of(setup), spike_of(setup)
+    chosen = spike_of(setup)
     if chosen is None:
-        reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
-        return PatchResult(verdict="no-sink", reason=reason)
+        return PatchResult(verdict="no-sink", reason=f"{NO_FIRST_SPIKE.lower()}, so there is nothing to patch.")
     edit = replace(chosen.patch, model=vars(setup.info()))
-    others = [circuit.spike for circuit in sinks.at_first if circuit is not chosen]
+    others = [circuit.spike for circuit in sinks_of(setup).at_first if circuit is not chosen]
     found = proof_of(setup, [chosen.spike, *others], edit, most, held_out(setup, pieces, length))
     verdict, reason = verdict_of(found, limit)
     if out is not None and verdict == "made" and is_first():
@@ -216,18 +204,14 @@ def verdict_of(found: PatchResult, limit: float) -> tuple[Verdict, str]:
         found: What the patch does.
         limit: Largest accepted relative increase of the perplexity.
     """
-    norm, spike = found.proof[0], found.proof[0].about
-    if not norm.note:
+    spike, rise = found.proof[0].about, found.proof[-1].get("patched")
+    if not found.proof[0].note:
         tried = f"{found.repeats:,} copies of {count_of(found.words, 'word')}"
         return "no-repeats", f"{tried} do not reach half of the first token in the spike of {spike}."
-    left = sum(share >= HALF for share in norm.numbers["patched"].by_text)
-    if left:
-        return "not-repaired", f"under the patch, {count_of(left, 'word')} still reach the spike of {spike}."
     for row in found.proof:
-        if row.name == ATTENTION and row.about == spike and not repaired(row):
-            share = f"{row.numbers['patched']} of its attention (without it: {row.numbers['intact']})"
-            return "not-repaired", f"under the patch, text after the copies still gives them {share}."
-    rise = next(row for row in found.proof if row.name == COST).get("patched")
+        if row.about == spike and row.note == BROKEN:
+            read = f"{row.numbers['patched']} (without it: {row.numbers['intact']})"
+            return "not-repaired", f"under the patch, the {row.name} in the spike of {spike} is still {read}."
     if not rise <= limit:
         return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
     return "made", f"repeated words no longer reach the spike of {spike}, and text no longer attends to them."
@@ -262,65 +246,51 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
     for edit in edits:
         setup.progress("patches", len(cases), len(edits))
         cases.append(read_after(setup, spikes, edit, rows, len(before)))
-    read, number = torch.stack(cases), len(spikes)
     texts = text_rows(setup.tokenizer, setup.halves.report, len(rows), rows.shape[1], setup.bos)
     behind_text = append_copy(texts[torch.arange(len(rows)) % len(texts)], rows)
     one_copy = torch.stack(along_spikes(target, spikes, behind_text))[:, :, -1]
-    names = [spike.name for spike in spikes]
-    copies = copies_rows(token_texts(target, ids), names, read[:, :number], one_copy, read[:, number:-1], read[:, -1])
+    copies = copies_rows(token_texts(target, ids), [spike.name for spike in spikes], torch.stack(cases), one_copy)
     return replace(found, words=len(ids), repeats=count, proof=(*copies, ordinary))
 
 
 def copies_rows(
     words: Sequence[str],
     spikes: Sequence[str],
-    along: Float[Tensor, "case spike word"],
+    read: Float[Tensor, "case reading word"],
     one_copy: Float[Tensor, "spike word"],
-    attention: Float[Tensor, "case spike word"],
-    one_more: Float[Tensor, "case word"],
 ) -> list[Row]:
     """Return what is read at the words that need repair in each spike, or at all others if none does.
+
+    Of a norm it is the most that a word reaches, of what else is read the mean.
 
     Args:
         words: The words.
         spikes: The spikes, by their layers.
-        along: The last copy on the direction of each spike, as a share of the first token's.
-        one_copy: The same of one copy behind ordinary text, without a patch.
-        attention: Share of its attention that text after copies gives to them, mean over the heads that read each spike
-            in ordinary text. NaN: no head does.
-        one_more: Probability that the model writes the word once more after the last copy.
+        read: What `read_after` reads, in each case.
+        one_copy: The norm of one copy behind ordinary text, without a patch.
     """
-    failing = (along[0] >= HALF) & (one_copy < HALF)
-    rows, later = list[Row](), list[Row]()
-    for number, spike in enumerate(spikes):
-        broken = bool(failing[number].any())
-        shown = failing[number] if broken else ~failing[number]
-        rows.append(row_at(NORM, spike, [*along[:, number], one_copy[number]], words, shown, broken))
-        if failing.any() and not bool(attention[0, number].isnan().all()):
-            later.append(row_at(ATTENTION, spike, attention[:, number], words, shown, broken))
-    if failing.any():
-        shown = failing.any(0)
-        later.append(row_at(NEXT, "", one_more, words, shown, float(one_more[0, shown].mean()) < HALF))
-    return [*rows, *later]
-
-
-def row_at(
-    name: str,
-    about: str,
-    read: Iterable[Float[Tensor, " word"]],
-    words: Sequence[str],
-    shown: Bool[Tensor, " word"],
-    broken: bool,
-) -> Row:
-    """Return a row with what is read at some words: the most that a norm reaches, of what else is read the mean."""
-    numbers: dict[str, Mean] = {}
-    for case, values in zip((*CASES, "one_copy"), read, strict=False):
-        some = values[shown]
-        value = some.max() if name == NORM else some.mean()
-        numbers[case] = Mean(float(value), None, tuple(some.tolist()), "share")
-    texts = tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
-    row = Row("copies", name, numbers, about=about, texts=texts)
-    return replace(row, note="repaired" if repaired(row) else "not repaired") if broken else row
+    failing = (read[0, : len(spikes)] >= HALF) & (one_copy < HALF)
+    rows, every = list[Row](), failing.any(0, keepdim=True)
+    names = [*((NORM, spike) for spike in spikes), *((ATTENTION, spike) for spike in spikes), (NEXT, "")]
+    for (name, about), own, values in zip(names, [*failing, *failing, *every], read.unbind(1), strict=True):
+        if (name != NORM and not bool(every.any())) or bool(values[0].isnan().all()):  # no head reads the spike
+            continue
+        shown = own if bool(own.any()) else ~own
+        by_case, numbers = dict[str, Tensor](zip(CASES, values, strict=True)), dict[str, Mean]()
+        if name == NORM:
+            by_case["one_copy"] = one_copy[len(rows)]
+        for case, of_words in by_case.items():
+            some = of_words[shown]
+            numbers[case] = Mean(
+                float(some.max() if name == NORM else some.mean()), None, tuple(some.tolist()), "share"
+            )
+        texts = tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
+        intact, patched, note = numbers["intact"].value, numbers["patched"].value, ""
+        if bool(own.any()) and not (name == NEXT and intact >= HALF):
+            repaired = {NORM: patched < HALF, ATTENTION: patched < HALF * intact, NEXT: patched >= HALF}
+            note = "repaired" if repaired[name] else BROKEN
+        rows.append(Row("copies", name, numbers, note, about, texts))
+    return rows
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
@@ -335,8 +305,9 @@ def read_after(
 ) -> Float[Tensor, "reading word"]:
     """Read copies and the text that follows them.
 
-    The readings are the last copy on each spike's direction, the attention that the heads that read each spike give to
-    copies, and the probability of one more.
+    The readings are the last copy on each spike's direction, the share of its attention that text after copies gives to
+    them, mean over the heads that read each spike in ordinary text (NaN: no head does), and the probability of one
+    more copy.
 
     Args:
         setup: The whole model and its text.
@@ -345,7 +316,7 @@ def read_after(
         rows: Copies of the words, each after `before` other tokens.
         before: Number of tokens before the copies.
     """
-    target, end, chances = setup.target, rows.shape[1], list[Tensor]()
+    target, end, chances, attention = setup.target, rows.shape[1], list[Tensor](), list[Tensor]()
     ordinary = text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None)
     texts = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
     copies = torch.zeros(*texts.shape, 1)
@@ -357,8 +328,7 @@ def read_after(
     with under(edit, target):
         along = [of_spike[:, -1] for of_spike in along_spikes(target, spikes, rows)]
         received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer head
-    attention: list[Tensor] = []
-    for spike in spikes:  # NaN if no head reads it
+    for spike in spikes:
         reading = SpikeTexts.of(spike).attention.mean(-1) > READS
         attention.append(received[:, [*spike.reading_layers]][:, reading].mean(1))
     return torch.stack([*along, *attention, torch.cat(chances).gather(1, rows[:, -1:])[:, 0]])
@@ -371,9 +341,8 @@ def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRow
         with under(edit, setup.target):
             read = [losses_at(setup.target, some, positions).mean(1) for some in ids.split(PIECES)]
         losses.append(torch.cat(read).double())
-        setup.progress("perplexity", len(losses), len(edits))
         rise = losses[-1] - losses[0]
         ratio, margin = float(rise.mean().exp()), margin_of(rise.numpy())
         changes.append(Mean(ratio - 1, None if margin is None else ratio * margin, kind="share"))
-    perplexity = float(losses[0].mean().exp())
-    return row_of("held-out text", COST, RANDOM, patched=changes[1], control=changes[2], perplexity=perplexity)
+    perplexity, control = float(losses[0].mean().exp()), "random neurons"
+    return row_of("held-out text", COST, control, patched=changes[1], control=changes[2], perplexity=perplexity)

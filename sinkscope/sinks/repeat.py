@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,13 +26,12 @@ from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import trace
-from sinkscope.measure import Mean, Result, Row, Setup, measurement
-from sinkscope.measure.margin import margin_of, share_interval
+from sinkscope.measure import Mean, Result, Row, Setup, mean_of, measurement
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
-from sinkscope.results.notation import percent, word_form, word_list
+from sinkscope.results.notation import percent, word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes.find import sinks_of
@@ -45,8 +44,9 @@ SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `why_sink`."
 SENTENCES = {
-    "attention": "{copies} copies of a token get {share} of the attention in layer {layer} ({control}).",
-    "probability": "After {copies} copies of a token, it comes next with a probability of {share} ({control}).",
+    "norm": "Half of the first token's spike is reached by {reached} within {copies:,} copies ({control} of it).",
+    "attention": "{copies:,} copies of a token get {share} of the attention in layer {layer} ({control}).",
+    "probability": "After {copies:,} copies of a token, it comes next with a probability of {share} ({control}).",
 }
 """What is said of the last copy."""
 Quantity = Literal["norm", "attention", "probability"]
@@ -76,7 +76,7 @@ class Repeat(Result):
 
     glossary: ClassVar = {
         "condition": "the spike, or the sequence that was read",
-        "projection": "on the spike's direction after the last repetition, over that of the first token",
+        "norm": "projection on the spike's direction after the last repetition, over that of the first token",
         "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
         "probability": "of the token to come once more after the last repetition",
     }
@@ -97,31 +97,17 @@ class Repeat(Result):
         """Say how many words converge in each spike, how much attention copies get, or how likely one more is."""
         if self.instead is not None:
             return self.instead
-        effect = self.effects[0]
+        effect, reached = self.effects[0], list[str]()
+        for condition, repeats in zip(self.conditions, self.repeats if self.repeats is not None else (), strict=False):
+            reached.append(f"{int((repeats > 1).sum())} of {len(self.tokens)} tokens in {condition}")
         control = f"{effect.note}: {percent(effect.get('control'))}"
-        if self.quantity != "norm" or self.repeats is None:
-            words = {"copies": f"{self.copies:,}", "layer": self.shown, "control": control}
-            return SENTENCES[self.quantity].format(share=effect.numbers["share"], **words)
-        total, parts = len(self.tokens), list[str]()
-        interval = share_interval(int((self.repeats[0] > 1).sum()), total)
-        margin = "" if interval is None else f" (± {total * interval.margin:,.0f})"
-        for condition, repeats in zip(self.conditions, self.repeats, strict=True):
-            reached = int((repeats > 1).sum())
-            words = (
-                f"of {total} tokens{margin} {word_form(reached, 'reaches', 'reach')} half of the first token's spike "
-            )
-            parts.append(f"{reached} {'' if parts else words}in {condition}")
-        return f"{word_list(parts)} within {self.copies:,} copies ({control} of it)."
-
-    @property
-    def column(self) -> str:
-        """The name of what was read in tables and drawings; norms are shares of the first token's."""
-        return "projection" if self.quantity == "norm" else self.quantity
+        words = {"copies": self.copies, "layer": self.shown, "reached": word_list(reached)}
+        return SENTENCES[self.quantity].format(**words, control=control, share=effect.numbers["share"])
 
     def rows(self) -> Table:
         """Return a row per condition and token."""
         shown = None if self.values is None else self.values[:, :, self.shown]
-        return long_table({self.column: shown, "repeats": self.repeats}, condition=self.conditions, token=self.tokens)
+        return long_table({self.quantity: shown, "repeats": self.repeats}, condition=self.conditions, token=self.tokens)
 
 
 def draw(result: Repeat) -> go.Figure:
@@ -131,8 +117,8 @@ def draw(result: Repeat) -> go.Figure:
         x = "layer" if result.quantity == "attention" else "repetitions"
         conditions, tokens = [*map(escape, result.conditions)], [*map(escape, result.tokens)]
         axes: dict[str, Any] = {"condition": conditions, "token": tokens, x: result.at.tolist()}
-        rows = long_table({result.column: result.values}, **axes)
-        shown: dict[str, Any] = {"x": x, "y": result.column, "color": "token", "facet_col": "condition"}
+        rows = long_table({result.quantity: result.values}, **axes)
+        shown: dict[str, Any] = {"x": x, "y": result.quantity, "color": "token", "facet_col": "condition"}
         fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
         fig.update_yaxes(exponentformat="power")
         if result.repeats is not None:
@@ -160,78 +146,39 @@ def repeat(
         tokens: Words to repeat, each one token. By default five words of the text.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
     """
-    sweep = sweep_of(setup, tokens, max_repeats, TAIL if quantity == "attention" else 0)
+    target, words = setup.target, pick_tokens(setup, tokens)
+    # What stands before a text stands first. Any token in first place is marked, so it must not be a repeated one.
+    before = [*beginning(setup.tokenizer, setup.bos)] or prefix_of(setup, words)
+    count = repetition_limit(target, max_repeats, len(before) + (TAIL if quantity == "attention" else 0))
+    setup.record(max_repeats=count)
+    rows = repeated(before, words, count)
+    found = Repeat(quantity=quantity, copies=count, ids=tuple(words), tokens=token_texts(target, words))
     if quantity == "probability":
-        return read_probabilities(sweep)
+        return read_probabilities(setup, found, rows)
     sinks = sinks_of(setup)
     if quantity == "attention" and sinks.spikes:
-        return read_attention(sweep, sinks.spikes[0].spike)
+        return read_attention(setup, found, rows, sinks.spikes[0].spike)
     spikes = [circuit.spike for circuit in sinks.at_first]
     if not spikes:
         return Repeat(quantity=quantity, instead=NO_SPIKE)
 
     def read(rows: TokenRows) -> Float[Tensor, "spike token n"]:
-        return torch.stack(along_spikes(setup.target, spikes, rows))[:, :, sweep.before :]
+        return torch.stack(along_spikes(target, spikes, rows))[:, :, -count:]
 
-    return read_copies(sweep, "norm", read, [spike.name for spike in spikes], half_reached)
-
-
-# --- what is repeated ---
+    found = replace(found, conditions=tuple(spike.name for spike in spikes))
+    return read_copies(setup, found, rows, read, half_reached)
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """What is repeated.
-
-    Attributes:
-        setup: The model and its text.
-        before: Number of tokens before the first repetition.
-        rows: The sequences, each of which repeats a token.
-    """
-
-    setup: Setup
-    before: int
-    rows: TokenRows
-
-    @property
-    def count(self) -> int:
-        """The number of repetitions in each sequence."""
-        return self.rows.shape[1] - self.before
-
-    @property
-    def words(self) -> list[int]:
-        """The repeated tokens."""
-        return self.rows[:, -1].tolist()
-
-    def contrasts(self) -> tuple[TokenRows, TokenRows]:
-        """Make two controls of equal length: ordinary tokens that end with one copy, and ordinary tokens alone."""
-        ids, others = self.setup.ids[:, 1:].unique(), self.rows.clone()
-        ordinary, places = ids[~torch.isin(ids, self.rows[:, -1])], others[:, self.before :]
-        generator = draws(self.setup.seed, "tokens beside copies")
-        places[:] = ordinary[torch.randint(len(ordinary), places.shape, generator=generator)]
-        return append_copy(others, self.rows), others
+# --- readings ---
 
 
-def sweep_of(setup: Setup, tokens: Sequence[str] | None, max_repeats: int | None, after: int = 0) -> Sweep:
-    """Choose the tokens of a reading and build its sequences.
-
-    What stands before a text (BOS, or several special tokens) stands first; if nothing, a word of the text does.
-
-    Args:
-        setup: The model and its text.
-        tokens: The words to repeat. None: words of the text.
-        max_repeats: Number of repetitions. None: 1,024, or what the context holds.
-        after: Positions of the context that are kept free for what follows.
-
-    Raises:
-        SinkscopeError: A word is not one token, or the context is too short.
-    """
-    words = pick_tokens(setup, tokens)
-    # Any token in first place is marked, so it must not be a repeated one.
-    before = [*beginning(setup.tokenizer, setup.bos)] or prefix_of(setup, words)
-    count = repetition_limit(setup.target, max_repeats, len(before) + after)
-    setup.record(max_repeats=count)
-    return Sweep(setup, len(before), repeated(before, words, count))
+def contrasts(setup: Setup, rows: TokenRows, count: int) -> tuple[TokenRows, TokenRows]:
+    """Make two controls of equal length: ordinary tokens that end with one copy, and ordinary tokens alone."""
+    ids, others = setup.ids[:, 1:].unique(), rows.clone()
+    ordinary = ids[~torch.isin(ids, rows[:, -1])]
+    drawn = torch.randint(len(ordinary), (len(rows), count), generator=draws(setup.seed, "tokens beside copies"))
+    others[:, -count:] = ordinary[drawn]
+    return append_copy(others, rows), others
 
 
 def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
@@ -239,9 +186,7 @@ def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
     return torch.cat([others[:, :-1], rows[:, -1:]], 1)
 
 
-def effect_of_copies(
-    values: Float[Tensor, "kind token"], name: str, about: str = "", words: Sequence[str] = ()
-) -> list[Row]:
+def effect_of_copies(values: Float[Tensor, "kind token"], name: str, about: str, words: tuple[str, ...]) -> list[Row]:
     """Return what copies have, mean over tokens, beside the nearer of two controls, and the rows of both.
 
     Args:
@@ -250,36 +195,31 @@ def effect_of_copies(
         about: The spike or the condition.
         words: The tokens.
     """
-    value, *controls = values.mean(1).tolist()
-    share = Mean(value, margin_of(values[0].numpy()), tuple(values[0].tolist()), "share")
-    beside = dict(zip(("one copy", "other tokens"), controls, strict=True))
-    nearest = min(beside, key=lambda control: abs(beside[control] - value))
-    numbers = {"share": share, "control": Mean(beside[nearest], kind="share")}
-    rows = [Row("findings", name, numbers, nearest, about, tuple(words))]
-    for control, its_share in beside.items():
-        rows.append(Row("controls", control, {"share": Mean(its_share, kind="share")}, name, about))
-    return rows
+    share, rows = mean_of(values[0], "share"), list[Row]()
+    for control, own in zip(("one copy", "other tokens"), values[1:].mean(1).tolist(), strict=True):
+        rows.append(Row("controls", control, {"share": Mean(own, kind="share")}, name, about))
+    assert share is not None
+    nearest = min(rows, key=lambda row: abs(row.get("share") - share.value))
+    numbers = {"share": share, "control": nearest.numbers["share"]}
+    return [Row("findings", name, numbers, nearest.name, about, words), *rows]
 
 
-# --- readings ---
-
-
-def read_probabilities(sweep: Sweep) -> Repeat:
+def read_probabilities(setup: Setup, found: Repeat, rows: TokenRows) -> Repeat:
     """Read how likely each word comes once more."""
-    target = sweep.setup.target
+    target = setup.target
     if not target.resident:
         raise UnsupportedError(
             f"{target.name} is read layer by layer, without probabilities: open it whole, and give it"
         )
 
     def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
-        return logits.float().softmax(-1)[..., sweep.words]
+        return logits.float().softmax(-1)[..., list(found.ids)]
 
     def read(rows: TokenRows) -> Float[Tensor, "one token n"]:
         probability = trace(target, rows, ["logits"], of_words, batch_size=1)["logits"]
-        return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T[None]
+        return probability[:, -found.copies :].diagonal(dim1=0, dim2=2).T[None]
 
-    return read_copies(sweep, "probability", read, ["intact"], stopped_after)
+    return read_copies(setup, replace(found, conditions=("intact",)), rows, read, stopped_after)
 
 
 def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
@@ -291,77 +231,64 @@ def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
 
 
 def read_copies(
-    sweep: Sweep,
-    quantity: Quantity,
+    setup: Setup,
+    found: Repeat,
+    rows: TokenRows,
     read: Callable[[TokenRows], Float[Tensor, "condition token n"]],
-    conditions: Sequence[str],
     turn: Callable[[Float[Tensor, " n"]], int | None],
 ) -> Repeat:
     """Read the copies, and what one copy and other tokens have at the position of the last.
 
     Args:
-        sweep: What is repeated.
-        quantity: What is read.
+        setup: The model and its text.
+        found: What is read, and of which tokens.
+        rows: The sequences, each of which repeats a token.
         read: Reads sequences.
-        conditions: The names of what is read.
         turn: The number of repetitions after which a token turns; None if it does not.
     """
-    values = read(sweep.rows)
-    sweep.setup.progress("repetitions", 1, 2)
-    last = torch.stack([values[..., -1], *(read(rows)[..., -1] for rows in sweep.contrasts())])
-    words, effects = token_texts(sweep.setup.target, sweep.words), list[Row]()
-    for number, about in enumerate(conditions):
-        effects += effect_of_copies(last[:, number], f"{quantity} with copies of a token", about, words)
-    counts = np.unique(np.geomspace(1, sweep.count, CURVE_POINTS).round().astype(int))
-    return Repeat(
-        quantity=quantity,
-        copies=sweep.count,
-        effects=tuple(effects),
-        ids=tuple(sweep.words),
-        conditions=tuple(conditions),
-        tokens=words,
-        at=counts,
-        values=values[:, :, counts - 1].numpy(),
-        repeats=np.array([[turn(row) for row in rows] for rows in values], dtype=float),
-    )
+    values, effects = read(rows), list[Row]()
+    setup.progress("repetitions", 1, 2)
+    last = torch.stack([values[..., -1], *(read(others)[..., -1] for others in contrasts(setup, rows, found.copies))])
+    for number, about in enumerate(found.conditions):
+        effects += effect_of_copies(last[:, number], f"{found.quantity} with copies of a token", about, found.tokens)
+    counts = np.unique(np.geomspace(1, found.copies, CURVE_POINTS).round().astype(int))
+    turned = np.array([[turn(row) for row in of_condition] for of_condition in values], dtype=float)
+    return replace(found, effects=tuple(effects), at=counts, values=values[:, :, counts - 1].numpy(), repeats=turned)
 
 
-def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
+def read_attention(setup: Setup, found: Repeat, rows: TokenRows, spike: Spike) -> Repeat:
     """Measure the attention that natural text gives to the place of the spike, and to the copies before it.
 
     The effect is the share of all attention that the copies together get in the first layer whose heads can read the
     spike. Controls: the same positions of natural text that ends with one copy, and of natural text.
 
     Args:
-        sweep: What is repeated; the context has room for the tail.
+        setup: The model and its text; the context has room for the tail.
+        found: What is read, and of which tokens.
+        rows: The sequences, each of which repeats a token.
         spike: The spike.
     """
-    setup, target, before = sweep.setup, sweep.setup.target, sweep.before
-    place = spike.place
-    natural = text_rows(target.tokenizer, setup.halves.report, 1, sweep.rows.shape[1] + TAIL, setup.bos)
-    natural[:, :before] = sweep.rows[:1, :before]
-    single, _ = sweep.contrasts()
-    ids = torch.cat([natural[:, :-TAIL], sweep.rows, single])
+    target, place, (count, length), before = setup.target, spike.place, rows.shape, rows.shape[1] - found.copies
+    natural = text_rows(target.tokenizer, setup.halves.report, 1, length + TAIL, setup.bos)
+    natural[:, :before] = rows[:1, :before]
+    single, _ = contrasts(setup, rows, found.copies)
+    ids = torch.cat([natural[:, :-TAIL], rows, single])
     ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, before:-TAIL] = True
     keys = torch.stack([place.matches(ids) & ~there, there], 2).float()
-    received = attention_from(target, ids, keys, sweep.rows.shape[1], target.forward).mean(-1) / TAIL  # row place layer
-    visible = torch.arange(sweep.rows.shape[1], ids.shape[1])[:, None] + 1
+    received = attention_from(target, ids, keys, length, target.forward).mean(-1) / TAIL  # row place layer
+    visible = torch.arange(length, ids.shape[1])[:, None] + 1
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
-    count = len(sweep.rows)
     parts = (1, count, count)
     layer = next((number for number in target.attending if number > spike.layers[0]), target.attending[-1])
     usual, copies, one_copy = received[:, 1, layer].split(parts)
     shares = torch.stack([copies, one_copy, usual.expand(count)])
-    words = token_texts(target, sweep.words)
-    return Repeat(
-        quantity="attention",
-        copies=sweep.count,
-        effects=tuple(effect_of_copies(shares, "attention with copies of a token", spike.name, words)),
+    return replace(
+        found,
+        effects=tuple(effect_of_copies(shares, "attention with copies of a token", spike.name, found.tokens)),
         conditions=("natural text", "copies", "one copy"),
         values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),
-        ids=tuple(sweep.words),
         tokens=(place.label.words, "the copies' positions"),
         at=np.arange(target.n_layers),
         shown=layer,
@@ -387,20 +314,18 @@ def attention_from(
         begin: The first of the positions whose attention is read.
         run: Runs some of the sequences through the model.
     """
-    received = []
-    for rows, kinds in zip(ids.split(SEQUENCES), keys.split(SEQUENCES), strict=True):
-        total = torch.full((len(rows), keys.shape[2], target.n_layers, target.n_heads), torch.nan)
-        total[:, :, target.attending] = 0
+    received = torch.full((len(ids), keys.shape[2], target.n_layers, target.n_heads), torch.nan)
+    received[:, :, target.attending] = 0
+    for some in torch.arange(len(ids)).split(SEQUENCES):
 
-        def add(rows: AttentionRows, total: Tensor = total, kinds: Tensor = kinds) -> None:
-            probs = rows.probs
-            to_kinds = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
-            total[:, :, rows.layer] += to_kinds.transpose(1, 2).cpu()
+        def add(rows: AttentionRows, some: Tensor = some) -> None:
+            kinds = keys[some].to(rows.probs.device)
+            to_kinds = einsum(rows.probs, kinds, "row head query key, row key kind -> row kind head")
+            received[some, :, rows.layer] += to_kinds.cpu()
 
         with attention_rows(target, add, begin=begin):
-            run(rows)
-        received.append(total)
-    return torch.cat(received)
+            run(ids[some])
+    return received
 
 
 # --- copies ---
@@ -426,9 +351,7 @@ def half_reached(along: Float[Tensor, " copy"]) -> int | None:
     reaches = along >= HALF
     reaches[:-1] &= reaches[1:].clone()
     reached = reaches.nonzero().flatten()
-    if not len(reached):
-        return None
-    return int(reached[0]) + 1
+    return int(reached[0]) + 1 if len(reached) else None
 
 
 def copies_of(

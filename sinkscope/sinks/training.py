@@ -112,8 +112,8 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     spike = max(spikes, key=lambda spike: spike.size)
     ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": ratio}
-    writers = writers_of(spike).neurons
-    for neuron in sorted(writers, key=lambda neuron: -writers[neuron].get("share"))[:1]:
+    shares = writers_of(spike).shares
+    for neuron, *_ in sorted(shares, key=lambda unit: -shares[unit])[:1]:
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert

@@ -48,9 +48,8 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     edited = [one for one in text.variants if not one.name.startswith("token ")]
     intact, zeroed, *heads, patched, control = edited
     assert [one.name for one in heads] in (["marking heads replaced"], [])  # of GPT-2, no head marks
-    marks = [name for spike in one.circuit.spikes for row in spike.table("marks") for name in row.split(" and ")]
-    panel = [name for name in marks if ".H" in name]
-    assert found.marks == tuple(dict.fromkeys(panel)) and bool(heads) == bool(panel)  # framed as in the panel
+    marks = tuple(row.name for row in one.circuit.marking if ".H" in row.name)
+    assert found.marks == marks and bool(heads) == bool(marks)
     assert found.layer >= o.truth.sink_layer and text.spikes == (0,)
     assert set(found.neurons) == {str(Neuron.of(site)) for site in o.truth.neurons}
     assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)

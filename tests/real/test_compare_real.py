@@ -38,7 +38,7 @@ def test_a_model_whose_sink_neuron_is_weaker_is_told_from_its_base(smollm2):
     with torch.no_grad():
         weaker.model.layers[NEURON[0]].mlp.down_proj.weight[:, NEURON[1]] *= 0.25
     found = ss.compare(base, weaker)
-    rows = kind_rows(smollm2.tokenizer, "report", 16, 64, smollm2.tokenizer.bos_token_id).ids
+    rows = kind_rows(smollm2.tokenizer, "report", 16, 64, smollm2.tokenizer.bos_token_id)
     differences = heads_by_text(weaker, rows) - heads_by_text(base, rows)
     half = stats.t.ppf(0.975, 15) * differences.std(ddof=1) / 4
     rows = {(row.about, row.name): row for row in found.results[0].rows}

@@ -85,14 +85,15 @@ def test_the_patch_keeps_copies_from_becoming_sinks(setup):
 @pytest.mark.slow
 def test_no_head_of_layer_0_marks_the_first_token_alone(setup):
     """With every head of layer 0 at its mean the neuron still fires, so no set of them is its mark."""
-    from sinkscope.sinks.first_tokens import heads_that_mark
+    from sinkscope.sinks.spikes.find import spike_of
+    from sinkscope.sinks.spikes.marks import heads_that_mark
 
     model, ids = setup.target.hf, setup.ids
     intact = plain.activations(model, ids, 11)[:, 0, 1229].mean()
     with plain.heads_replaced(model, 0, range(9), plain.heads_mean(model, ids, 0)):
         left = plain.activations(model, ids, 11)[:, 0, 1229].mean() / intact
     assert left > 0.3
-    made = heads_that_mark(setup, count=8)
+    made = heads_that_mark(setup, spike_of(setup), count=8)
     (fewest,) = [row for row in made if row.name == "fewest heads"]
     assert fewest.get("heads") > model.config.num_attention_heads
 

@@ -25,10 +25,10 @@ def test_answers_are_bars_of_rows_with_their_controls_in_grey():
         row_of("conditions", "alone", left=Mean(0.9, 0.1)),
         row_of("conditions", ONE_OTHER, left=Mean(0.2, 0.1)),
         row_of("purpose", "hidden", loss=Mean(0.5, 0.2)),
-        row_of(PURPOSE_CONTROLS, "ordinary key hidden", loss=Mean(0.01)),
+        row_of(PURPOSE_CONTROLS, "most attended key hidden", loss=Mean(0.01)),
     )
     one = with_rows(sample_find_sinks().spikes[0], *rows)
     found = WhySink(**vars(sample_find_sinks(spikes=(one,))))
     drawn = {trace.x[0]: (trace.y[0], trace.error_y.array[0], trace.marker.color) for trace in found.figure().data}
     assert drawn["alone"] == (0.9, 0.1, BLUE) and drawn["as it is"] == (0.01, 0.02, GREY)
-    assert drawn["hidden"] == (0.5, 0.2, BLUE) and drawn["ordinary key hidden"] == (0.01, 0, GREY)
+    assert drawn["hidden"] == (0.5, 0.2, BLUE) and drawn["most attended key hidden"] == (0.01, 0, GREY)

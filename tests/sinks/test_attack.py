@@ -17,7 +17,7 @@ from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
 
 from sinkscope.sinks.attack import ClusterAttack, attack, draw_sequences, pools_of
-from sinkscope.sinks.first_tokens import spike_of
+from sinkscope.sinks.spikes.find import spike_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -64,9 +64,7 @@ def test_where_no_head_of_layer_0_marks_it_is_an_answer():
     o = organism("gpt2", 0)
     found = attack(o.model, tokenizer=o.tokenizer, n_tokens=40)
     assert found.heads == [] and found.clusters[2].get("share") == 1 and found.attempts == ()
-    assert found.conclusion().startswith(
-        "No head of layer 0 marks one of 40 tokens by itself: 100% (± 7%) have the spike "
-    )
+    assert found.conclusion().startswith("No head of layer 0 marks one of 40 tokens by itself: 100% (± 7%) have ")
 
 
 # --- sequences of their tokens ---------------------------------------------------------------------------------------

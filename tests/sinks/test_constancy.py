@@ -29,7 +29,7 @@ def found(spike):
 
 def positions(spike) -> torch.Tensor:
     """Where an ordinary position was drawn in each text."""
-    return ordinary_positions([spike], 0).places[0].int().argmax(1)
+    return ordinary_positions(spike.survey.ids[:TEXTS], 0)
 
 
 def test_states_are_those_of_plain_masks(bundled, spike, found):  # noqa: F811

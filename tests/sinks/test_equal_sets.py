@@ -37,6 +37,7 @@ def test_two_thirds_of_a_layer_are_the_most_that_is_a_control(bundled, monkeypat
     sinks, width = sinks_of(bundled), bundled.target.d_mlp
     equal = equal_sets(sinks.survey, sinks.spikes[0].needs.units, set(sinks.spikes[0].needed_neurons), 0)
     assert equal.enough == enough
-    assert len(equal.busiest) == (int(MOST * width) if not enough else width - 1)
-    assert all(len(members) <= most * width for members in equal.random)
-    assert not {*sinks.spikes[0].needed_neurons} & {*equal.busiest}
+    busiest, *random = equal.sets
+    assert len(busiest) == (int(MOST * width) if not enough else width - 1)
+    assert all(len(members) <= most * width for members in random)
+    assert not {*sinks.spikes[0].needed_neurons} & {*busiest}

@@ -73,7 +73,8 @@ def two_spikes(**changes) -> PatchResult:
         "one_more": [[0.1, 0.0], [0.2, 0.1], [0.1, 0.0]],
     }
     arrays = {name: torch.tensor(values) for name, values in (fields | changes).items()}
-    rows = copies_rows(("a", "b"), ("layers 1-2", "layers 4-5"), **arrays)
+    read = torch.cat([arrays["along"], arrays["attention"], arrays["one_more"][:, None]], 1)
+    rows = copies_rows(("a", "b"), ("layers 1-2", "layers 4-5"), read, arrays["one_copy"])
     given = {"verdict": "given", "reason": "it was given.", "sites": (Neuron(4, None, 7),)}
     return PatchResult(**given, words=2, repeats=64, proof=tuple(rows))
 

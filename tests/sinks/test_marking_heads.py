@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from raw_kit import inputs_edited, residuals
 
 from sinkscope.results.notation import Head, read_head
 from sinkscope.results.row import Row
-from sinkscope.sinks.first_tokens import along_first, count_margin, heads_that_mark, heads_up_to, spike_of
-from sinkscope.sinks.spikes.edited import left_of, means_of
-from sinkscope.sinks.spikes.find import find_sinks
-from sinkscope.sinks.spikes.marks import marking_heads
-from sinkscope.sinks.spikes.spike import Parts
+from sinkscope.sinks.spikes.edited import means_of, share_left
+from sinkscope.sinks.spikes.find import find_sinks, spike_of
+from sinkscope.sinks.spikes.marks import along_first, heads_that_mark, heads_up_to, marking_heads
 
 pytestmark = pytest.mark.few_texts
 
@@ -29,7 +26,7 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 def measured(o: Organism, folder: Path) -> dict[str, Row]:
     setup = setup_of(o, text=text_file(o, folder, 8, seed=9))
-    return {row.name: row for row in heads_that_mark(setup, count=12)}
+    return {row.name: row for row in heads_that_mark(setup, spike_of(setup), count=12)}
 
 
 def heads_of(found: dict[str, Row]) -> set[Head]:
@@ -62,7 +59,7 @@ def check(o: Organism, found: dict[str, Row]):
     assert every.get("left") <= 0.01 and fewest.get("left") <= 0.1 + every.get("left")
     random = found["random heads"].get("left")
     assert random >= 0.3 + fewest.get("left")  # the worst of a dozen sets, which may hold heads of other groups
-    assert "heads of equal attention" in found and fewest.numbers["heads"].margin is not None
+    assert "heads of equal attention" in found
     assert {(head.layer, head.head) for head in heads_of(found)} == {(truth.marking_layer, head) for head in planted}
     for head in heads_of(found):
         for group, left in zip(groups, found[str(head)].numbers["left"].by_text, strict=True):
@@ -111,7 +108,7 @@ def test_what_is_left_without_a_set_is_that_of_hooks_of_our_own(tmp_path):
         ]
     )
     torch.testing.assert_close(along, expected, rtol=1e-3, atol=1e-3)
-    left = left_of(along).mean(1)
+    left = share_left(along[1:], along[:1]).mean(1)
     torch.testing.assert_close(left, expected[1:].mean(1) / expected[0].mean(), rtol=1e-3, atol=1e-3)
 
 
@@ -140,29 +137,15 @@ def test_a_set_is_judged_as_one(left_without, marking):
     assert {head.head for head in found} == (marking or set())
 
 
-def test_the_margin_of_the_count_is_that_of_a_bootstrap_over_tokens():
-    """Half of the tokens need one head, the others four: the mean over a sample needs between one and four."""
-    order = [Head(0, number) for number in range(6)]
-
-    def judge(sets: Sequence[Parts], mixed: bool = True) -> torch.Tensor:
-        sizes = torch.tensor([float(len(some)) for some in sets])[:, None]
-        needs = torch.tensor([1.0, 4.0] * 6 if mixed else [2.0] * 12)
-        return 1 - (sizes / needs).clamp(max=1)
-
-    margin = count_margin(order, judge)
-    assert margin is not None and 0.2 < margin < 1.5
-    assert count_margin(order, lambda sets: judge(sets, mixed=False)) == 0
-    assert count_margin(order, lambda sets: judge(sets)[:, :2]) is None
-
-
 def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(llama):
     o, setup = llama
     unmarked = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
-    none = heads_that_mark(replace(setup, bos=None), tokens=[o.tokenizer.decode([unmarked])])
+    none = heads_that_mark(replace(setup, bos=None), spike_of(setup), tokens=[o.tokenizer.decode([unmarked])])
     assert [(row.name, row.get("have"), row.get("tried")) for row in none] == [("tokens", 0, 1)]
 
 
 def test_layers_without_attention_have_no_heads():
-    found = heads_that_mark(measured_spikes(find_sinks, "hybrid", "lfm2")[1], count=4)
+    setup = measured_spikes(find_sinks, "hybrid", "lfm2")[1]
+    found = heads_that_mark(setup, spike_of(setup), count=4)
     rows = {row.name: row for row in found}
     assert rows["all heads"].get("heads") and {head.layer for head in heads_of(rows)} == {0}

@@ -18,7 +18,8 @@ from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.notation import Neuron
-from sinkscope.sinks.first_tokens import heads_that_mark
+from sinkscope.sinks.spikes.find import spike_of
+from sinkscope.sinks.spikes.marks import heads_that_mark
 from sinkscope.sinks.spikes.records import SpikeResult, part_of
 
 pytestmark = pytest.mark.few_texts
@@ -101,7 +102,7 @@ def test_circuit_heads_patch_attack_and_repeat_say_the_same_under_drawn_gauges(t
     old, new = (
         {
             renamed(row.name, own) if row.name[0] == "L" else row.name: row.get("left")
-            for row in heads_that_mark(setup, count=6)
+            for row in heads_that_mark(setup, spike_of(setup), count=6)
         }
         for setup, own in zip(setups, (names, Names()), strict=True)
     )
@@ -157,5 +158,5 @@ def test_cancelling_neurons_are_writers_and_change_no_effect(tmp_path):
     one, other = spike_under("plain", cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5)), tmp_path)
     assert effects(one) == pytest.approx(effects(other), **CLOSE)
     writers, others = (list(spike.table("writers").values()) for spike in (one, other))
-    assert len(others) == len(writers) + 5 and not other.table("backups")
+    assert len(others) == len(writers) + 5 and "backup" not in {row.note for row in others}
     assert [sum(row.get("share") for row in rows) for rows in (writers, others)] == pytest.approx([1, 1], **CLOSE)

@@ -24,10 +24,9 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.models.text import text_rows
 from sinkscope.results.result import Result
 from sinkscope.results.row import row_of
-from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.patch import AFTER, PatchResult, Verdict, copies_rows, verdict_of
 from sinkscope.sinks.patch import patch as measured
-from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.spikes.find import sinks_of, spike_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -99,8 +98,10 @@ def test_only_words_that_need_repair_prove_it():
 
     def with_copies(intact, patched=(0.1, 0.1, 0.1), one_copy=(0.1, 0.1, 0.1), attention=(0.9, 0.1)):
         along, given = torch.tensor([[intact], [patched], [intact]]), torch.tensor(attention)[[0, 1, 0], None, None]
-        read = along, torch.tensor([one_copy]), given.expand(3, 1, 3), torch.zeros(3, 3)
-        return replace(made, words=3, proof=(*copies_rows("abc", ("layers 1-2",), *read), cost))
+        read = torch.cat([along, given.expand(3, 1, 3), torch.zeros(3, 1, 3)], 1)
+        return replace(
+            made, words=3, proof=(*copies_rows("abc", ("layers 1-2",), read, torch.tensor([one_copy])), cost)
+        )
 
     some = with_copies((0.25, 0.9, 0.8))
     assert verdict_of(some, 0.01)[0] == "made"

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.spikes.places import split_by_label
+from sinkscope.sinks.spikes.spike import split_by_label
 from sinkscope.sinks.thresholds import LEAST_CASES
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60

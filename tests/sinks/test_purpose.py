@@ -11,8 +11,8 @@ from test_spikes import bundled  # noqa: F401  (a fixture)
 from torch import nn
 
 from sinkscope.results.row import of_table
-from sinkscope.sinks.spikes.asked import BEGIN, hidden_of, purpose_of
-from sinkscope.sinks.spikes.edited import Batch, SpikeTexts, read
+from sinkscope.sinks.spikes.asked import BEGIN, purpose_of
+from sinkscope.sinks.spikes.edited import Batch, read
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.records import PURPOSE_CONTROLS
 
@@ -79,16 +79,19 @@ def test_another_value_is_that_of_plain_attention(bundled, batch, mean):  # noqa
 
 
 def test_every_way_is_there_with_its_interval_and_controls(bundled):  # noqa: F811
-    spike = sinks_of(bundled).spikes[0].reported
-    hidden = hidden_of(SpikeTexts.of(spike), 1)
-    assert hidden.note == "from layer 2 on" and len(hidden.numbers["loss"].by_text) == len(spike.survey.ids)
-    rows = purpose_of(spike, 1, hidden, 0)
+    circuit = sinks_of(bundled).spikes[0]
+    hidden = circuit.hidden
+    assert hidden.note == "from layer 2 on" and len(hidden.numbers["loss"].by_text) == len(circuit.reported.survey.ids)
+    rows, again = purpose_of([circuit, circuit])
+    assert rows == again
     purpose, controls = of_table(rows, "purpose"), of_table(rows, PURPOSE_CONTROLS)
     assert list(purpose) == ["intact", "hidden in all layers", "hidden", "value zero", "mean value"]
     assert purpose["hidden"].numbers["loss"] == hidden.numbers["loss"]  # one number, wherever it is said
     assert all(row.margin("loss") for name, row in (purpose | controls).items() if name != "intact")
-    assert len(controls) == 2
-    assert [name for name, row in purpose.items() if "taker" in row.numbers] == ["hidden in all layers"]
+    assert list(controls) == ["most attended key hidden"]
+    assert purpose["hidden in all layers"].get("taker_heads") == purpose["intact"].get(
+        "heads"
+    )  # the next one takes over
     assert purpose["hidden"].get("heads") < purpose["intact"].get("heads")
 
 
@@ -96,7 +99,6 @@ def test_a_pass_that_begins_where_it_acts_reads_what_a_whole_pass_reads(bundled,
     target, length = bundled.target, batch.ids.shape[1]
     unseen = batch.places[0][:, None].expand(-1, length, -1)
     late = replace(batch, unseen=unseen, layers=range(2, target.n_layers))
-    assert late.acts_at == 2 and late.start(2) is not None
     asked = {"heads": [2, 3], "loss": True}
     for name, one in read(late, **asked)._asdict().items():
         other = getattr(read(replace(late, texts=None), **asked), name)

@@ -12,9 +12,8 @@ from refusals import refused
 
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repeat import TAIL, Repeat, Sweep, half_reached, repeat
-from sinkscope.sinks.spikes.find import find_sinks
+from sinkscope.sinks.repeat import TAIL, Repeat, contrasts, half_reached, repeat
+from sinkscope.sinks.spikes.find import find_sinks, spike_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -59,7 +58,7 @@ def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama, setup):
         assert (alone[-1] >= 0.5) == (count == marked)
     assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
-    says = f"1 of 2 tokens reaches half of the first token's spike in {result.conditions[0]}"
+    says = f"Half of the first token's spike is reached by 1 of 2 tokens in {result.conditions[0]}"
     control = f"one copy: {controls_of(result)['one copy']:.0%} of it"
     assert result.conclusion() == f"{says} within {4 * expected:,} copies ({control})."
 
@@ -89,7 +88,7 @@ def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
     copies = torch.tensor([[bos, *[result.ids[0]] * count]])
-    single, _ = Sweep(setup, 1, copies).contrasts()
+    single, _ = contrasts(setup, copies, count)
     ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
     every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
     fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())

@@ -61,7 +61,7 @@ TABLES = st.tuples(
     rows("writers", NEURONS, ("share", "left"), notes=ROLES),
     rows("components", PARTS, ("share",)),
     rows("erasers", PARTS, ("share",)),
-    rows("marks", PARTS, ("left", "heads", "intact"), ("others", "sets")),
+    rows("marks", PARTS, ("left",), ("others", "sets")),
     rows("effects", st.sampled_from(["everywhere", "hidden"]), ("left",), EFFECT),
     rows("controls", st.just("random"), ("left", "sets", "reached", "size"), (*EFFECT, "norm")),
     rows("alone", NEURONS, ("left", "heads"), ("loss",)),
@@ -129,7 +129,7 @@ def test_the_conclusion_names_the_fewest_neurons_and_says_whether_the_strongest_
     said = needed_sentence(replace(one, needed=tuple(f"L{number}.E7.N50000" for number in range(count))))
     assert said.startswith("L0.E7.N50000 ") and ("more" in said.partition(" for ")[0]) == (count > 2)
     assert len(said.split()) <= 30 and not re.search(r"nan|None|-0\.00\b|-0%", said)
-    assert ("no more than" in said) == (beside >= loss - (margin or 0.0)) and (" nats a token" in said)
+    assert ("as much" in said) == (beside >= loss - (margin or 0.0)) and (" nats a token" in said)
     assert ("random others" in said) == random and strong.numbers["loss"].digits(beside) in said
 
 

@@ -80,11 +80,9 @@ class Circuit {
     return element("table", { class: "outcomes" }, element("tbody", {}, ...lines));
   }
 
-  /** How far the norm stands out; twice, where dimensions that are large at all positions hide the spike. */
+  /** How far the norm stands out. */
   ratio(norm) {
-    const [ratio, beside] = [numberOf(norm, "ratio"), numberOf(norm, "ratio_beside")];
-    if (ratio >= 3) return `${times(ratio)} the typical norm`;
-    return `${times(ratio)} the typical norm, or ${times(beside)} without dimensions that are large at all positions`;
+    return `${times(numberOf(norm, "ratio"))} the typical norm`;
   }
 
   /** A title, and a row for each part: its name, a bar, and numbers. */

@@ -20,10 +20,9 @@ from sinkscope.measure import Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.neurons import norms_of
 from sinkscope.results.notation import Head, Neuron
-from sinkscope.sinks.spikes.find import Sinks, sinks_of
+from sinkscope.sinks.spikes.find import Sinks, sinks_of, why_sink
 from sinkscope.sinks.spikes.result import WhySink
 from sinkscope.sinks.thresholds import STANDS_OUT
-from sinkscope.sinks.why_sink import why_sink
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 S = TypeVar("S", bound="ModelSink")  # the shape checks of the tests refuse typing.Self
@@ -71,7 +70,7 @@ class ModelSink:
         """The neurons that write the spike with most readers, if it needs neurons."""
         if not self.sinks.spikes or not self.sinks.spikes[0].needed_neurons:
             return ()
-        return self.sinks.spikes[0].writers
+        return tuple(self.sinks.spikes[0].calibrated)
 
     @property
     def marks(self) -> list[Head]:

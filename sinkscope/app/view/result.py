@@ -15,7 +15,8 @@ from sinkscope.app.report import not_measured
 from sinkscope.measure import Result
 from sinkscope.results.row import Card
 from sinkscope.results.tables import MOST_ROWS, Table
-from sinkscope.sinks.spikes.records import SpikeResult, span
+from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.spike import span
 
 LEVELS = 255
 DARKEST = 1e-9  # has the code 0; still smaller numbers are slow to take roots of

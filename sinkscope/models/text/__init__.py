@@ -173,26 +173,13 @@ def check_varied(tokenizer: Any, tokens: Int[Tensor, "*pos"]) -> None:
 # -- four kinds --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TextRows:
-    """Texts of equal length.
-
-    Attributes:
-        ids: Their tokens.
-        kinds: The kind of each text; empty words for texts of the user's own.
-    """
-
-    ids: Int[Tensor, "text pos"]
-    kinds: tuple[str, ...]
-
-
 @cache
 def documents(kind: str) -> tuple[str, ...]:
     """Return the documents of a kind; no two of them are pieces of one document."""
     return tuple(_shipped(f"kinds/{kind}.txt").removesuffix("\n").split(BETWEEN))
 
 
-def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | None) -> TextRows:
+def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | None) -> Int[Tensor, "text pos"]:
     """Return texts of four kinds in turn, each the beginning of a document of its own.
 
     Documents with even numbers are for what chooses, the others for what is reported. A document that is shorter than
@@ -209,19 +196,18 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
         SinkscopeError: There is no room for text, or this tokenizer turns it into one repeated token.
     """
     start = _start(tokenizer, length, bos)
-    pieces, kinds = list[list[int]](), list[str]()
+    pieces: list[list[int]] = []
     for number in range(MOST):
         for kind in KINDS:
             own = documents(kind)[half == "report" :: 2]
             piece = _piece(tokenizer, (*own[number:], *own[:number]), length - len(start))
             if piece is not None and number < len(own):
                 pieces.append(piece)
-                kinds.append(kind)
             elif number == 0:
                 raise SinkscopeError(f"this tokenizer makes too few tokens of the {kind} in the package")
     tokens = torch.tensor(pieces[:rows], dtype=torch.long)
     check_varied(tokenizer, tokens)
-    return TextRows(torch.cat([start.expand(len(tokens), -1), tokens], 1), tuple(kinds[:rows]))
+    return torch.cat([start.expand(len(tokens), -1), tokens], 1)
 
 
 def _piece(tokenizer: Any, documents: Iterable[str], length: int) -> list[int] | None:

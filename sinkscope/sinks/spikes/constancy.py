@@ -11,106 +11,30 @@ before the first spike of a place and after the spike, each beside an ordinary p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.engine.actor import Actor
-from sinkscope.engine.attention import Attention
-from sinkscope.engine.run import Run
-from sinkscope.engine.step import Step
+from sinkscope.engine.attention import Attention, AttentionRows
+from sinkscope.engine.tap import attention_rows
 from sinkscope.engine.visible import shown
-from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, on_hidden, on_input
 from sinkscope.results.row import Kind, Mean, Row, row_of
-from sinkscope.sinks.spikes.asked import LAST, ordinary_positions, with_causes
+from sinkscope.sinks.spikes.asked import LAST, TEXTS, ordinary_positions, rows_at
 from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
 
 States = Float[Tensor, "layer text d_model"]
-
-
-@dataclass(frozen=True, eq=False)
-class Keys(Intervention, Actor):
-    """Reads values and scores of keys in some layers.
-
-    Attributes:
-        at: Positions of the keys in each text.
-        layers: The layers.
-        values: Norm of the value of each key over the typical one, by layer.
-        common: Share of its score above other keys, mean square over later queries, that their mean holds, by layer.
-    """
-
-    at: Int[Tensor, "key text"]
-    layers: Sequence[int]
-    values: dict[int, Float[Tensor, "key head text"]] = field(default_factory=dict)
-    common: dict[int, Float[Tensor, "key head text"]] = field(default_factory=dict)
-
-    def enter(self, run: Run, key: int) -> None:
-        """Listen to attention."""
-        run.act(self)
-
-    def attends(self, step: Step) -> bool:
-        """Return True: every call has keys."""
-        return True
-
-    def attend(self, step: Step, attention: Attention) -> None:
-        """Read the values of a layer, and the scores of its queries."""
-        layer, text = attention.layer, torch.arange(self.at.shape[1])
-        if layer not in self.layers:
-            return
-        heads = attention.query.shape[1]
-        norms = per_query_head(attention.value, heads).float().norm(dim=-1).expand(-1, heads, -1).cpu()
-        typical = norms[:, :, 1:].median(-1).values.clamp(min=SMALLEST)
-        self.values[layer] = torch.stack([(norms[text, :, at] / typical).T for at in self.at])
-
-        scores, visible = scores_of(attention)
-        self.common[layer] = torch.stack([common_of(scores.cpu(), visible.cpu(), at) for at in self.at])
-
-
-def scores_of(
-    attention: Attention,
-) -> tuple[Float[Tensor, "text head query key"], Bool[Tensor, "text _ query key"]]:
-    """Return the scores of all queries before the softmax, in which small weights are lost; and which keys are seen."""
-    heads = attention.query.shape[1]
-    scores = attention.query.float() @ per_query_head(attention.key, heads).float().mT * attention.scaling
-    if attention.softcap is not None:
-        scores = torch.tanh(scores / attention.softcap) * attention.softcap
-    mask = attention.visible.mask_by_head(heads)
-    visible = attention.visible.sees()
-    if mask.is_floating_point():  # ALiBi adds to scores
-        scores = scores + mask.float().masked_fill(~shown(mask), 0)
-    return scores, visible.all(1, keepdim=True)
-
-
-def common_of(
-    scores: Float[Tensor, "text head query key"], visible: Bool[Tensor, "text _ query key"], at: Int[Tensor, " text"]
-) -> Float[Tensor, "head text"]:
-    """Return the share of a key's score above other keys that is there for every query, by head and text.
-
-    Args:
-        scores: Scores of all queries; what a query adds to all of them falls out of the difference.
-        visible: Which keys they see.
-        at: The key of each text.
-    """
-    text, sees = torch.arange(len(at)), visible[:, :, LAST:]
-    others = sees.clone()
-    others[text, :, :, at] = False
-    others[..., 0] = False
-    score = scores[:, :, LAST:]
-    mean = (score * others).sum(-1) / others.sum(-1).clamp(min=1)
-    above = (score[text, :, :, at] - mean).masked_fill(~sees[text, :, :, at], torch.nan)
-    return (above.nanmean(-1).square() / above.square().nanmean(-1).clamp(min=SMALLEST)).T
+PerHead = Float[Tensor, "key head text"]
 
 
 @torch.no_grad()
-def constancy_of(spike: Spike, begins: int, sufficient: Sequence[str], seed: int) -> list[Row]:
+def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: int) -> list[Row]:
     """Measure how constant a spike makes the first token.
 
     Args:
@@ -122,40 +46,73 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[str], seed: int
     Returns:
         Rows of the table "constant"; none where no head reads the place, or no other position becomes one.
     """
-    target = spike.survey.target
-    earlier, reading = [layer for layer in target.attending if layer <= begins], reading_heads(spike)
+    survey, place, reading = spike.survey, spike.place.mask, dict[int, Tensor]()
+    target, received = survey.target, survey.received(place).nanmean(-1) > READS
+    for layer in target.attending:  # whose input has at least half of the spike at the place
+        there = float(spike.along(survey.entered[layer][place]).mean())
+        if layer in spike.reading_layers and there >= HALF and bool(received[layer].any()):
+            reading[layer] = received[layer]
+    earlier = [layer for layer in target.attending if layer <= begins]
     if not earlier or not reading:
         return []
     first, after, depth = earlier[-1], min(reading), max(*reading, spike.peak) + 1
     # 1. states
-    ordinary = ordinary_positions([spike], seed)
-    at, states = ordinary.places[0].int().argmax(1), states_of(with_causes(ordinary, sufficient), depth)
+    ids = survey.ids[:TEXTS]
+    at = ordinary_positions(ids, seed)
+    states = states_of(rows_at([spike], ids, at, sufficient), depth)
     became = spike.along(states[spike.peak + 1]) >= HALF
     if int(became.sum()) < 2:
         return []
-    place, ordinary_place = cosines(states[:, became]), cosines(states_of(ordinary, depth)[:, became])
-    heads = f"{sum(int(heads.sum()) for heads in reading.values())} heads from layer {after} on, beside layer {first}"
-    rows = [constant_of("state", torch.stack([place, ordinary_place], 1)[[first, after]], heads)]
+    ordinary = states_of(rows_at([spike], ids, at), depth)
+    constant = torch.stack([cosines(some[:, became]) for some in (states, ordinary)], 1)
+    heads = f"{sum(int(own.sum()) for own in reading.values())} heads from layer {after} on, beside layer {first}"
+    rows = [constant_of("state", constant[[first, after]], heads)]
     # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
-    keys = Keys(torch.stack([torch.zeros_like(at), at]), [first, *reading])
-    with under(keys, target):
-        target.forward(ordinary.ids, last_layer=depth - 1)
-    every = torch.ones(target.n_heads, dtype=torch.bool)
-    for name, by_layer in {"value": keys.values, "score": keys.common}.items():
-        before, behind = over_heads(by_layer, {first: every}), over_heads(by_layer, reading)
-        rows.append(constant_of(name, torch.stack([before, behind])))
+    keys, values, common = torch.stack([torch.zeros_like(at), at]), dict[int, PerHead](), dict[int, PerHead]()
+
+    def see(seen: AttentionRows) -> None:
+        assert seen.call is not None
+        values[seen.layer], common[seen.layer] = values_of(seen.call, keys), common_of(seen.call, keys)
+
+    with attention_rows(target, see, layers=[first, *reading], rows_per_chunk=ids.shape[1]):
+        target.forward(ids, last_layer=depth - 1)
+    for name, by_layer in {"value": values, "score": common}.items():
+        behind = torch.cat([by_layer[layer][:, own] for layer, own in reading.items()], 1)
+        rows.append(constant_of(name, torch.stack([by_layer[first].nanmean(1), behind.nanmean(1)])))
     return rows
 
 
-def reading_heads(spike: Spike) -> dict[int, Bool[Tensor, " head"]]:
-    """Return the heads that attend to the place, in each layer whose input has at least half of the spike there."""
-    survey, place, heads = spike.survey, spike.place.mask, dict[int, Tensor]()
-    received = survey.received(place).nanmean(-1)
-    for layer in survey.target.attending:
-        there = float(spike.along(survey.entered[layer][place]).mean())
-        if layer in spike.reading_layers and there >= HALF and bool((received[layer] > READS).any()):
-            heads[layer] = received[layer] > READS
-    return heads
+def values_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
+    """Return the norm of the value of keys over the typical one."""
+    heads, text = attention.query.shape[1], torch.arange(keys.shape[1])
+    norms = per_query_head(attention.value, heads).float().norm(dim=-1).expand(-1, heads, -1).cpu()
+    typical = norms[:, :, 1:].median(-1).values.clamp(min=SMALLEST)
+    return torch.stack([(norms[text, :, at] / typical).T for at in keys])
+
+
+def common_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
+    """Return the share of the scores of keys above other keys that is there for every query, mean square over queries.
+
+    Scores are read before the softmax, in which small weights are lost. What a query adds to all of them falls out of
+    the difference.
+    """
+    heads, text = attention.query.shape[1], torch.arange(keys.shape[1])
+    scores = attention.query.float() @ per_query_head(attention.key, heads).float().mT * attention.scaling
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    mask = attention.visible.mask_by_head(heads)
+    if mask.is_floating_point():  # ALiBi adds to scores
+        scores = scores + mask.float().masked_fill(~shown(mask), 0)
+    score, sees = scores.cpu()[:, :, LAST:], attention.visible.sees().all(1, keepdim=True).cpu()[:, :, LAST:]
+    common: list[Tensor] = []
+    for at in keys:
+        others = sees.clone()
+        others[text, :, :, at] = False
+        others[..., 0] = False
+        mean = (score * others).sum(-1) / others.sum(-1).clamp(min=1)
+        above = (score[text, :, :, at] - mean).masked_fill(~sees[text, :, :, at], torch.nan)
+        common.append((above.nanmean(-1).square() / above.square().nanmean(-1).clamp(min=SMALLEST)).T)
+    return torch.stack(common)
 
 
 def states_of(batch: Batch, depth: int) -> States:
@@ -167,8 +124,7 @@ def states_of(batch: Batch, depth: int) -> States:
         states.append(hidden.reshape(*batch.ids.shape, -1)[batch.places[0].to(hidden.device)].float().cpu())
 
     hooks: list[Hook] = [(target.layers[0], "first", on_input(keep))]
-    for layer in range(depth):
-        hooks.append((target.layers[layer], "post", on_hidden(keep)))
+    hooks += [(target.layers[layer], "post", on_hidden(keep)) for layer in range(depth)]
     with batch.acting(), target.hooks(*hooks):
         target.forward(batch.ids, last_layer=depth - 1, **batch.inputs())
     return torch.stack(states)
@@ -177,13 +133,7 @@ def states_of(batch: Batch, depth: int) -> States:
 def cosines(states: States) -> Float[Tensor, "layer text"]:
     """Return the mean cosine of each text's state to the states of all other texts, at the input of each layer."""
     unit = torch.nn.functional.normalize(states, dim=-1)
-    between = unit @ unit.mT
-    return (between.sum(-1) - 1) / (len(unit[0]) - 1)
-
-
-def over_heads(read: dict[int, Float[Tensor, "key head text"]], heads: dict[int, Tensor]) -> Float[Tensor, "key text"]:
-    """Return the mean over some heads of each layer."""
-    return torch.cat([read[layer][:, own] for layer, own in heads.items()], 1).nanmean(1)
+    return ((unit @ unit.mT).sum(-1) - 1) / (len(unit[0]) - 1)
 
 
 def constant_of(name: str, read: Float[Tensor, "when where text"], note: str = "") -> Row:

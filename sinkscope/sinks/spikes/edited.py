@@ -22,13 +22,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sinkscope.engine.actor import Actor
-from sinkscope.engine.attention import Attention, AttentionRows
-from sinkscope.engine.run import Run
-from sinkscope.engine.step import Step
+from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.files.progress import report_progress
-from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
@@ -36,7 +33,7 @@ from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.neurons import groups_of, heads_point, neurons_point
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.results.notation import Component, Head, Neuron
+from sinkscope.results.notation import Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
@@ -87,16 +84,6 @@ class Batch:
         """The model."""
         return self.spikes[0].survey.target
 
-    @property
-    def acts_at(self) -> int:
-        """The first layer in which anything acts."""
-        layers = [part.layer or 0 for parts in self.edits for part in parts]
-        if self.unseen is not None or self.value is not None:
-            layers += [0] if self.layers is None else self.layers[:1]
-        if self.positions is not None:
-            layers.append(0)
-        return min(layers, default=self.target.n_layers - 1)
-
     def some(self, rows: Int[Tensor, " row"]) -> Batch:
         """Return some of the rows."""
         own: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -110,40 +97,30 @@ class Batch:
         positions = None if self.positions is None else self.positions[:, :end]
         return replace(self, ids=self.ids[:, :end], places=places, unseen=unseen, positions=positions)
 
-    def start(self, layer: int) -> LayerInput | None:
-        """Return what a pass may start with at a layer; None: it starts at the first."""
-        if self.texts is None:
-            return None
-        return self.spikes[0].survey.start(layer, self.texts, self.ids.shape[1])
-
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Context manager in which everything acts that is done to the rows."""
-        target, edits = self.target, list[Intervention]()
+        """Context manager in which everything acts that is done to the rows: each part is edited in its own rows."""
+        target, place, hooks = self.target, self.places[0], list[Hook]()
         layers = [layer for layer in target.attending if self.layers is None or layer in self.layers]
-        if self.unseen is not None and layers:
-            edits.append(HideCells(self.unseen, layers))
-        if self.value is not None:
-            edits.append(ReplaceValue(int(self.places[0][0].nonzero()[0]), tuple(layers), self.value == "mean"))
-        with ExitStack() as stack:
-            for edit in edits:
-                stack.enter_context(under(edit, target))
-            stack.enter_context(target.hooks(*self.hooks()))
-            yield
-
-    def hooks(self) -> list[Hook]:
-        """Return the hooks that edit parts, each in its own rows."""
-        hooks, place = list[Hook](), self.places[0][..., None]
         members, parts = list(map(frozenset, self.edits)), dict.fromkeys(chain(*self.edits))
+
+        def removes(some: Sequence[Part]) -> Bool[Tensor, "row 1 part"]:
+            return torch.tensor([[part in own for part in some] for own in members])[self.edit_of, None]
+
         for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
-            removes = torch.tensor([[site in own for site in group.sites] for own in members])[self.edit_of, None]
-            hooks.append(neurons_point(self.target, group).rows(removes & (place | self.everywhere), torch.zeros_like))
-        for part in parts:
-            if not isinstance(part, Neuron):
-                removes = torch.tensor([part in own for own in members])[self.edit_of, None, None]
-                for point in hook_points_of(self.target, part):
-                    hooks.append(point.rows(removes & place, partial(_expanded, self.values[part])))
-        return hooks
+            where = removes(group.sites) & (place[..., None] | self.everywhere)
+            hooks.append(neurons_point(target, group).rows(where, torch.zeros_like))
+        for part in [part for part in parts if not isinstance(part, Neuron)]:
+            where, new = removes([part]) & place[..., None], self.values[part]
+            hooks += [point.rows(where, lambda _, new=new: new) for point in hook_points_of(target, part)]
+        with ExitStack() as stack:
+            if self.unseen is not None and layers:
+                stack.enter_context(under(HideCells(self.unseen, layers), target))
+            if self.value is not None:
+                position = int(place[0].nonzero()[0])
+                stack.enter_context(other_value(target, layers, position, mean=self.value == "mean"))
+            stack.enter_context(target.hooks(*hooks))
+            yield
 
     def inputs(self) -> dict[str, Any]:
         """Return the position ids; and a mask, without which ids that jump would be read as those of packed texts."""
@@ -151,10 +128,6 @@ class Batch:
             return {}
         positions = self.positions.to(self.target.device)
         return {"attention_mask": torch.ones_like(positions), "position_ids": positions}
-
-
-def _expanded(new: Float[Tensor, " d"], values: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
-    return new.to(values).expand_as(values)
 
 
 class Reading(NamedTuple):
@@ -183,18 +156,19 @@ def read(batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, since: 
         loss: Whether the loss is read, of a model in memory.
         since: The first position whose attention and loss are read.
     """
-    target, (count, length) = batch.target, batch.ids.shape
-    words, size = int(target.config.vocab_size), count
-    step = -(-length * words // LOGITS)
-    positions = torch.arange(step - 1, length - 1, step)
-    positions = positions[positions >= since]
+    target, (count, length), positions = batch.target, batch.ids.shape, None
+    size, layers = count, [layer for layer in target.attending if layer in heads]
     if target.resident:
         size = rows_at_once(length, max(target.d_mlp, target.d_model))
-        if loss or batch.value == "mean":  # that is a mean over the rows of a pass: as many, whatever is read
+        if loss:
+            words = int(target.config.vocab_size)
+            step = -(-length * words // LOGITS)
+            positions = torch.arange(step - 1, length - 1, step)
+            positions = positions[positions >= since]
             size = min(size, max(1, 2 * MOST_NUMBERS // (max(1, len(positions)) * words)))
-    layers, passes = [layer for layer in target.attending if layer in heads], list[Reading]()
+    passes: list[Reading] = []
     for rows in torch.arange(count).split(size):
-        passes.append(_read(batch.some(rows), layers, positions if loss and target.resident else None, since))
+        passes.append(_read(batch.some(rows), layers, positions, since))
         if size < count:
             report_progress("removals", len(passes), -(-count // size))
     return Reading(*map(torch.cat, zip(*passes, strict=True)))
@@ -202,24 +176,27 @@ def read(batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, since: 
 
 def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] | None, since: int) -> Reading:
     """Read rows in one pass. Before the layer at which it starts, nothing acts and nothing is read."""
-    target, ids, spikes, place = batch.target, batch.ids, batch.spikes, batch.places[0]
-    reading = Reading(
-        torch.full((len(ids), len(spikes)), torch.nan),
-        torch.zeros(len(ids), target.n_layers, target.n_heads),
-        torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan),
-    )
+    target, ids, spikes = batch.target, batch.ids, batch.spikes
+    along = torch.full((len(ids), len(spikes)), torch.nan)
+    attention = torch.zeros(len(ids), target.n_layers, target.n_heads)
+    loss = torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan)
 
     def at_peak(number: int, hidden: Tensor) -> None:
         own = batch.places[number]
         there = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
-        reading.along[:, number] = mean_by_row(spikes[number].along(there), own)
+        along[:, number] = mean_by_row(spikes[number].along(there), own)
 
     def attend(rows: AttentionRows) -> None:
         received, seen = given_later(rows.probs, rows.visible, since)
-        reading.attention[:, rows.layer] = to_place(received, seen, place[:, None])
+        attention[:, rows.layer] = to_place(received, seen, batch.places[0][:, None])
 
-    begins, last = min([batch.acts_at, *layers]), max([*layers, *(spike.peak for spike in spikes)])
-    start, hooks = batch.start(begins), list[Hook]()
+    acts = [*layers, *[part.layer or 0 for part in chain(*batch.edits)]]
+    if batch.unseen is not None or batch.value is not None:
+        acts += [0] if batch.layers is None else batch.layers[:1]
+    begins = min(acts, default=target.n_layers - 1) if batch.positions is None else 0
+    start, hooks = None, list[Hook]()
+    if batch.texts is not None:
+        start = spikes[0].survey.start(begins, batch.texts, ids.shape[1])
     for number, spike in enumerate(spikes):
         if start is None or spike.peak >= begins:
             hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
@@ -231,10 +208,11 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         stack.enter_context(batch.acting())
         stack.enter_context(target.hooks(*hooks))
         if positions is None:
+            last = max([*layers, *(spike.peak for spike in spikes)])
             target.forward(ids, last_layer=last, start=start, **batch.inputs())
         else:
-            reading.loss[:, positions] = losses_at(target, ids, positions, start)
-    return reading
+            loss[:, positions] = losses_at(target, ids, positions, start)
+    return Reading(along, attention, loss)
 
 
 def takes_positions(target: Target) -> bool:
@@ -242,50 +220,35 @@ def takes_positions(target: Target) -> bool:
     return "position_ids" in forward_parameters(type(target.base))
 
 
-@dataclass(frozen=True, eq=False)
-class ReplaceValue(Intervention, Actor):
-    """Later queries keep their attention to a position, and read another value from it.
+@contextmanager
+def other_value(target: Target, layers: Sequence[int], position: int, *, mean: bool) -> Iterator[None]:
+    """Context manager: later queries keep their attention to a position, and read another value from it.
 
-    Attributes:
-        position: The position.
+    Each head gives its attention to the position, times the change of the value, in addition.
+
+    Args:
+        target: The model.
         layers: The layers.
-        mean: Whether it is the mean value of ordinary tokens; else it is zero.
-        kept: Attention to the position, and the change of its value, of the layer that is computed.
+        position: The position.
+        mean: Whether they read the mean value of ordinary tokens of the rows of the pass; else zero.
     """
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    position: int
-    layers: tuple[int, ...]
-    mean: bool
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    def keep(rows: AttentionRows) -> None:
+        assert rows.call is not None
+        values = per_query_head(rows.call.value, rows.call.query.shape[1])
+        new = values[:, :, ORDINARY:].mean((0, 2)) if mean else values.new_zeros(())
+        given = rows.probs[..., position].clone()
+        given[..., : position + 1] = 0
+        kept[rows.layer] = given, new - values[:, :, position]
 
-    def enter(self, run: Run, key: int) -> None:
-        """Add, in each head, its attention to the position times the change of the value."""
-        run.act(self)
-        for layer in self.layers:
-            run.hook_edit(*heads_point(run.target, layer).hook(partial(self.edited, layer)))
-
-    def attends(self, step: Step) -> bool:
-        """Return True: every call has queries."""
-        return True
-
-    def attend(self, step: Step, attention: Attention) -> None:
-        """Keep what the layer's queries give to the position, and how its value changes."""
-        if attention.layer not in self.layers:
-            return
-        values = per_query_head(attention.value, attention.query.shape[1])
-        new = values[:, :, ORDINARY:].mean((0, 2)) if self.mean else values.new_zeros(())
-
-        def keep(rows: AttentionRows) -> None:
-            given = rows.probs[..., self.position].clone()
-            given[..., : self.position + 1] = 0
-            self.kept[attention.layer] = given, new - values[:, :, self.position]
-
-        attention.show(keep, chunk=attention.queries, gives_output=False)
-
-    def edited(self, layer: int, heads: Float[Tensor, "row query d"]) -> Float[Tensor, "row query d"]:
-        """Return what the heads give with another value at the position."""
-        given, change = self.kept.pop(layer)
+    def edited(layer: int, heads: Float[Tensor, "row query d"]) -> Float[Tensor, "row query d"]:
+        given, change = kept.pop(layer)
         return heads + torch.einsum("rhq,rhd->rqhd", given.to(change), change).reshape(heads.shape).to(heads)
+
+    hooks = [heads_point(target, layer).hook(partial(edited, layer)) for layer in layers]
+    with attention_rows(target, keep, layers=[*layers], rows_per_chunk=MOST_NUMBERS), target.hooks(*hooks):
+        yield
 
 
 # --- losses ---
@@ -328,19 +291,15 @@ class SpikeTexts:
     Attributes:
         spike: The spike.
         rows: Numbers of the texts.
-        others: Other spikes in the same survey whose projections are read beside.
-        values: What replaced parts write instead, as far as it is known.
     """
 
     spike: Spike
     rows: Int[Tensor, " text"]
-    others: tuple[Spike, ...] = ()
-    values: dict[Part, Float[Tensor, " d"]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, spike: Spike, others: Sequence[Spike] = ()) -> SpikeTexts:
+    def of(cls, spike: Spike) -> SpikeTexts:
         """Return all texts that have the place."""
-        return cls(spike, spike.place.mask.any(1).nonzero().flatten(), tuple(others))
+        return cls(spike, spike.place.mask.any(1).nonzero().flatten())
 
     @cached_property
     def attention(self) -> Float[Tensor, "layer head text"]:
@@ -358,27 +317,28 @@ class SpikeTexts:
         edits: Sequence[Parts],
         texts: Int[Tensor, " row"],
         edit_of: Int[Tensor, " row"],
+        others: Sequence[Spike] = (),
     ) -> Batch:
         """Return rows that read some texts, by their numbers in the survey, each under an edit."""
-        spikes = (self.spike, *self.others)
-        parts = {part for part in chain(*edits) if not isinstance(part, Neuron)}
-        self.values.update(means_of(self.spike, parts - self.values.keys()))
+        spikes = (self.spike, *others)
+        values = means_of(self.spike, {part for part in chain(*edits) if not isinstance(part, Neuron)})
         places = tuple(spike.place.mask[texts] for spike in spikes)
-        return Batch(
-            spikes, self.spike.survey.ids[texts], places, edits, edit_of=edit_of, values=self.values, texts=texts
-        )
+        return Batch(spikes, self.spike.survey.ids[texts], places, edits, edit_of=edit_of, values=values, texts=texts)
 
-    def at_place(self, edits: Sequence[Parts]) -> Float[Tensor, "edit spike text"]:
-        """Measure what is left of spikes in each text, in passes that end at their peaks and at the place."""
+    def at_place(self, edits: Sequence[Parts], others: Sequence[Spike] = ()) -> Float[Tensor, "edit spike text"]:
+        """Measure what is left of the spike, and of others, in each text, with parts removed at the place.
+
+        The passes end at their peaks and at the place.
+        """
         mask, rows = self.spike.place.mask, self.rows
         end = int(mask[rows].any(0).nonzero().max()) + 1
         ids, place = self.spike.survey.ids[rows, :end], mask[rows, :end]
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
         edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
-        batch = self.batch(edits, rows.repeat(len(edits)), edit_of).until_place()
+        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, others).until_place()
         along = read(batch).along.reshape(len(edits), len(rows), -1)
-        return self.left_of(along.transpose(1, 2), rows)
+        return share_left(along.transpose(1, 2), torch.stack([intact_along(spike, rows) for spike in batch.spikes]))
 
     def along(self, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
         """Measure what is left of the spike in each text, with parts removed at the place."""
@@ -391,13 +351,11 @@ class SpikeTexts:
         left = dict(zip(sets, self.along(sets).mean(1).tolist(), strict=True))
         return dict(sorted(left.items(), key=lambda item: abs(item[1])))
 
-    def left_of(self, along: Float[Tensor, "edit spike text"], rows: Tensor) -> Float[Tensor, "edit spike text"]:
-        """What is left in these texts: a ratio of means over texts, and how far each text moves it."""
-        intact: list[Tensor] = []
-        for spike in (self.spike, *self.others)[: along.shape[1]]:
-            place = spike.place.mask[rows]
-            intact.append(mean_by_row(spike.along(spike.survey.entered[spike.peak + 1, rows][place]), place))
-        return share_left(along, torch.stack(intact))
+
+def intact_along(spike: Spike, texts: Int[Tensor, " text"]) -> Float[Tensor, " text"]:
+    """Return the projection of the place on a spike's direction in some texts of its survey, as a share of it."""
+    place = spike.place.mask[texts]
+    return mean_by_row(spike.along(spike.survey.entered[spike.peak + 1, texts][place]), place)
 
 
 def share_left(
@@ -409,11 +367,6 @@ def share_left(
     return left + (edited - left * intact) / mean
 
 
-def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
-    """Return what is left under each edit, from projections of the intact state and the edited states."""
-    return share_left(along[1:], along[:1])
-
-
 def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
     """Return what components and heads write on average at ordinary positions, in the units of what writes it."""
     survey, site, means = spike.survey, "blocks.{}.attn.hook_z", dict[Part, Tensor]()
@@ -423,6 +376,6 @@ def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
     for part in parts:
         if isinstance(part, Head):
             means[part] = outputs[site.format(part.layer)][spike.ordinary][:, part.head].float().mean(0)
-        elif isinstance(part, Component):
+        elif not isinstance(part, Neuron):
             means[part] = survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)
     return means

@@ -1,4 +1,4 @@
-"""The circuit of a sink, step by step, and the measurement `find_sinks`; `why_sink` has all tables.
+"""The circuit of a sink, step by step, and the measurements `find_sinks` and `why_sink`, which has all tables.
 
 1. Survey: one pass over texts of four kinds reads norms and attention; half of the texts choose, half report.
 2. Spikes: places, directions and runs of layers in which the residual stream stands out.
@@ -13,10 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,21 +25,25 @@ from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import mean_of
 from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.asked import conditions_of, count_readers, effects_of, hidden_of, purpose_of
+from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, count_readers, effects_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
-from sinkscope.sinks.spikes.marks import marks_of
-from sinkscope.sinks.spikes.needs import SpikeCircuit, like_needs, needs_of
-from sinkscope.sinks.spikes.places import at_position, per_text, split_by_label
+from sinkscope.sinks.spikes.marks import heads_that_mark, marks_of
+from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.records import SpikeResult, sufficient
-from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.spike import Spike, attended, find_spikes, over_typical
+from sinkscope.sinks.spikes.result import FindSinks, WhySink
+from sinkscope.sinks.spikes.spike import (
+    Spike,
+    at_position,
+    attended,
+    find_spikes,
+    over_typical,
+    per_text,
+    split_by_label,
+)
 from sinkscope.sinks.spikes.survey import Survey, survey_of
-from sinkscope.sinks.spikes.writers import components_of, shares_on, writers_of
+from sinkscope.sinks.spikes.writers import components_of, shares_on
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
-from sinkscope.sinks.tokens import Mask
 
-FIND_SINKS = frozenset({"effects"})
-ALL_PARTS = FIND_SINKS | {"marks", "conditions", "purpose"}
 NO_FIRST_SPIKE = "No neurons are known that a norm spike at the first token needs"
 
 
@@ -51,7 +55,27 @@ def find_sinks(setup: Setup) -> FindSinks:
     the neurons that they need; the other half tells what these do at the place, beside others that write as much (Sun
     et al. 2024; Yona et al. 2025, section 4).
     """
-    return FindSinks(**fields_of(setup, FIND_SINKS))
+    return FindSinks(**fields_of(setup, {"effects"}))
+
+
+@measurement(loading="fits")
+def why_sink(setup: Setup, *, only: Literal["conditions", "purpose"] | None = None) -> WhySink:
+    """Ask what makes a position the sink, and what it is for; then trace its circuit to the heads that read it.
+
+    An ordinary position gets the place's token, sees only itself, or has its position id; each is taken away at the
+    place. The place is hidden from later tokens, or they read another value from it. Then components are replaced at
+    the place by what they write on average at ordinary positions, and heads at many tokens that are put first, each
+    alone.
+
+    Args:
+        only: Ask one of both questions alone: "conditions" (what makes the place, and why heads read
+            it) or "purpose" (what it is for).
+    """
+    if only is not None:
+        return WhySink(**fields_of(setup, {only}))
+    chosen = spike_of(setup)
+    marking = [] if chosen is None else heads_that_mark(setup, chosen)
+    return WhySink(marking=tuple(marking), **fields_of(setup, {"effects", "marks", "conditions", "purpose"}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +95,7 @@ class Sinks:
     @property
     def at_first(self) -> tuple[SpikeCircuit, ...]:
         """The spikes of the first token."""
-        return tuple(spike for spike in self.spikes if spike.place.is_first)
+        return tuple(circuit for circuit in self.spikes if circuit.spike.place.is_first)
 
 
 def sinks_of(setup: Setup) -> Sinks:
@@ -92,13 +116,13 @@ def _sinks_of(setup: Setup) -> Sinks:
     # Step 3: writers, and what is needed of them; a spike that needs those of an earlier spike is like it
     circuits: list[SpikeCircuit] = []
     for spike in spikes:
-        others, like, needs = [other for other in spikes if other is not spike], None, None
+        like, needs = None, None
         for number, known in enumerate(circuits):
             if needs is None and known.like is None:
                 needs = like_needs(spike, known.spike, known.needs)
                 like = None if needs is None else number
         if needs is None:
-            needs = needs_of(spike, writers_of(spike), others)
+            needs = needs_of(spike, [other for other in spikes if other is not spike])
         circuits.append(SpikeCircuit(spike, spike.on(report) or spike, needs, like))
         setup.progress("spikes", len(circuits), len(spikes))
     ordered = sorted(circuits, key=lambda circuit: (circuit.like is not None, -circuit.heads))  # duplicates last
@@ -108,33 +132,36 @@ def _sinks_of(setup: Setup) -> Sinks:
     return Sinks(survey, report, tuple(ordered))
 
 
-def answers_of(sinks: Sinks, hidden: Mapping[int, Row | None], seed: int, parts: Set[str]) -> dict[int, list[Row]]:
-    """Return, by the number of each spike of the first token, what makes its place and what the place is for.
+def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[SpikeCircuit, list[Row]]:
+    """Return, of each spike of the first token, what makes its place and what the place is for.
 
     Args:
         sinks: The spikes.
-        hidden: What hiding the place of each spike does, by its number.
-        seed: Seed of ordinary positions, tokens and keys.
+        seed: Seed of ordinary positions and tokens.
         parts: What is asked: "conditions", "purpose".
     """
-    asked, answers = [n for n, circuit in enumerate(sinks.spikes) if circuit.asked_in(sinks.report)], dict[int, Any]()
-    if sinks.spikes and not asked and parts & {"conditions", "purpose"}:
-        place = sinks.spikes[0].place.label.words
+    asked = [one for one in sinks.at_first if one.like is None and one.reported.survey is sinks.report]
+    answers: dict[SpikeCircuit, list[Row]] = {circuit: [] for circuit in asked}
+    if not sinks.spikes or not parts & {"conditions", "purpose"}:
+        return {}
+    if not asked:
+        place = sinks.spikes[0].spike.place.label.words
         warn(f"what makes the sink is asked of the first token, and this spike is at {place}")
-    spikes = [sinks.spikes[number].reported for number in asked]
+        return {}
+    spikes = [circuit.reported for circuit in asked]
+    begins = min(spike.layers[0] for spike in spikes)
     try:
-        if spikes and parts & {"conditions", "purpose"}:
-            check_attention_visible(sinks.survey.target)
-        conditions = conditions_of(spikes, seed) if "conditions" in parts else [list[Row]() for _ in spikes]
-        for number, spike, rows in zip(asked, spikes, conditions, strict=True):
-            begins, answers[number] = min(spike.layers[0] for spike in spikes), [*rows]
-            if rows:
-                answers[number] += constancy_of(spike, begins, sufficient(rows), seed)
-            if "purpose" in parts:
-                first_writer = sinks.spikes[number].first_writer
-                answers[number] += purpose_of(spike, first_writer, hidden.get(number), seed)
+        check_attention_visible(sinks.survey.target)
+        if "conditions" in parts:
+            for circuit, rows in zip(asked, conditions_of(spikes, seed), strict=True):
+                enough = next(iter(sufficient(rows)), ())
+                answers[circuit] += [*rows, *(constancy_of(circuit.reported, begins, enough, seed) if rows else [])]
+        if "purpose" in parts:
+            for circuit, rows in zip(asked, purpose_of(asked), strict=True):
+                answers[circuit] += rows
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
+        return {}
     return answers
 
 
@@ -147,84 +174,61 @@ def fields_of(setup: Setup, parts: Set[str]) -> dict[str, Any]:
     """
     sinks, target, results = sinks_of(setup), setup.target, list[SpikeResult]()
     report = sinks.report
-    hidden: dict[int, Row | None] = {}
-    for number, circuit in enumerate(sinks.spikes):
-        # Effects of neurons and the purpose ask what hiding the place does.
-        if circuit.like is None and ("purpose" in parts or ("effects" in parts and circuit.needs.units)):
-            hidden[number] = hidden_of(circuit.texts, circuit.first_writer)
     # Steps 7 and 8: conditions and purpose
-    answers = answers_of(sinks, hidden, setup.seed, parts)
-    for number, circuit in enumerate(sinks.spikes):
+    answers = answers_of(sinks, setup.seed, parts)
+    for circuit in sinks.spikes:
         rows: list[Row] = []
         # Step 4: marks
         if "marks" in parts:
-            rows += marks_of(circuit, setup.seed)
+            rows += marks_of(circuit)
         # Step 5: effects
         if "effects" in parts and circuit.like is None:
-            rows += effects_of(circuit.texts, circuit.needs, sinks.survey, hidden.get(number), setup.seed)
-        results.append(record_of(circuit, [*rows, *answers.get(number, [])]))
-        setup.progress("effects", number + 1, len(sinks.spikes))
+            rows += effects_of(circuit, sinks.survey, setup.seed)
+        results.append(record_of(circuit, [*rows, *answers.get(circuit, [])]))
+        setup.progress("effects", len(results), len(sinks.spikes))
     setup.record(texts=len(report.ids))
-    # Step 6: readers
-    place, mask = "the first token", at_position(report.ids, 0)
     heads = torch.full((target.n_layers, target.n_heads), torch.nan)
-    heads[target.attending] = report.received(mask).mean(-1)[target.attending]
-    if results and sinks.spikes[0].heads and sinks.spikes[0].reported.survey is report:
-        place, mask = results[0].place.words, sinks.spikes[0].reported.place.mask
-    attention = [*readers_of(report, place, mask), *seen_of(report), *attended_places(sinks, setup.tokenizer)]
+    heads[target.attending] = report.received(at_position(report.ids, 0)).mean(-1)[target.attending]
     return {
         "spikes": tuple(results),
-        "attention": (*attention, largest_norm(report, setup.tokenizer)),
+        "attention": tuple(attention_of(sinks, setup.tokenizer)),
         "heads": heads.numpy(),
         "typical_norm": tuple(report.typical_norm),
         "first_token_norm": tuple(report.first_norm),
     }
 
 
-def readers_of(survey: Survey, place: str, mask: Mask) -> list[Row]:
-    """Return heads that attend to a place, in the texts that have it: in all, and in those of each kind."""
-    there = mask.any(1)
-    received = survey.received(mask)[survey.target.attending][:, :, there]
-    total = len(survey.target.attending) * survey.target.n_heads
-    rows = [row_of("attention", place, heads=count_readers(received), total=total)]
-    kinds = [kind for kind, has in zip(survey.kinds, there.tolist(), strict=True) if has]
-    for kind in dict.fromkeys(filter(None, kinds)):
-        of_kind = torch.tensor([own == kind for own in kinds])
-        rows.append(row_of("attention by kind of text", kind, heads=count_readers(received[..., of_kind])))
-    return rows
+def attention_of(sinks: Sinks, tokenizer: Any) -> list[Row]:
+    """Take step 6: the heads that attend to the place of the first spike, or else to the first token.
 
-
-def attended_places(sinks: Sinks, tokenizer: Any) -> list[Row]:
-    """Return places that heads attend to and at which there is no spike."""
-    survey, rows = sinks.survey, list[Row]()
-    there, layers = attended(survey), survey.target.attending
+    Then the sink rate of position 0, heads that attend to learned sink logits, places that heads attend to and at which
+    there is no spike, and the largest norm over the typical one that was seen anywhere.
+    """
+    survey, report, layers = sinks.survey, sinks.report, sinks.report.target.attending
+    total, place, mask = len(layers) * report.target.n_heads, "the first token", at_position(report.ids, 0)
+    for circuit in sinks.spikes[:1]:
+        if circuit.heads and circuit.reported.survey is report:
+            place, mask = circuit.reported.place.label.words, circuit.reported.place.mask
+    received = report.received(mask)[layers][:, :, mask.any(1)]
+    rate, learned = mean_of(report.sink_rate, "share"), int((report.learned.mean(-1) > READS).sum())
+    rows = [
+        row_of("attention", place, heads=count_readers(received), total=total),
+        row_of("attention", "sink rate", share=rate, length=report.ids.shape[1], eps=READS),
+    ]
+    if learned:
+        rows.append(row_of("attention", "learned sink logits", heads=learned, total=total))
+    there, without = attended(survey), list[Row]()
     for circuit in sinks.spikes:
-        there &= ~circuit.place.mask
-    for place in split_by_label(survey.ids, there, tokenizer.decode):
-        mask = place.matches(sinks.report.ids)
-        if not bool(place.matches(survey.ids).any()):  # no words mean it
-            mask = attended(sinks.report) & (at_position(sinks.report.ids, 0) == place.is_first)
-        if not bool(mask.any()):
-            continue
-        heads = int((sinks.report.received(mask).nanmean(-1)[layers] > READS).sum())
+        there &= ~circuit.spike.place.mask
+    for other in split_by_label(survey.ids, there, tokenizer.decode):
+        heads = int((report.received(other.matches(report.ids)).nanmean(-1)[layers] > READS).sum())
         if heads >= SINK_HEADS:
-            rows.append(row_of("attention without a spike", place.label.words, heads=heads))
-    return sorted(rows, key=lambda row: -row.get("heads"))
-
-
-def seen_of(survey: Survey) -> list[Row]:
-    """Return the sink rate of position 0, and how many heads attend to learned sink logits, if any do."""
-    length, learned = survey.ids.shape[1], int((survey.learned.mean(-1) > READS).sum())
-    rows = [row_of("attention", "sink rate", share=mean_of(survey.sink_rate, "share"), length=length, eps=READS)]
-    return [*rows, row_of("attention", "learned sink logits", heads=learned)] if learned else rows
-
-
-def largest_norm(survey: Survey, tokenizer: Any) -> Row:
-    """Return the largest norm over the typical one that was seen anywhere."""
-    ratios = survey.ratios
-    layer, text, position = map(int, torch.unravel_index(ratios.argmax(), ratios.shape))
-    where = f"at {tokenizer.decode([int(survey.ids[text, position])])!r} after layer {layer}"
-    return row_of("norm", "largest", where, ratio=float(ratios.max()))
+            words = other.label.words
+            without.append(row_of("attention without a spike", words, "no spike", heads=heads, total=total))
+    layer, text, position = map(int, torch.unravel_index(report.ratios.argmax(), report.ratios.shape))
+    where = f"at {tokenizer.decode([int(report.ids[text, position])])!r} after layer {layer}"
+    largest = row_of("norm", "largest", where, ratio=float(report.ratios.max()))
+    return [*rows, *sorted(without, key=lambda row: -row.get("heads")), largest]
 
 
 def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
@@ -234,58 +238,40 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
         circuit: The spike and what it needs.
         measured: What was measured of it beyond.
     """
-    spike, needs = circuit.reported, circuit.needs
-    texts, needed = circuit.texts, tuple(map(str, needs.needed))
-    rows = [norm_of(spike)]
-    if needed:
+    spike, needs, texts = circuit.reported, circuit.needs, circuit.texts
+    rows, candidates, written = [norm_of(spike)], list[Row](), shares_on(spike, needs.writers.neutral)
+    if needs.needed:
         rows.append(row_of("spike", "needed", left=mean_of(texts.along([needs.needed])[0], "share")))
     rows.append(row_of("spike", "read by", heads=count_readers(texts.attention)))
-    backups = [row_of("backups", str(neuron), "writes nothing while the others stand") for neuron in needs.backups]
+    for unit, left in needs.alone.items():
+        for neuron in unit:
+            share, neutral = written[neuron][0], needs.writers.neutral[neuron]
+            numbers = {"share": share, "left": Mean(float(left[0]), kind="share"), "neutral": neutral}
+            candidates.append(row_of("writers", str(neuron), needs.role(unit), **numbers))
+    candidates.sort(key=lambda row: -row.get("share"))
     return SpikeResult(
         place=spike.place.label,
         layers=spike.layers,
         peak=spike.peak,
         highest=spike.highest,
         dims=spike.dims,
-        needed=needed,
+        needed=tuple(map(str, needs.needed)),
         like=circuit.like,
         held_out=spike.survey is not circuit.spike.survey,
         texts=tuple(texts.rows.tolist()),
-        rows=(*rows, *candidates_of(circuit), *backups, *components_of(spike), *measured),
+        rows=(*rows, *candidates, *components_of(spike), *measured),
     )
 
 
 def norm_of(spike: Spike) -> Row:
-    """Return the norm before the run and after the peak, and how far it is above the typical one in its highest layer.
-
-    The ratio beside is the largest of the run without what dimensions that are massive at all positions have.
-    """
-    survey, mask, (first, last) = spike.survey, spike.place.mask, spike.layers
+    """Return the norm before the run and after the peak, and how far it is above the typical one in its highest."""
+    survey, mask = spike.survey, spike.place.mask
     over = over_typical(survey, mask)[spike.highest]
     by_text = mean_of(per_text(over, mask))
-    ratio = None if by_text is None else Mean(float(over.mean()), by_text.margin, by_text.by_text)
     return row_of(
         "spike",
         "norm",
-        norm_before=float(survey.entered[first, mask].norm(dim=-1).mean()),
+        norm_before=float(survey.entered[spike.layers[0], mask].norm(dim=-1).mean()),
         norm_after=float(survey.norms[spike.peak, mask].mean()),
-        ratio=ratio,
-        ratio_beside=float(survey.ratios[:, mask].mean(1)[first : last + 1].max()),
+        ratio=None if by_text is None else replace(by_text, value=float(over.mean())),
     )
-
-
-def candidates_of(circuit: SpikeCircuit) -> list[Row]:
-    """Return the candidates with what each writes in the texts of the report, largest share first."""
-    needs, rows = circuit.needs, list[Row]()
-    known = needs.writers.neurons
-    written = shares_on(circuit.reported, [*known])
-    for unit in needs.writers.units:
-        left = Mean(float(needs.alone[unit][0]), kind="share")
-        for neuron in unit:
-            numbers = {
-                "share": written[neuron].numbers["share"],
-                "left": left,
-                "neutral": known[neuron].numbers["neutral"],
-            }
-            rows.append(replace(known[neuron], numbers=numbers, note=needs.role(unit)))
-    return sorted(rows, key=lambda row: -row.get("share"))

@@ -1,4 +1,12 @@
-"""Step 4, the marks: what makes the writers of a spike fire at its place: components, then heads."""
+"""Step 4, the marks: what makes the writers of a spike fire at its place: components, and heads at many tokens.
+
+Heads are asked at tokens that stand first, each alone, so that it sees nothing but itself (Yona et al. 2025, section
+4.3). A replaced head gives its mean output at ordinary positions of typical text.
+
+1. Many tokens are put first. Of those that have the spike it is read what is left without each head.
+2. The fewest heads are searched that as one set take away nine tenths of what all heads take.
+3. Controls: as many random heads, and as many of about equal attention to the first token.
+"""
 
 from __future__ import annotations
 
@@ -6,102 +14,121 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from statistics import median
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.results.notation import Component, Head
-from sinkscope.results.row import Mean, Row
-from sinkscope.sinks.spikes.asked import Case, measure
+from sinkscope.measure import Mean, Row, Setup, mean_of
+from sinkscope.models.target import Target
+from sinkscope.results.notation import Component, Head, word_list
+from sinkscope.results.row import row_of
+from sinkscope.sinks.spikes.asked import SpikeCircuit
 from sinkscope.sinks.spikes.controls import random_heads
-from sinkscope.sinks.spikes.edited import SpikeTexts
-from sinkscope.sinks.spikes.needs import SpikeCircuit
-from sinkscope.sinks.spikes.spike import Parts
+from sinkscope.sinks.spikes.edited import Batch, SpikeTexts, Written, means_of, read, share_left
+from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import components
-from sinkscope.sinks.thresholds import ENOUGH, REMAINS, REMOVED
+from sinkscope.sinks.thresholds import ENOUGH, HALF, REMAINS, REMOVED
+from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text, vocabulary
 
 MOST = 3  # marks that are kept
-PAIRED = 6  # parts that are tried in pairs, strongest effect first
+PAIRED = 6  # components that are tried in pairs, strongest effect first
+FIRST_TOKENS = 32  # tokens that are put first
 
 Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 """What is left of a spike without each set of parts, by case; its mean over cases is what is left."""
 
 
 @torch.no_grad()
-def marks_of(circuit: SpikeCircuit, seed: int = 0) -> tuple[Row, ...]:
+def marks_of(circuit: SpikeCircuit) -> list[Row]:
     """Replace each component before the spike's writers at the place by its mean over ordinary positions.
 
-    If each component alone leaves a quarter of the spike or more, pairs are tried. If an attention layer marks the
-    place, the fewest heads are named that together take away nine tenths of what all its heads take, beside random
-    heads of the same layer. What is left is that of texts that did not choose these parts.
+    If each component alone leaves a quarter of the spike or more, pairs are tried. What is left is that of texts that
+    did not choose these components, beside the median of what others leave in those that did.
 
     Args:
         circuit: The spike, with what it needs.
-        seed: Seed of the random heads.
     """
-    texts, reported = SpikeTexts.of(circuit.spike), circuit.texts
-    left = texts.left([(part,) for part in before_writers(circuit)])
-    least = min(map(abs, left.values()), default=1.0)
-    if least >= REMOVED:
-        of_pairs = texts.left(list(combinations([part for (part,) in left][:PAIRED], 2)))
-        if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
-            left = of_pairs
-    marks: list[Row] = []
-    marking = [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]
-    for members in marking:
-        others = [without for other, without in left.items() if not set(other) & set(members)]
-        marks.append(_mark(reported, members, median(others) if others else None, len(others)))
-        marks += _heads(texts, reported, members, seed)
-    return tuple(marks)
-
-
-def before_writers(circuit: SpikeCircuit) -> list[Component]:
-    """Return the components before the first writer that a spike needs; none if that is the embedding."""
-    first, before = circuit.first_writer, list[Component]()
+    texts, first, before, rows = SpikeTexts.of(circuit.spike), circuit.first_writer, list[Component](), list[Row]()
     writers = [part for part in circuit.needs.needed if isinstance(part, Component) and (part.layer or 0) == first]
     for part in components(circuit.spike.survey.target, first):
         if part in (writers or [Component("mlp", first)]):
             break
         before.append(part)
-    return before
+    left = texts.left([(part,) for part in before])
+    least = min(map(abs, left.values()), default=1.0)
+    if least >= REMOVED:
+        of_pairs = texts.left(list(combinations([part for (part,) in left][:PAIRED], 2)))
+        if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
+            left = of_pairs
+    for members in [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]:
+        others = [without for other, without in left.items() if not set(other) & set(members)]
+        along = circuit.texts.along([members])[0].expand(len(circuit.texts.rows))  # of texts that begin alike, once
+        numbers: dict[str, Any] = {"left": mean_of(along, "share")}
+        if others:
+            numbers |= {"others": Mean(median(others), kind="share"), "sets": Mean(float(len(others)), kind="count")}
+        rows.append(row_of("marks", " and ".join(map(str, members)), **numbers))
+    return rows
 
 
-def _mark(texts: SpikeTexts, members: Parts, others: float | None, sets: int) -> Row:
-    """Return the row of a set, in texts that did not choose it.
+# --- heads, at many tokens ---
+
+
+def heads_that_mark(
+    setup: Setup, circuit: SpikeCircuit, tokens: Sequence[str] | None = None, count: int = FIRST_TOKENS
+) -> list[Row]:
+    """Find the attention heads that mark the first token, by what is left of a spike without their output.
+
+    Different heads may mark different tokens, so many tokens are put first, each alone and without BOS, in addition to
+    BOS itself. Heads are judged as one set over all of these tokens.
 
     Args:
-        texts: The texts.
-        members: The set.
-        others: Share of the spike that is left without others instead. None: there are too few others.
-        sets: Number of such others.
+        setup: The model and its text.
+        circuit: The spike of the first token, with the neurons that it needs.
+        tokens: Words to put first, one token each. None: tokens of the text, drawn by the seed.
+        count: Number of tokens of the text to put first.
+
+    Returns:
+        Rows of the table "first tokens": how many tokens have the spike, and what is left of it without all heads
+        before the neurons, without the fewest that mark, without as many others, and without each head that takes half
+        of it from a token.
     """
-    case = Case(table="marks", name=" and ".join(map(str, members)), sets=(members,))
-    row = measure(case, texts, texts.spike.reading_layers if texts.whole else (), losses=False)
-    if others is None:
-        return row
-    beside = {"others": Mean(others, kind="share"), "sets": Mean(float(sets), kind="count")}
-    return replace(row, numbers=row.numbers | beside)
+    spike, target = circuit.spike, setup.target
+    words = vocabulary(target, tokens) if tokens else sample_tokens(tokens_of_text(setup), count, setup.seed)
+    if setup.bos is not None:
+        words = [setup.bos, *(word for word in words if word != setup.bos)]
+    heads = heads_up_to(target, circuit.first_writer)
+    tried, means, rows = torch.tensor(words), means_of(spike, heads), list[Row]()
+    has = along_first(spike, tried, [], means)[0] >= HALF
+    having = token_texts(target, tried[has].tolist())
 
+    def judge(sets: Sequence[Parts]) -> Float[Tensor, "edit token"]:
+        along = along_first(spike, tried[has], sets, means)
+        return share_left(along[1:], along[:1])
 
-def _heads(texts: SpikeTexts, reported: SpikeTexts, parts: Parts, seed: int) -> list[Row]:
-    """The heads of an attention layer that mark the place as a set, then alone."""
-    (part, *others), target = parts, texts.spike.survey.target
-    if others or not isinstance(part, Component) or part.kind != "attention" or target.adapter.o is None:
-        return []
-    heads = [Head(part.layer or 0, head) for head in range(target.n_heads)]
-    without = texts.along([(head,) for head in heads])
-    order, marking = marking_heads(heads, without, texts.along)
-    if not marking:
-        return []
-    random = random_heads(marking, order, seed)
-    left_by_random = float(reported.along(random).mean()) if random else None
-    marks = [_mark(reported, marking, left_by_random, len(random))]
-    if len(marking) > 1:
-        for head in order[:MOST]:
-            if abs(float(without[heads.index(head)].mean())) <= REMAINS:
-                marks.append(_mark(reported, (head,), None, 0))
-    return marks
+    def add(name: str, note: str = "", *, texts: tuple[str, ...] = having, **numbers: Mean | float | None) -> None:
+        rows.append(replace(row_of("first tokens", name, note, **numbers), about=spike.name, texts=texts))
+
+    add("tokens", texts=(), have=len(having), tried=len(words))
+    if not having or not heads:
+        return rows
+    along = along_first(spike, tried[has], [(head,) for head in heads], means)
+    order, marking = marking_heads(heads, share_left(along[1:], along[:1]), judge)
+    add("all heads", left=mean_of(judge([heads])[0], "share"), heads=len(heads))
+    marks = tuple(head for head in heads if head in marking)
+    if marks:
+        note = word_list(marks, len(marks))
+        add("fewest heads", note, left=mean_of(judge([marks])[0], "share"), heads=len(marks))
+        sets = random_heads(marks, order, setup.seed)
+        if sets:
+            left = judge([*sets, alike_heads(marks, order, spike)])
+            add("random heads", left=mean_of(left[left[:-1].mean(1).argmin()], "share"))
+            add("heads of equal attention", left=mean_of(left[-1], "share"))
+    for head, left in zip(heads, along[1:] / along[0], strict=True):
+        if bool((left < HALF).any()):
+            add(str(head), left=mean_of(left, "share"))
+    return rows
 
 
 def marking_heads(
@@ -131,3 +158,44 @@ def marking_heads(
         else:
             too_few = tried
     return order, order[:enough]
+
+
+def alike_heads(heads: Sequence[Head], among: Sequence[Head], spike: Spike) -> Parts:
+    """Return a different control for each head: the head whose mean attention to the spike's place is nearest.
+
+    Args:
+        heads: The heads that are compared.
+        among: All heads, in an order that was measured.
+        spike: The spike.
+    """
+    mean = spike.survey.received(spike.place.mask).nanmean(2)
+    level = {head: float(mean[head.layer, head.head]) for head in among}
+    left, nearest = [head for head in among if head not in heads], list[Head]()
+    for head in heads:
+        nearest.append(min(left, key=lambda other, head=head: abs(level[other] - level[head])))
+        left.remove(nearest[-1])
+    return tuple(nearest)
+
+
+def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:
+    """Return all heads of the layers with softmax attention up to a layer."""
+    layers = [layer for layer in target.attending if layer <= last_layer]
+    return tuple(Head(layer, head) for layer in layers for head in range(target.n_heads))
+
+
+def along_first(
+    spike: Spike, tokens: Int[Tensor, " token"], edits: Sequence[Parts], means: Written
+) -> Float[Tensor, "state token"]:
+    """Project each token, which stands alone, on a spike's direction, as a share of the spike: intact, then edited.
+
+    Args:
+        spike: The spike of the first token.
+        tokens: The tokens.
+        edits: The heads that each edit replaces.
+        means: What replaced heads write instead.
+    """
+    every: list[Parts] = [(), *edits]
+    edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
+    ids = tokens.repeat(len(every))[:, None]
+    batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), every, edit_of=edit_of, values=means)
+    return read(batch).along[:, 0].reshape(len(every), -1)

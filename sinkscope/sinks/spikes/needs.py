@@ -9,9 +9,8 @@ Neurons are zeroed at the place alone, equal neurons as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain, combinations
 
 import torch
@@ -20,16 +19,20 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
-from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.results.notation import Component, Neuron
-from sinkscope.results.row import Row, of_table
 from sinkscope.sinks.spikes.edited import SpikeTexts
-from sinkscope.sinks.spikes.places import Place
-from sinkscope.sinks.spikes.records import WRITES
 from sinkscope.sinks.spikes.spike import Parts, Spike
-from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.spikes.writers import Unit, Writers, components, components_of, neuron_at, of_layer, with_backups
-from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, READS, REMOVED
+from sinkscope.sinks.spikes.writers import (
+    Unit,
+    Writers,
+    components,
+    components_of,
+    neuron_at,
+    of_layer,
+    shares_on,
+    writers_of,
+)
+from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, REMOVED
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
 PAIRED = 4  # components that are tried in pairs
@@ -45,7 +48,7 @@ class Needs:
         writers: The candidates, with backups.
         needed: The smallest set found that leaves less than a quarter of the spike; empty if there is none.
         backups: Neurons that write only when others are gone.
-        alone: What is left of the spike, and of the other spikes, without each unit.
+        alone: What is left of the spike, and of the other spikes, without each unit; strongest effect first.
         order: Components, strongest effect first, if no neurons are enough.
     """
 
@@ -58,7 +61,7 @@ class Needs:
     @property
     def units(self) -> tuple[Unit, ...]:
         """The needed neurons, equal ones together."""
-        return tuple(unit for unit in self.writers.units if unit[0] in self.needed)
+        return tuple(unit for unit in self.writers.shares if unit[0] in self.needed)
 
     def role(self, unit: Unit) -> str:
         """Return what the removal of a unit does."""
@@ -75,33 +78,31 @@ class Needs:
 
 
 @torch.no_grad()
-def needs_of(spike: Spike, writers: Writers, others: Sequence[Spike]) -> Needs:
+def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
     """Search the smallest set that a spike needs, and remove each candidate alone.
 
     Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs.
 
     Args:
         spike: The spike.
-        writers: Its candidates.
         others: Other spikes of the same survey, of which is measured what is left.
     """
-    texts = SpikeTexts.of(spike)
-    needed, backups = search(texts, writers)
-    writers = with_backups(spike, writers, backups)
-    needs = Needs(writers, needed, backups, without_each(SpikeTexts.of(spike, others), writers.units))
-    if not needed:
-        left = texts.left([(part,) for part in components(spike.survey.target, spike.peak)])
-        order = tuple(part for (part,) in left if isinstance(part, Component))
-        parts = enough_components(texts, of_table(components_of(spike), "components").values(), order, left)
-        needs = replace(needs, needed=parts, order=order)
-    return needs
+    texts, writers = SpikeTexts.of(spike), writers_of(spike)
+    needed, backups = search(texts, writers.shares)
+    fresh = shares_on(spike, backups)
+    shares = {**writers.shares, **{(neuron,): 0.0 for neuron in backups}}
+    writers = Writers(shares, {**writers.neutral, **{neuron: neutral for neuron, (_, neutral) in fresh.items()}})
+    needs = Needs(writers, needed, backups, without_each(texts, [*shares], others))
+    return needs if needed else replace(needs, **components_needed(texts))
 
 
-def without_each(texts: SpikeTexts, units: Sequence[Unit]) -> dict[Unit, Float[Tensor, " spike"]]:
-    """Return what is left of the spike and of the others at the place without each unit; strongest effect first."""
+def without_each(
+    texts: SpikeTexts, units: Sequence[Unit], others: Sequence[Spike] = ()
+) -> dict[Unit, Float[Tensor, " spike"]]:
+    """Return what is left of the spike and of others at the place without each unit; strongest effect first."""
     if not units:
         return {}
-    left = texts.at_place(units).nanmean(-1).nan_to_num(1.0)
+    left = texts.at_place(units, others).nanmean(-1).nan_to_num(1.0)
     order = left[:, 0].abs().argsort(stable=True).tolist()
     return {units[number]: left[number] for number in order}
 
@@ -123,25 +124,24 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
     texts = SpikeTexts.of(spike)
     if abs(texts.left([needs.needed])[needs.needed]) >= REMOVED:
         return None
-    return replace(needs, alone=without_each(texts, needs.writers.units))
+    return replace(needs, alone=without_each(texts, [*needs.writers.shares]))
 
 
 # --- the search ---
 
 
-def search(texts: SpikeTexts, writers: Writers) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
+def search(texts: SpikeTexts, shares: Mapping[Unit, float]) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
     """Search the candidates and their backups for the smallest set that leaves less than a quarter.
 
     Neurons that write against the spike are members only if no set is enough without them.
 
     Args:
         texts: The texts.
-        writers: The candidates.
+        shares: What each candidate writes.
 
     Returns:
         The set, empty if there is none; and the backups that were found.
     """
-    shares = {unit: writers.share(unit) for unit in writers.units}
     writing = [unit for unit, share in shares.items() if share > 0]
     most = texts.spike.place.mask[texts.rows].sum(1).argsort(descending=True, stable=True)
     few = replace(texts, rows=texts.rows[most[:FEW].sort().values])  # the first texts that have the place most often
@@ -175,34 +175,25 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
         members: The units.
         shares: What each writes; a backup writes nothing.
     """
-    effects = texts.left(members)
+    effects, smallest = texts.left(members), list[tuple[int, float, tuple[Unit, ...]]]()
     alone = sorted(members, key=lambda unit: abs(effects[unit]))
-    smallest: list[tuple[tuple[Unit, ...], float]] = []
     for order in (alone, sorted(members, key=lambda unit: -shares.get(unit, 0.0))):
         lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
         sets = {neurons_of(order[:length]): tuple(order[:length]) for length in dict.fromkeys(lengths) if length}
         left = texts.left(list(sets))
         enough = next((neurons for neurons in sets if abs(left[neurons]) < REMOVED), None)
-        if enough is not None:
-            smallest.append(pruned(texts, sets[enough], abs(left[enough])))
-    return min(smallest, key=lambda found: (len(found[0]), found[1]), default=((), 0.0))[0]
-
-
-def pruned(texts: SpikeTexts, units: tuple[Unit, ...], left: float) -> tuple[tuple[Unit, ...], float]:
-    """Drop the unit that adds least, again and again, as long as less than a quarter of the spike is left.
-
-    Args:
-        texts: The texts.
-        units: The units.
-        left: Absolute value of what is left without them.
-    """
-    while len(units) > 1:
-        sets = {neurons_of(fewer): fewer for fewer in combinations(units, len(units) - 1)}
-        best, share = next(iter(texts.left(list(sets)).items()))
-        if abs(share) >= REMOVED:
-            break
-        units, left = next(fewer for neurons, fewer in sets.items() if neurons == best), abs(share)
-    return units, left
+        if enough is None:
+            continue
+        units, share = sets[enough], abs(left[enough])
+        while len(units) > 1:  # drop the unit that adds least
+            fewer = list(combinations(units, len(units) - 1))
+            left = texts.left([neurons_of(some) for some in fewer])
+            least = min(fewer, key=lambda some, left=left: abs(left[neurons_of(some)]))
+            if abs(left[neurons_of(least)]) >= REMOVED:
+                break
+            units, share = least, abs(left[neurons_of(least)])
+        smallest.append((len(units), share, units))
+    return min(smallest, key=lambda found: found[:2], default=(0, 0.0, ()))[2]
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
@@ -218,90 +209,19 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     return sorted(backups, key=lambda neuron: -backups[neuron])[:2]
 
 
-def enough_components(
-    texts: SpikeTexts, writers: Iterable[Row], order: Sequence[Component], left: Mapping[Parts, float]
-) -> Parts:
-    """Return one component or a pair without which less than a quarter is left, largest writers first; or none.
-
-    Args:
-        texts: The texts.
-        writers: Shares of components.
-        order: Components, strongest effect first.
-        left: What is left without each.
+def components_needed(texts: SpikeTexts) -> dict[str, Parts]:
+    """Return one component or a pair without which less than a quarter is left, largest writers first, or none; and
+    all components, strongest effect first.
     """
-    names = {str(part): part for part in order}
-    writing = [names[row.name] for row in writers if abs(row.get("share")) >= COUNTS]
-    for part in [*writing, order[0]]:
-        if abs(left[(part,)]) < REMOVED:
-            return (part,)
-    pairs = combinations(dict.fromkeys([*writing[:PAIRED], *order[:PAIRED]]), 2)
-    best, share = next(iter(texts.left(list(pairs)).items()), ((), 1.0))
-    return best if abs(share) < REMOVED else ()
-
-
-# --- what is known of a spike ---
-
-
-@dataclass(frozen=True, eq=False)
-class SpikeCircuit:
-    """A spike with what writes it and what it needs.
-
-    Attributes:
-        spike: The spike, in the texts that found it.
-        reported: The same spike in the other texts; in the same texts, if those do not have its place.
-        needs: What it needs.
-        like: Number of an earlier spike that it repeats at another place. None: it repeats none.
-    """
-
-    spike: Spike
-    reported: Spike
-    needs: Needs
-    like: int | None = None
-
-    @property
-    def place(self) -> Place:
-        """Its place in the texts that found it."""
-        return self.spike.place
-
-    @property
-    def needed_neurons(self) -> tuple[Neuron, ...]:
-        """The neurons of the smallest set found."""
-        return tuple(part for part in self.needs.needed if isinstance(part, Neuron))
-
-    @property
-    def calibrated(self) -> dict[Neuron, float]:
-        """The neurons that write it, by what their removal does, with the median of each on ordinary text."""
-        values: dict[Neuron, float] = {}
-        for unit in self.needs.writers.units:
-            if self.needs.role(unit) in WRITES:
-                values |= {neuron: self.needs.writers.neurons[neuron].get("neutral") for neuron in unit}
-        return values
-
-    @property
-    def writers(self) -> tuple[Neuron, ...]:
-        """The neurons that write it, by what their removal does."""
-        return tuple(self.calibrated)
-
-    @property
-    def patch(self) -> SinkPatch:
-        """The patch of all its writers, which holds the median that each has on ordinary text."""
-        return SinkPatch(sites=self.writers, calibrated=self.calibrated)
-
-    @property
-    def first_writer(self) -> int:
-        """The layer of the first neuron or component that it needs; if it needs none, the first layer of its run."""
-        return min((part.layer or 0 for part in self.needs.needed), default=self.spike.layers[0])
-
-    def asked_in(self, report: Survey) -> bool:
-        """Return whether it is asked what makes the place: a first token's, in texts that did not find it."""
-        return self.place.is_first and self.like is None and self.reported.survey is report
-
-    @cached_property
-    def texts(self) -> SpikeTexts:
-        """The texts of the report that have its place."""
-        return SpikeTexts.of(self.reported)
-
-    @property
-    def heads(self) -> int:
-        """Heads that attend to the place in the layers that read it, as `count_readers` counts them."""
-        return int((self.texts.attention.double().mean(-1) > READS).sum())
+    left = texts.left([(part,) for part in components(texts.spike.survey.target, texts.spike.peak)])
+    names, order, needed = {str(part): (part,) for (part,) in left}, [*left], Parts()
+    writing = [row for row in components_of(texts.spike) if row.table == "components"]
+    writers = [names[row.name] for row in writing if abs(row.get("share")) >= COUNTS]
+    for alone in [*writers, order[0]]:
+        if not needed and abs(left[alone]) < REMOVED:
+            needed = alone
+    if not needed:
+        pairs = combinations(dict.fromkeys([*writers[:PAIRED], *order[:PAIRED]]), 2)
+        best, share = next(iter(texts.left([(*one, *other) for one, other in pairs]).items()), ((), 1.0))
+        needed = best if abs(share) < REMOVED else ()
+    return {"needed": needed, "order": tuple(chain(*order))}

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.notation import Component, Head, Neuron, percent, read_head, read_neuron, word_form, word_list
+from sinkscope.results.notation import Component, Head, Neuron, percent, read_head, read_neuron, word_list
 from sinkscope.results.row import Card, Row, of_table
-from sinkscope.sinks.spikes.places import PlaceWords
-from sinkscope.sinks.thresholds import HALF, REMOVED, STANDS_OUT
+from sinkscope.sinks.spikes.spike import PlaceWords, run
+from sinkscope.sinks.thresholds import HALF
 
 WRITES = ("needed", "lowers", "backup")
 """The roles of neurons that write a spike."""
 CAUSES = ("its token", "alone", "id 0")
 """What is special about the first token."""
-AS_IT_IS, ONE_OTHER, TAKEN_SIGHT = "as it is", "sees 1 other, drawn", "place, sees {} more"
-"""Rows of the table of conditions: two controls, and the place with tokens before it."""
-TAKEN = {"its token": "place, another token", "alone": TAKEN_SIGHT.format(4), "id 0": "place, 32 later"}
+AS_IT_IS, ONE_OTHER = "as it is", "sees 1 other, drawn"
+"""Rows of the table of conditions that are controls."""
+TAKEN = {"its token": "place, another token", "alone": "place, sees 4 more", "id 0": "place, 32 later"}
 """The row in which each cause is taken away at the place."""
 PURPOSE_CONTROLS = "purpose, controls"
 """The table of what hiding another key costs."""
@@ -87,24 +87,14 @@ class SpikeResult:
         return tuple(part for part in map(part_of, self.needed) if isinstance(part, Neuron))
 
 
-def sufficient(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the fewest causes that give an ordinary position half of the spike; each alone, if several do so alone."""
+def sufficient(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Return the smallest sets of causes that give an ordinary position half of the spike, beyond the margin."""
     enough: list[tuple[str, ...]] = []
     for name, row in of_table(rows, "conditions").items():
         causes = tuple(name.split(", "))
         if {*causes} <= {*CAUSES} and row.get("left") - row.margin("left") >= HALF:
             enough.append(causes)
-    fewest = min(map(len, enough), default=0)
-    if fewest == 1:
-        return tuple(causes[0] for causes in enough if len(causes) == 1)
-    return next((causes for causes in enough if len(causes) == fewest), ())
-
-
-def necessary(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Return the causes without which less than a quarter of the spike is left at the place."""
-    asked = of_table(rows, "conditions")
-    taken = {cause: asked[name] for cause, name in TAKEN.items() if name in asked}
-    return tuple(cause for cause, row in taken.items() if row.get("left") + row.margin("left") < REMOVED)
+    return [causes for causes in enough if len(causes) == min(map(len, enough))]
 
 
 def neuron_of(name: str) -> Neuron:
@@ -123,16 +113,6 @@ def part_of(name: str) -> Neuron | Head | Component:
 def title_of(spike: SpikeResult) -> str:
     """Return a spike by its place and layers, as its card has it."""
     return f"Spike at {spike.place.words}, {run(*spike.layers)}"
-
-
-def run(first: int, last: int) -> str:
-    """Return the layers of a spike: "layer 3", "layers 3-5"."""
-    return f"{word_form(last - first + 1, 'layer', 'layers')} {span(first, last)}"
-
-
-def span(first: int, last: int) -> str:
-    """Return the numbers of the layers of a spike."""
-    return str(first) if first == last else f"{first}-{last}"
 
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention."
@@ -157,28 +137,42 @@ SHOWN = 3  # items that a label names
 MARKING = 8  # rows of heads that mark the first token
 GAP = "   "  # between the items of a label
 
-MARK = ("{left} left", "{others} without others", "{heads} head(s)")
-LEFT = ("{left} of the spike", "{heads} head(s)")
+LEFT = ("{left} of the spike", "{heads} head(s)", "{loss} nats")
 EFFECT = (
     "{size} other neuron(s) zeroed",
     "{norm} of the written norm",
     "{left} of the spike",
     "{intact} head(s), {heads} then",
     "{loss} nats over {tokens} tokens",
+    "{reached} of {sets} sets do as much",
 )
-PURPOSE = (
-    "{loss} nats",
-    "{heads} head(s) at the place",
-    "{taker_heads} at position {taker}",
-)
-ATTENTION = ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
-CONSTANT = {
-    "state": "cosine between texts {before} -> {after}; an ordinary position {ordinary_before} -> {ordinary_after}",
-    "value": "norm over the typical one {before} -> {after}; an ordinary one {ordinary_before} -> {ordinary_after}",
-    "score": "{before} -> {after} of its lead over other keys is there for every query; an ordinary key "
-    "{ordinary_before} -> {ordinary_after}",
+LISTED = {
+    "writers": ("{share}",),
+    "components": ("{share}",),
+    "effects": EFFECT,
+    "controls": EFFECT,
+    "alone": LEFT,
+    "marks": ("{left} left without it", "{others} without others"),
+    "erasers": ("{share}",),
 }
-"""How a card says the numbers of rows."""
+"""How the card of a spike says the rows of each table."""
+ATTENTION = ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
+ANSWERS = {
+    "What makes a position the sink": {"conditions": LEFT},
+    "Why heads read it": {
+        "constant": ("{before} -> {after} at the place, {ordinary_before} -> {ordinary_after} at an ordinary position",)
+    },
+    "What attention to it is for": dict.fromkeys(
+        ("purpose", PURPOSE_CONTROLS), ("{loss} nats", "{heads} head(s) at the place", "{taker_heads} at position 1")
+    ),
+}
+"""How the cards of answers say the rows of their tables."""
+CONSTANT = {
+    "state": "cosine of states between texts",
+    "value": "norm of the value over the typical one",
+    "score": "share of its lead over other keys that is there for every query",
+}
+"""What the rows of the table of constants are called on a card."""
 
 
 # --- sentences ---
@@ -194,7 +188,7 @@ def needed_sentence(spike: SpikeResult) -> str | None:
     if "loss" in effect.numbers:
         does = f"cost{s} {effect.numbers['loss']} nats a token"
     return SUFFICE.format(
-        parts=word_list([component(part) for part in spike.needed], 2 if len(spike.needed) == 2 else 1),
+        parts=component(word_list(spike.needed, 2 if len(spike.needed) == 2 else 1)),
         s=s,
         place=spike.place.words,
         done="zeroed" if spike.needed_neurons else "replaced",
@@ -210,33 +204,30 @@ def beside_control(spike: SpikeResult, effect: Row) -> str:
     if not controls:
         return "without a control"
     control = max(controls, key=lambda row: (row.get("loss"), -row.get("left")))
-    what = {"busiest": "the busiest others", "random": "random others"}[control.name]
-    number, least, as_much = "left", "no less than", control.get("left") <= effect.get("left") + effect.margin("left")
-    if "loss" in effect.numbers and "loss" in control.numbers:
-        number, least = "loss", "no more than"
-        as_much = control.get("loss") >= effect.get("loss") - effect.margin("loss")
+    number, sign = ("loss", 1) if {"loss"} <= effect.numbers.keys() & control.numbers.keys() else ("left", -1)
     value = control.numbers[number].digits(control.get(number))
     if control.note == NO_EQUAL:
         return f"{NO_EQUAL.replace('other neurons', 'others')} ({control.name}: {value})"
-    return f"{least} {what} ({value})" if as_much else f"{what} {value}"
+    others = {"busiest": "the busiest others", "random": "random others"}[control.name]
+    if sign * (control.get(number) - effect.get(number)) >= -effect.margin(number):
+        return f"{others} as much ({value})"
+    return f"{others} {value}"
 
 
 def cause_sentence(spike: SpikeResult) -> str | None:
     """Return what makes a position such a place; None if it was not asked."""
-    asked, causes = spike.table("conditions"), sufficient(spike.rows)
+    asked, enough = spike.table("conditions"), sufficient(spike.rows)
     if not asked:
         return None
-    if not causes:
+    if not enough:
         given = [row.get("left") for name, row in asked.items() if {*name.split(", ")} <= {*CAUSES, AS_IT_IS}]
         return MAKES_NOTHING.format(share=percent(max(given)))
-    several = len(causes) > 1 and all(asked[cause].get("left") >= HALF for cause in causes)
-    best = max(causes, key=lambda cause: asked[cause].get("left")) if several else ", ".join(causes)
     control = f"an ordinary position: {percent(asked[AS_IT_IS].get('left'))}"
-    if "alone" in causes:
+    if any("alone" in causes for causes in enough):
         control = f"with one other token visible: {asked[ONE_OTHER].numbers['left']}"
-    words = said_of(spike, causes)
-    joined = " or ".join(words) if several else word_list(words)
-    return MAKES.format(causes=joined, share=asked[best].numbers["left"], control=control)
+    best = max((asked[", ".join(causes)] for causes in enough), key=lambda row: row.get("left"))
+    causes = " or ".join(map(word_list, (said_of(spike, causes) for causes in enough)))
+    return MAKES.format(causes=causes, share=best.numbers["left"], control=control)
 
 
 def said_of(spike: SpikeResult, causes: Iterable[str]) -> list[str]:
@@ -249,9 +240,9 @@ def purpose_sentence(spike: SpikeResult) -> str | None:
     hidden = spike.table("purpose").get("hidden")
     if hidden is None:
         return None
-    control = max(spike.table(PURPOSE_CONTROLS).values(), key=lambda row: row.get("loss")).numbers["loss"]
+    (control,) = spike.table(PURPOSE_CONTROLS).values()
     words = {"place": spike.place.words, "where": hidden.note, "loss": hidden.numbers["loss"]}
-    return COSTS.format(**words, control=control.digits(control.value))
+    return COSTS.format(**words, control=replace(control.numbers["loss"], margin=None))
 
 
 # --- cards ---
@@ -264,77 +255,43 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         spike: The spike.
         others: The same spike at other places.
     """
-    writers = list(spike.table("writers").values())
-    alone = [replace(row, name=f"{row.name} zeroed:") for row in spike.table("alone").values()]
+    norm, needed = spike.named("spike", "norm"), component(word_list(spike.needed, SHOWN))
+    ratio = f"{norm.get('ratio'):,.{0 if norm.get('ratio') >= 10 else 1}f}"
+    said = f"{norm.get('norm_before'):,.0f} -> {norm.get('norm_after'):,.0f}, {ratio} times the typical one "
+    said += f"after layer {spike.highest}"
+    if spike.dims:
+        said += f"; along {'dimension' if len(spike.dims) == 1 else 'dimensions'} {word_list(spike.dims)}"
+    rows = {"norm": said, "needed": "no neurons or pair of components that was tried"}
+    if spike.needed:
+        them = {1: "it", 2: "both"}.get(len(spike.needed), f"these {len(spike.needed)}")
+        rows["needed"] = f"{needed}; {spike.named('spike', 'needed').numbers['left']} left without {them} at the place"
+    for table, phrases in LISTED.items():
+        own = spike.table(table)
+        if table in ("effects", "controls"):
+            rows |= {name: row.words(phrases) for name, row in own.items()}
+        elif table != "alone" or len(own) > 1:
+            rows[table] = listed(own.values(), phrases)
     also = [replace(other.named("spike", "read by"), name=f"{other.place.words}:") for other in others]
-    rows = {"norm": norm_words(spike), "needed": needed_words(spike)}
-    rows["writers"] = listed([row for row in writers if row.note in WRITES], ("{share}",))
-    rows["not writers"] = listed([row for row in writers if row.note not in WRITES], ("{share}", "{left} left"))
-    rows["components"] = listed(spike.table("components").values(), ("{share}",))
-    for row in [*spike.table("effects").values(), *spike.table("controls").values()]:
-        rows[row.name] = effect_words(row)
-    if len(spike.needed_neurons) > 1:
-        rows["alone"] = listed(alone, (*LEFT, "{loss} nats"), "only ")
-    rows["marks"] = listed(spike.table("marks").values(), MARK, "without ")
-    rows["erasers"] = listed(spike.table("erasers").values(), ("{share}",))
     rows["also at"] = listed(sorted(also, key=lambda row: -row.get("heads")), LEFT)
     rows["texts"] = "" if spike.held_out else "the half that chose: the other half does not have this place"
     return Card(title_of(spike), tuple((label, text) for label, text in rows.items() if text))
 
 
-def norm_words(spike: SpikeResult) -> str:
-    """Return the norm before the run and after the peak, and how far it is above the typical one."""
-    norm = spike.named("spike", "norm")
-    ratio, where = norm.numbers["ratio"], f"after layer {spike.highest}"
-    if ratio.value < STANDS_OUT:
-        ratio, where = norm.numbers["ratio_beside"], "beside what is large at all positions"
-    digits = 0 if ratio.value >= 10 else 1
-    text = f"{norm.get('norm_before'):,.0f} -> {norm.get('norm_after'):,.0f}, {ratio.value:,.{digits}f} times the "
-    text += f"typical one {where}"
-    if spike.dims:
-        text += f"; along {'dimension' if len(spike.dims) == 1 else 'dimensions'} {word_list(spike.dims)}"
-    return text
-
-
-def needed_words(spike: SpikeResult) -> str:
-    """Return the smallest set found, with what is left without it at the place."""
-    if not spike.needed:
-        return "no neurons or pair of components that was tried"
-    them = {1: "it", 2: "both"}.get(len(spike.needed), f"these {len(spike.needed)}")
-    names = word_list([component(part) for part in spike.needed], SHOWN)
-    return f"{names}; {spike.named('spike', 'needed').numbers['left']} left without {them} at the place"
-
-
-def effect_words(row: Row) -> str:
-    """Return what is done in a row of effects or controls, and what comes of it."""
-    if row.name == "hidden":
-        return f"place hidden {row.note}: {replace(row, note='').words(EFFECT)}"
-    phrases = [*EFFECT, "{reached} of {sets} sets do as much"] if row.get("sets") > 1 else EFFECT
-    return row.words(phrases)
-
-
-def listed(rows: Iterable[Row], phrases: Sequence[str], start: str = "") -> str:
+def listed(rows: Iterable[Row], phrases: Sequence[str]) -> str:
     """Return the first rows on one line, each with its name, its numbers and its note, and how many more there are."""
-    rows = list(rows)
-    items = [f"{start}{component(row.name)} {row.words(phrases)}" for row in rows[:SHOWN]]
-    return GAP.join([*items, f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else items)
+    items = [f"{component(row.name)} {row.words(phrases)}" for row in rows]
+    return GAP.join([*items[:SHOWN], f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else items)
 
 
 def answer_cards(spike: SpikeResult) -> list[Card]:
     """Return what makes a position the sink, why heads read it, and what attention to it is for, if this was asked."""
-    asked = {name: row.words(LEFT) for name, row in spike.table("conditions").items()}
-    if asked:
-        for label, causes in (("sufficient", sufficient(spike.rows)), ("necessary", necessary(spike.rows))):
-            asked[label] = "; ".join(said_of(spike, causes)) or "none of these"
-    constant = {name: row.words((CONSTANT[name],)) for name, row in spike.table("constant").items()}
-    purpose = {**spike.table("purpose"), **spike.table(PURPOSE_CONTROLS)}
-    said = {
-        "What makes a position the sink": asked,
-        "Why heads read it": constant,
-        "What attention to it is for": {name: row.words(PURPOSE) for name, row in purpose.items()},
-    }
-    where = f"{spike.place.words}, {run(*spike.layers)}"
-    return [Card(f"{title}: {where}", tuple(rows.items())) for title, rows in said.items() if rows]
+    cards: list[Card] = []
+    for title, tables in ANSWERS.items():
+        said: list[tuple[str, str]] = []
+        for table, phrases in tables.items():
+            said += [(CONSTANT.get(name, name), row.words(phrases)) for name, row in spike.table(table).items()]
+        cards += [Card(f"{title}: {spike.place.words}, {run(*spike.layers)}", tuple(said))] if said else []
+    return cards
 
 
 def marking_cards(rows: Sequence[Row]) -> list[Card]:
@@ -345,18 +302,10 @@ def marking_cards(rows: Sequence[Row]) -> list[Card]:
 
 
 def attention_card(rows: Sequence[Row]) -> Card:
-    """Return how many heads attend to the place of the first spike, by kind of text, and what else heads attend to."""
-    said = {row.name: row.words(ATTENTION) for row in of_table(rows, "attention").values()}
-    kinds = [f"{row.name} {row.numbers['heads']}" for row in of_table(rows, "attention by kind of text").values()]
-    said["by kind of text"] = GAP.join(kinds)
-    for row in of_table(rows, "attention without a spike").values():
-        said[row.name] = f"{row.words(LEFT)}, no spike"
-    return Card("Attention", tuple((label, text) for label, text in said.items() if text))
+    """Return how many heads attend to the place of the first spike, and what else heads attend to."""
+    return Card("Attention", tuple((row.name, row.words(ATTENTION)) for row in rows if row.table != "norm"))
 
 
-# --- words ---
-
-
-def component(part: str) -> str:
-    """Return a part on a card, from its name in JSON: "MLP 11", "attention 3", "embedding", "L0.H4"."""
-    return part.replace("mlp", "MLP")
+def component(parts: str) -> str:
+    """Return parts on a card, from their names in JSON: "MLP 11", "attention 3", "embedding", "L0.H4"."""
+    return parts.replace("mlp", "MLP")

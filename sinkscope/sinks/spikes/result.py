@@ -13,9 +13,8 @@ from sinkscope.results.notation import Head, Neuron
 from sinkscope.results.row import Card, Row, of_table, table_of, with_texts
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import records
-from sinkscope.sinks.spikes.records import SpikeResult, part_of, span, title_of
-
-FIRST = "the first token"
+from sinkscope.sinks.spikes.records import SpikeResult, part_of, title_of
+from sinkscope.sinks.spikes.spike import span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class FindSinks(Result):
         first_token_norm: Median norm of first tokens after each layer.
     """
 
-    kind = "find-sinks"  # read and drawn without the command, which stands in another module
+    kind = "find-sinks"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
     tables_on_request = True
     columns = ("about", "table", "name", "share", "left", "heads", "loss", "note")
@@ -60,12 +59,12 @@ class FindSinks(Result):
     @property
     def readers(self) -> Row:
         """The heads that attend to the place of the first spike, or to the first token if there is none."""
-        return next(iter(of_table(self.attention, "attention").values()))
+        return self.attention[0]
 
     @property
     def first_spikes(self) -> tuple[SpikeResult, ...]:
         """The spikes of the first token."""
-        return tuple(spike for spike in self.spikes if spike.place.words == FIRST)
+        return tuple(spike for spike in self.spikes if spike.place.words == "the first token")
 
     @property
     def needed(self) -> tuple[Neuron, ...]:
@@ -75,15 +74,15 @@ class FindSinks(Result):
     def conclusion(self) -> str:
         """Return the fewest neurons that suffice and what they do at the place; or how many heads attend where."""
         sentence = None if self.spike is None else records.needed_sentence(self.spike)
+        readers, learned = self.readers, of_table(self.attention, "attention").get("learned sink logits")
         if sentence is not None:
             return sentence
-        readers, learned = self.readers, of_table(self.attention, "attention").get("learned sink logits")
         if readers.get("heads") or self.spikes:
-            numbers = {"heads": readers.numbers["heads"], "total": readers.numbers["total"]}
-            return records.READERS.format(place=readers.name, **numbers)
-        return self._no_spike if learned is None else records.LEARNED.format(heads=learned.numbers["heads"])
+            return records.READERS.format(place=readers.name, **readers.numbers)
+        if learned is not None:
+            return records.LEARNED.format(heads=learned.numbers["heads"])
+        return self._no_spike()
 
-    @property
     def _no_spike(self) -> str:
         largest = of_table(self.attention, "norm")["largest"]
         return records.NO_SPIKE.format(ratio=largest.get("ratio"), where=largest.note)
@@ -99,7 +98,7 @@ class FindSinks(Result):
     def details(self) -> list[str]:
         """Return what the labels mean."""
         if self.spike is None:
-            return [self._no_spike] if self.readers.get("heads") else []
+            return [self._no_spike()] if self.readers.get("heads") else []
         return [records.LEGEND]
 
     def findings(self) -> list[Row]:
@@ -133,14 +132,12 @@ class WhySink(FindSinks):
     @property
     def answered(self) -> SpikeResult | None:
         """The first spike of which it was asked what makes its place or what the place is for; None without any."""
-        asked = [spike for spike in self.spikes if spike.table("conditions") or spike.table("purpose")]
-        return next(iter(asked), None)
+        return next((spike for spike in self.spikes if spike.table("conditions") or spike.table("purpose")), None)
 
     @property
     def marks(self) -> tuple[Head, ...]:
-        """The heads that mark the places of spikes."""
-        names = [name for spike in self.spikes for row in spike.table("marks") for name in row.split(" and ")]
-        parts = dict.fromkeys(map(part_of, names))
+        """The heads without one of which less than half of the spike is left of a token that is put first."""
+        parts = [part_of(row.name) for row in self.marking if ".H" in row.name]
         return tuple(part for part in parts if isinstance(part, Head))
 
     def findings(self) -> list[Row]:
@@ -149,10 +146,10 @@ class WhySink(FindSinks):
 
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, as `find_sinks`."""
-        if self.answered is not None:
-            sentences = (records.cause_sentence(self.answered), records.purpose_sentence(self.answered))
-            return " ".join(sentence for sentence in sentences if sentence is not None)
-        return super().conclusion()
+        if self.answered is None:
+            return super().conclusion()
+        sentences = (records.cause_sentence(self.answered), records.purpose_sentence(self.answered))
+        return " ".join(filter(None, sentences))
 
     def cards(self) -> list[Card]:
         """Return the answers first: what makes the place, why heads read it, what attention to it is for."""

@@ -1,25 +1,80 @@
-"""Step 2, the spikes: places at which states stand out, and runs of layers in which the direction of each stays."""
+"""Step 2, the spikes: places at which states stand out, and runs of layers in which the direction of each stays.
+
+Sinks and spikes are sets of places. Words label a set afterwards, and decide nothing: `split_by_label` parts a set of
+places by the simplest words that mean hardly anything else; what no words cover is a piece as well, or left out if it
+is too little to be measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.results.notation import Component, Head, Neuron
-from sinkscope.sinks.spikes.places import Place, at_position, sink_places, split_by_label
-from sinkscope.sinks.spikes.records import run
+from sinkscope.results.notation import Component, Head, Neuron, word_form, word_list
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.thresholds import COUNTS, HALF, LATER, READS, SAME, SMALLEST, STANDS_OUT
-from sinkscope.sinks.tokens import Mask
+from sinkscope.sinks.thresholds import (
+    COUNTS,
+    ENOUGH,
+    HALF,
+    LATER,
+    LEAST_CASES,
+    MOST_TEXTS,
+    PLACE_SHARE,
+    POSITION_SHARE,
+    READS,
+    SAME,
+    SINK_HEADS,
+    SMALLEST,
+    SOME_TEXTS,
+    STANDS_OUT,
+)
+from sinkscope.sinks.tokens import Mask, TokenRows
 
+NAMED = 3  # tokens that words name
 Part = Neuron | Head | Component
 Parts = tuple[Part, ...]
+Matches = Callable[[TokenRows], Mask]
+"""Marks the positions of any texts that some words mean."""
+
+
+@dataclass(frozen=True)
+class PlaceWords:
+    """Where a spike is.
+
+    Attributes:
+        words: The words.
+        token: The token that stands there most often.
+    """
+
+    words: str
+    token: str
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A set of positions of the texts that were surveyed, with the words that label it.
+
+    Attributes:
+        mask: The positions.
+        label: What a result says of it.
+        matches: Marks the positions of any texts that the words mean; none if no words mean these positions.
+    """
+
+    mask: Mask
+    label: PlaceWords
+    matches: Matches
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first token of all or some texts."""
+        return not bool(self.mask[:, 1:].any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,28 +136,33 @@ class Spike:
         Returns:
             None if its place is in none of these texts.
         """
-        ordinary, mask = ordinary_of(survey), self.place.matches(survey.ids)
+        ordinary, mask, states = ordinary_of(survey), self.place.matches(survey.ids), survey.entered[self.peak + 1]
         if not bool(self.place.matches(self.survey.ids).any()):
-            along = self.along(survey.states[self.peak])
-            mask = (along >= HALF) & (survey.ratios[self.peak] > STANDS_OUT)
+            mask = (self.along(states) >= HALF) & (survey.ratios[self.peak] > STANDS_OUT)
             mask &= at_position(survey.ids, 0) == self.place.is_first
-        if not bool(mask.any()):
-            return None
-        mean = survey.states[self.peak][ordinary].mean(0)
-        size = float(((survey.states[self.peak][mask] - mean) @ self.direction).mean())
-        if size <= 0:
+        mean = states[ordinary].mean(0)
+        size = float(((states[mask] - mean) @ self.direction).mean())  # NaN without the place
+        if not size > 0:
             return None
         place = replace(self.place, mask=mask)
         return replace(self, survey=survey, place=place, ordinary=ordinary, mean=mean, size=size)
 
 
+def run(first: int, last: int) -> str:
+    """Return the layers of a spike: "layer 3", "layers 3-5"."""
+    return f"{word_form(last - first + 1, 'layer', 'layers')} {span(first, last)}"
+
+
+def span(first: int, last: int) -> str:
+    """Return the numbers of the layers of a spike."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
 def ordinary_of(survey: Survey) -> Mask:
     """Mark the positions after the first at which nothing stands out; all of them if everything does."""
-    ordinary = ~(survey.ratios > STANDS_OUT).any(0)
-    ordinary[:, 0] = False
-    if not bool(ordinary.any()):
-        ordinary = ~at_position(survey.ids, 0)
-    return ordinary
+    later = ~at_position(survey.ids, 0)
+    ordinary = later & ~(survey.ratios > STANDS_OUT).any(0)
+    return ordinary if bool(ordinary.any()) else later
 
 
 def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
@@ -151,11 +211,93 @@ def over_typical(survey: Survey, mask: Mask) -> Float[Tensor, "layer case"]:
     return survey.norms[:, mask] / typical[:, None]
 
 
+# --- places ---
+
+
 def attended(survey: Survey) -> Mask:
-    """Mark the positions that heads attend to as a sink, if enough later queries follow them."""
+    """Mark the positions that heads attend to as a sink, if enough later queries follow them.
+
+    A twentieth of the heads, and at least two, have to attend to a place. A hundredth suffices at a position to which
+    these heads attend in most texts, because then they do not prefer one word.
+    """
     layers = survey.target.attending
     if not layers:
         return torch.zeros_like(survey.ids, dtype=torch.bool)
-    above = survey.attention[layers] > READS
+    above, heads = survey.attention[layers] > READS, len(layers) * survey.target.n_heads
     above[..., max(0, above.shape[-1] - LATER) :] = False
-    return sink_places(above)
+    steady = above.float().mean(2, keepdim=True) >= MOST_TEXTS
+    steadily, number = (above & steady).sum((0, 1)), steady.sum((0, 1, 2))
+    suffice = number >= max(SINK_HEADS, POSITION_SHARE * heads)
+    often = above.sum((0, 1)) >= max(SINK_HEADS, PLACE_SHARE * heads)
+    return often | (suffice & (steadily >= MOST_TEXTS * number))
+
+
+def at_position(ids: TokenRows, position: int) -> Mask:
+    """Mark a position in texts."""
+    return (torch.arange(ids.shape[1], device=ids.device) == position).expand_as(ids)
+
+
+def among_tokens(ids: TokenRows, tokens: tuple[int, ...], first: bool) -> Mask:
+    """Mark where tokens stand in texts, or only the first of them in each text."""
+    fits = torch.isin(ids, torch.tensor(tokens, device=ids.device))
+    return fits & (fits.cumsum(1) == 1) if first else fits
+
+
+def per_text(values: Float[Tensor, "*n case"], mask: Mask) -> Float[Tensor, "*n some"]:
+    """Return the mean of values of some positions over each text that has any."""
+    texts = mask.nonzero()[:, 0]
+    return torch.stack([values[..., texts == text].float().mean(-1) for text in texts.unique()], -1)
+
+
+def split_by_label(ids: TokenRows, whole: Mask, decode: Callable[[list[int]], str]) -> list[Place]:
+    """Return the parts of a set of places; what is left over is too few positions.
+
+    Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
+    its own, with first tokens apart. A fifth of the texts have to have a piece.
+
+    Args:
+        ids: The texts.
+        whole: The places in them.
+        decode: Writes token ids as text.
+    """
+    places: list[Place] = []
+    rest, least = whole, min(LEAST_CASES, len(ids))
+    nowhere, first = partial(torch.zeros_like, dtype=torch.bool), at_position(ids, 0)
+    labelled = [(words, matches, matches(ids)) for words, matches in _words_for(ids, whole, decode)]
+    for words, matches, fits in [*labelled, ("", nowhere, first), ("", nowhere, ~first)]:
+        piece = fits & rest
+        precise = not words or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
+        if precise and int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS:
+            token = decode([Counter(ids[piece].tolist()).most_common(1)[0][0]])
+            which = "some first tokens" if fits is first else f"{int(piece.sum()):,} other positions"
+            places.append(Place(piece, PlaceWords(words or f"{which} (most often {token!r})", token), matches))
+            rest = rest & ~piece
+    return places
+
+
+def _words_for(ids: TokenRows, there: Mask, decode: Callable[[list[int]], str]) -> list[tuple[str, Matches]]:
+    """Return what a few words can say of the places, the simplest first, with the positions that they mean.
+
+    Positions come first, then tokens wherever they stand (more than two share their words), then tokens that a text has
+    for the first time. A token counts if it stands at a place after the first position, and at more than one position.
+    """
+    labels: list[tuple[str, Matches]] = []
+    for position in there.any(0).nonzero().flatten().tolist():
+        tokens = ids[:, position].unique().tolist()
+        words = f"{decode(tokens)!r} at position {position}" if len(tokens) == 1 else f"position {position} (any token)"
+        labels.append((words if position else "the first token", partial(at_position, position=position)))
+    behind, here = ids[:, 1:], there[:, 1:]
+    seen = Counter(behind[here].tolist()).most_common()
+    tokens = [token for token, _ in seen if int((behind == token).any(0).sum()) > 1]
+    always = [token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH]
+    sets = [(always, False)] if len(always) > 2 else []  # two have words each: different neurons may make their spikes
+    sets += [([token], False) for token in always] + [([token], True) for token in tokens]
+    if len(tokens) > 1:
+        sets.append((tokens, True))
+    for some, first in sets:
+        names = word_list([repr(decode([token])) for token in some], NAMED)
+        words = f"{names} wherever {word_form(len(some), 'it stands', 'they stand')}"
+        if first:
+            words = f"the first {names} of a text" if len(some) == 1 else f"the first of {names} in a text"
+        labels.append((words, partial(among_tokens, tokens=tuple(some), first=first)))
+    return labels

@@ -6,13 +6,15 @@ and their values rise and fall together, as when one neuron is packed as many.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from inspect import signature
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -32,9 +34,8 @@ from sinkscope.models.neurons import (
 )
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Component, Head, Neuron
-from sinkscope.results.row import Mean, Row, of_table, row_of
-from sinkscope.sinks.spikes.places import per_text
-from sinkscope.sinks.spikes.spike import Part, Spike
+from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.sinks.spikes.spike import Part, Spike, per_text
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 
 Unit = tuple[Neuron, ...]
@@ -43,20 +44,15 @@ Unit = tuple[Neuron, ...]
 
 @dataclass(frozen=True, eq=False)
 class Writers:
-    """What writes a spike, by shares.
+    """What writes a spike: neurons of units that write 2 % or more of it, or against it; and backups.
 
     Attributes:
-        neurons: Candidates: the neurons of units that write 2 % or more of it, or against it; and backups. The row of
-            each has its share, and its neutral value: the median at ordinary positions.
-        units: These neurons, equal ones together.
+        shares: What each unit writes of the spike; of backups, which write only when others are gone, 0.
+        neutral: The median of each neuron at ordinary positions.
     """
 
-    neurons: Mapping[Neuron, Row]
-    units: tuple[Unit, ...]
-
-    def share(self, neurons: Iterable[Neuron]) -> float:
-        """Return what some candidates write together."""
-        return sum(self.neurons[neuron].get("share") for neuron in neurons)
+    shares: Mapping[Unit, float]
+    neutral: Mapping[Neuron, float]
 
 
 def components_of(spike: Spike) -> list[Row]:
@@ -89,21 +85,21 @@ def writers_of(spike: Spike) -> Writers:
     Args:
         spike: The spike.
     """
-    candidates, units, target = dict[Neuron, Row](), list[Unit](), spike.survey.target
-    parts, skips = of_table(components_of(spike), "components"), target.skips_layers
+    shares, neutral, target = dict[Unit, float](), dict[Neuron, float](), spike.survey.target
+    large = {row.name for row in components_of(spike) if abs(row.get("share")) >= NAMED}
     for layer in target.with_neurons:
-        mlp = parts.get(f"mlp {layer}", Row("components", ""))
-        if layer > spike.peak or (not skips and abs(mlp.get("share")) < NAMED):
+        if layer > spike.peak or (not target.skips_layers and f"mlp {layer}" not in large):
             continue
         with target.loaded(layer):
             view = of_layer(spike, layer, spike.survey.start(layer))
             written = view.shares.mean(1)
             for numbers in equal_neurons(target, view, written):
-                if abs(float(written[numbers].sum())) >= NAMED:
+                share = float(written[numbers].sum())
+                if abs(share) >= NAMED:
                     own = {neuron_at(target, layer, number): number for number in numbers.tolist()}
-                    candidates |= {neuron: _share_of(spike, view, number) for neuron, number in own.items()}
-                    units.append(tuple(own))
-    return Writers(candidates, tuple(units))
+                    shares[tuple(own)] = share
+                    neutral |= {neuron: neutral_post(target, view.ordinary, number) for neuron, number in own.items()}
+    return Writers(shares, neutral)
 
 
 def neuron_at(target: Target, layer: int, number: int) -> Neuron:
@@ -159,55 +155,38 @@ def equal_neurons(target: Target, view: LayerShares, shares: Float[Tensor, " neu
         shares: What each writes of the spike.
     """
     some, units = (shares.abs() >= TRACE).nonzero().flatten(), list[Tensor]()
-    equal = _parallel(columns(target, view.layer, some).cpu()) & _parallel(view.written.T[some])
+    equal = torch.ones(len(some), len(some), dtype=torch.bool)
+    for vectors in (columns(target, view.layer, some).cpu(), view.written.T[some]):
+        unit = normalize(vectors.float(), dim=1)
+        equal &= (unit @ unit.T).abs() >= PARALLEL
     free = torch.ones(len(some), dtype=torch.bool)
     for number in range(len(some)):
         if free[number]:
-            unit = equal[number] & free
-            unit[number] = True
-            units.append(some[unit])
-            free &= ~unit
+            members = equal[number] & free
+            members[number] = True
+            units.append(some[members])
+            free &= ~members
     return units
 
 
-def _parallel(rows: Float[Tensor, "n d"]) -> Bool[Tensor, "n n"]:
-    unit = normalize(rows.float(), dim=1)
-    return (unit @ unit.T).abs() >= PARALLEL
-
-
-def _share_of(spike: Spike, view: LayerShares, number: int) -> Row:
-    """The row of a neuron."""
-    target, shares = spike.survey.target, view.shares[number]
-    by_text = per_text(shares, spike.place.mask)
-    share = Mean(float(shares.mean()), margin_of(by_text.numpy()), tuple(by_text.tolist()), "share")
-    name = str(neuron_at(target, view.layer, number))
-    return row_of("writers", name, share=share, neutral=neutral_post(target, view.ordinary, number))
-
-
 @torch.no_grad()
-def shares_on(spike: Spike, neurons: Sequence[Neuron]) -> dict[Neuron, Row]:
-    """Return what neurons write of a spike in its own texts.
+def shares_on(spike: Spike, neurons: Iterable[Neuron]) -> dict[Neuron, tuple[Mean, float]]:
+    """Return what neurons write of a spike in its own texts, and the median of each at ordinary positions.
 
     Args:
         spike: The spike.
         neurons: The neurons.
     """
-    shares: dict[Neuron, Row] = {}
-    for layer in sorted({neuron.layer for neuron in neurons}):
+    found, target = dict[Neuron, tuple[Mean, float]](), spike.survey.target
+    for layer, group in groupby(sorted(neurons, key=attrgetter("layer")), attrgetter("layer")):
         view = of_layer(spike, layer, spike.survey.start(layer))
-        for neuron in neurons:
-            if neuron.layer == layer:
-                number = flat_number(spike.survey.target, layer, neuron.expert, neuron.neuron)
-                shares[neuron] = _share_of(spike, view, number)
-    return shares
-
-
-def with_backups(spike: Spike, writers: Writers, neurons: Sequence[Neuron]) -> Writers:
-    """Add neurons that write only when the writers are gone, with what they write while these stand."""
-    if not neurons:
-        return writers
-    fresh, units = shares_on(spike, neurons), tuple((neuron,) for neuron in neurons)
-    return replace(writers, neurons={**writers.neurons, **fresh}, units=(*writers.units, *units))
+        for neuron in group:
+            number = flat_number(target, layer, neuron.expert, neuron.neuron)
+            by_text = per_text(view.shares[number], spike.place.mask)
+            margin, mean = margin_of(by_text.numpy()), float(view.shares[number].mean())
+            share = Mean(mean, margin, tuple(by_text.tolist()), "share")
+            found[neuron] = share, neutral_post(target, view.ordinary, number)
+    return found
 
 
 def writing_of(
