@@ -26,7 +26,8 @@ from sinkscope.results.row import Kind, Mean
 RESAMPLED = 1000  # bootstrap samples of a margin
 FEWEST_VALUES = 3  # fewer values give no margin
 SURE = 0.95  # how often an interval holds the mean of all texts
-SCORES, DIFFERENCES = (0.0, 1.0), (-1.0, 1.0)
+SCORES = (0.0, 1.0)
+DIFFERENCES = (-1.0, 1.0)
 """Bounds of a score, and of the difference between two scores of one prompt."""
 
 
@@ -64,9 +65,11 @@ def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float
         finite = np.append(finite, bounds)
     degrees = len(finite) - 1
     half = float(stdtrit(degrees, (1 + SURE) / 2) * finite.std(ddof=1)) / sqrt(len(finite))
-    low, high = float(finite.mean()) - half, float(finite.mean()) + half
+    low = float(finite.mean()) - half
+    high = float(finite.mean()) + half
     if bounds is not None:
-        low, high = max(low, bounds[0]), min(high, bounds[1])
+        low = max(low, bounds[0])
+        high = min(high, bounds[1])
     return Interval(mean, low, high)
 
 

@@ -41,7 +41,8 @@ def merge(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
     rows: list[Row] = []
     for key in dict.fromkeys([*old, *new]):
         about, _, name = key
-        first, second = old.get(key), new.get(key)
+        first = old.get(key)
+        second = new.get(key)
         if first is not None and second is not None:
             both = [number for number in first.numbers if number in second.numbers and number != "control"]
             rows += [*_word(first, second), *(_number(first, second, number) for number in both)]
@@ -66,18 +67,22 @@ def _word(first: Row, second: Row) -> list[Row]:
 
 def _number(first: Row, second: Row, number: str) -> Row:
     """How far a number of a row moved, text by text where both have one of each, and the verdict."""
-    before, after = first.numbers[number], second.numbers[number]
+    before = first.numbers[number]
+    after = second.numbers[number]
     old, new = ({text: value for text, value in _by_text(row, number) if isfinite(value)} for row in (first, second))
     pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
     scores = before.kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
     interval = interval_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if scores else None)
-    start, end, texts = before.value, after.value, 0
+    start = before.value
+    end = after.value
+    texts = 0
     if interval is not None:
         (start, end), texts = pairs.mean(0).tolist(), len(pairs)
     elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
         interval = Interval(end - start, end - start - margin, end - start + margin)
-    moved, verdict = {"before": start, "after": end, "change": end - start}, UNJUDGED
+    moved = {"before": start, "after": end, "change": end - start}
+    verdict = UNJUDGED
     if interval is not None:
         moved |= {"lower": interval.low, "upper": interval.high, "texts": float(texts)}
         verdict = SAME

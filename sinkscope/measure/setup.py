@@ -133,7 +133,8 @@ class Setup:
         Raises:
             SinkscopeError: Bad input; the message is one line and says what to do.
         """
-        started, content = time.perf_counter(), typical_text()
+        started = time.perf_counter()
+        content = typical_text()
         if field is not None and text is None:
             raise SinkscopeError(f"--field {field}: no text is given whose field it is; give --text")
         records = None if text is None else text_records(text, field)

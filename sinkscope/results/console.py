@@ -15,7 +15,8 @@ WIDTH = 80
 """Characters of a line where there is no terminal."""
 ERASE = "\r\x1b[K"
 """Makes a terminal erase the line."""
-COUNTED, WAITED = "{desc} {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}", "{desc} {elapsed}"
+COUNTED = "{desc} {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}"
+WAITED = "{desc} {elapsed}"
 """What a bar shows of a stage, and of one without an end that is known."""
 
 

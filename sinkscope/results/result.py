@@ -95,7 +95,8 @@ class Result(Envelope):
 
     def lines(self) -> list[str]:
         """Return the model, the details and warnings: what stands between tables and the conclusion."""
-        model, lines = self.model, list[str]()
+        model = self.model
+        lines = list[str]()
         if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
             lines.append(f"The model is {model.name} ({model.family}, {size}).{self._beginning()}")

@@ -38,7 +38,8 @@ class Mean:
 
     def __format__(self, spec: str) -> str:
         """Return the number as text, with its margin where that shows."""
-        text, margin = self.digits(self.value), "" if self.margin is None else self.digits(self.margin)
+        text = self.digits(self.value)
+        margin = "" if self.margin is None else self.digits(self.margin)
         return f"{text} (± {margin})" if margin.strip("0.%") else text
 
     def __str__(self) -> str:

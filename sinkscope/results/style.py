@@ -51,7 +51,8 @@ def bars(fig: Any, rows: Iterable[Row], number: str, colour: str, name: str = ""
     """
     shown = [row for row in rows if number in row.numbers]
     margins = {"type": "data", "array": [row.margin(number) for row in shown]}
-    names, values = [html.escape(row.name) for row in shown], [row.get(number) for row in shown]
+    names = [html.escape(row.name) for row in shown]
+    values = [row.get(number) for row in shown]
     fig.add_bar(x=names, y=values, error_y=margins, marker_color=colour, name=name, showlegend=bool(name), **where)
 
 

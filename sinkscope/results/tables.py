@@ -16,7 +16,8 @@ from sinkscope.results.notation import percent as percent_of
 
 MOST_ROWS = 64
 """Rows of a table that are shown; a file of it holds all."""
-BETWEEN, WIDEST = 2, 10_000
+BETWEEN = 2
+WIDEST = 10_000
 """Spaces between columns, and the longest line of a table that shows every column."""
 Table = list[dict[str, Any]]
 """One dict per row."""
@@ -61,7 +62,9 @@ class Grid:
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        shown, printed, notes = Grid(self.fitting(width)), io.StringIO(), self.notes(rows)
+        shown = Grid(self.fitting(width))
+        printed = io.StringIO()
+        notes = self.notes(rows)
         table = RichTable(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style="")
         for (name, cells), side in zip(shown.columns.items(), shown.sides(), strict=True):
             table.add_column(_words(name), justify=side, overflow="fold", max_width=_width(name, cells))

@@ -38,7 +38,9 @@ from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import PerToken, TokenRows, refuse_n_tokens, sample_tokens, vocabulary
 
 TOKENS = 128  # tokens of one pass; each takes two more rows than layer 0 has heads
-SERVED, UNNEEDED, INTACT = "tokens that have the spike by one head of layer 0", "without any head", "with all heads"
+SERVED = "tokens that have the spike by one head of layer 0"
+UNNEEDED = "without any head"
+INTACT = "with all heads"
 POSITIONS = "positions of sequences of one cluster that have the spike"
 
 
@@ -86,9 +88,11 @@ class ClusterAttack(Result):
         if self.instead is not None or self.ids is None:
             return self.instead or ""
         served, _, unneeded = (row.numbers["share"] for row in self.clusters[:3])
-        tried, spike = f"{len(self.ids):,} tokens", f"the spike of {self.spike}"
+        tried = f"{len(self.ids):,} tokens"
+        spike = f"the spike of {self.spike}"
         if self.attempts:
-            share, control = self.attempts[0].numbers["share"], percent(self.attempts[0].get("control"))
+            share = self.attempts[0].numbers["share"]
+            control = percent(self.attempts[0].get("control"))
             patched = "".join(f"; patched: {percent(row.get('share'))}" for row in self.attempts[1:])
             where = f"{share} of their positions without BOS (random tokens: {control}{patched})"
             return f"Sequences of {self.length} different tokens of one cluster have {spike} at {where}."
@@ -167,16 +171,21 @@ def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, t
     heads = heads_up_to(setup.target, 0)
     if setup.target.store is not None:  # many passes go through all of these layers
         setup.target.store.resident = spike.peak + 1
-    means, parts = means_of(spike, heads), list[torch.Tensor]()
+    means = means_of(spike, heads)
+    parts = list[torch.Tensor]()
     edits = [heads, *(tuple(other for other in heads if other != head) for head in heads)]  # all replaced, then but one
     for tokens in torch.tensor(ids).split(TOKENS):
         along = along_first(spike, tokens, edits, means)
         parts.append(along.double().round(decimals=4))  # threads may change what is beyond
         setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
     intact, none, *alone = torch.cat(parts, 1).numpy()
-    has, unneeded, by_one, another = intact >= HALF, none >= HALF, np.full(len(ids), np.nan), None
+    has = intact >= HALF
+    unneeded = none >= HALF
+    by_one = np.full(len(ids), np.nan)
+    another = None
     if heads:
-        needing, by_head = has & ~unneeded, np.stack(alone)
+        needing = has & ~unneeded
+        by_head = np.stack(alone)
         by_one = np.where(needing & (by_head.max(0) >= HALF), by_head.argmax(0), np.nan)
         another = Mean(float((needing & (np.median(by_head, 0) >= HALF)).mean()), kind="share")  # the median head
     rows = [row_of("findings", SERVED, "another head", share=share_of(np.isfinite(by_one)), control=another)]
@@ -215,7 +224,8 @@ def attempts_of(setup: Setup, chosen: SpikeCircuit, drawn: Sequence[TokenRows]) 
         chosen: The spike, with its writers.
         drawn: Sequences of tokens of one cluster, and of all tokens.
     """
-    patches, rows = dict[str, SinkPatch | None]({"": None}), list[Row]()
+    patches = dict[str, SinkPatch | None]({"": None})
+    rows = list[Row]()
     if setup.target.resident:
         patches[", patched"] = chosen.patch
     for word, patch in patches.items():

@@ -65,7 +65,8 @@ def sink_mask(
         if more or named.point is None:
             problem = "names several" if more else "has attention rows"
             raise SinkscopeError(f"site {site!r} {problem}: expected one with a value for each position")
-    there, high = torch.zeros_like(real), list[Bool[Tensor, "layer pos"]]()
+    there = torch.zeros_like(real)
+    high = list[Bool[Tensor, "layer pos"]]()
     for number, row in enumerate(rows):
         if len(row) < 2:
             continue

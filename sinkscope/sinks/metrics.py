@@ -85,7 +85,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model.
     """
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
     with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
         try:
             yield

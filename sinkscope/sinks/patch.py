@@ -56,7 +56,10 @@ Verdict = Literal["made", "given", "not-repaired", "refused", "no-sink", "no-rep
 AFTER = 16  # tokens of ordinary text after the copies
 PIECES = 8  # pieces of held-out text in one pass
 CASES = ("intact", "patched", "control")
-NORM, ATTENTION, NEXT, COST = "norm of copies", "attention to copies", "one more copy", "change of the perplexity"
+NORM = "norm of copies"
+ATTENTION = "attention to copies"
+NEXT = "one more copy"
+COST = "change of the perplexity"
 BROKEN = "not repaired"
 
 
@@ -204,7 +207,8 @@ def verdict_of(found: PatchResult, limit: float) -> tuple[Verdict, str]:
         found: What the patch does.
         limit: Largest accepted relative increase of the perplexity.
     """
-    spike, rise = found.proof[0].about, found.proof[-1].get("patched")
+    spike = found.proof[0].about
+    rise = found.proof[-1].get("patched")
     if not found.proof[0].note:
         tried = f"{found.repeats:,} copies of {count_of(found.words, 'word')}"
         return "no-repeats", f"{tried} do not reach half of the first token in the spike of {spike}."
@@ -231,7 +235,8 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
         limit: Largest number of repetitions.
         pieces: Held-out text.
     """
-    target, edits = setup.target, (None, patch, random_patch(setup, patch))
+    target = setup.target
+    edits = (None, patch, random_patch(setup, patch))
     setup.record(pieces=len(pieces), length=pieces.shape[1])
     ordinary = ordinary_text(setup, edits, pieces)
     found = PatchResult(verdict="given", reason="it was given.", sites=patch.checked_sites, proof=(ordinary,))
@@ -242,7 +247,8 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
     halves = chain(*copies_of(target, spikes, ids, before, limit))
     slowest = max((half for half in halves if half is not None), default=limit)
     count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
-    rows, cases = repeated(before, ids, count), list[Tensor]()
+    rows = repeated(before, ids, count)
+    cases = list[Tensor]()
     for edit in edits:
         setup.progress("patches", len(cases), len(edits))
         cases.append(read_after(setup, spikes, edit, rows, len(before)))
@@ -270,13 +276,15 @@ def copies_rows(
         one_copy: The norm of one copy behind ordinary text, without a patch.
     """
     failing = (read[0, : len(spikes)] >= HALF) & (one_copy < HALF)
-    rows, every = list[Row](), failing.any(0, keepdim=True)
+    rows = list[Row]()
+    every = failing.any(0, keepdim=True)
     names = [*((NORM, spike) for spike in spikes), *((ATTENTION, spike) for spike in spikes), (NEXT, "")]
     for (name, about), own, values in zip(names, [*failing, *failing, *every], read.unbind(1), strict=True):
         if (name != NORM and not bool(every.any())) or bool(values[0].isnan().all()):  # no head reads the spike
             continue
         shown = own if bool(own.any()) else ~own
-        by_case, numbers = dict[str, Tensor](zip(CASES, values, strict=True)), dict[str, Mean]()
+        by_case = dict[str, Tensor](zip(CASES, values, strict=True))
+        numbers = dict[str, Mean]()
         if name == NORM:
             by_case["one_copy"] = one_copy[len(rows)]
         for case, of_words in by_case.items():
@@ -285,7 +293,9 @@ def copies_rows(
                 float(some.max() if name == NORM else some.mean()), None, tuple(some.tolist()), "share"
             )
         texts = tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
-        intact, patched, note = numbers["intact"].value, numbers["patched"].value, ""
+        intact = numbers["intact"].value
+        patched = numbers["patched"].value
+        note = ""
         if bool(own.any()) and not (name == NEXT and intact >= HALF):
             repaired = {NORM: patched < HALF, ATTENTION: patched < HALF * intact, NEXT: patched >= HALF}
             note = "repaired" if repaired[name] else BROKEN
@@ -316,7 +326,10 @@ def read_after(
         rows: Copies of the words, each after `before` other tokens.
         before: Number of tokens before the copies.
     """
-    target, end, chances, attention = setup.target, rows.shape[1], list[Tensor](), list[Tensor]()
+    target = setup.target
+    end = rows.shape[1]
+    chances = list[Tensor]()
+    attention = list[Tensor]()
     ordinary = text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None)
     texts = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
     copies = torch.zeros(*texts.shape, 1)
@@ -336,13 +349,17 @@ def read_after(
 
 def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRows) -> Row:
     """Read how a patch and a random one change the perplexity of held-out text, as shares of it."""
-    losses, changes, positions = list[Tensor](), list[Mean](), torch.arange(1, ids.shape[1] - 1)  # texts begin alike
+    losses = list[Tensor]()
+    changes = list[Mean]()
+    positions = torch.arange(1, ids.shape[1] - 1)  # texts begin alike
     for edit in edits:
         with under(edit, setup.target):
             read = [losses_at(setup.target, some, positions).mean(1) for some in ids.split(PIECES)]
         losses.append(torch.cat(read).double())
         rise = losses[-1] - losses[0]
-        ratio, margin = float(rise.mean().exp()), margin_of(rise.numpy())
+        ratio = float(rise.mean().exp())
+        margin = margin_of(rise.numpy())
         changes.append(Mean(ratio - 1, None if margin is None else ratio * margin, kind="share"))
-    perplexity, control = float(losses[0].mean().exp()), "random neurons"
+    perplexity = float(losses[0].mean().exp())
+    control = "random neurons"
     return row_of("held-out text", COST, control, patched=changes[1], control=changes[2], perplexity=perplexity)

@@ -97,7 +97,8 @@ class Repeat(Result):
         """Say how many words converge in each spike, how much attention copies get, or how likely one more is."""
         if self.instead is not None:
             return self.instead
-        effect, reached = self.effects[0], list[str]()
+        effect = self.effects[0]
+        reached = list[str]()
         for condition, repeats in zip(self.conditions, self.repeats if self.repeats is not None else (), strict=False):
             reached.append(f"{int((repeats > 1).sum())} of {len(self.tokens)} tokens in {condition}")
         control = f"{effect.note}: {percent(effect.get('control'))}"
@@ -115,7 +116,8 @@ def draw(result: Repeat) -> go.Figure:
     fig: Any = go.Figure()
     if result.at is not None and result.values is not None:
         x = "layer" if result.quantity == "attention" else "repetitions"
-        conditions, tokens = [*map(escape, result.conditions)], [*map(escape, result.tokens)]
+        conditions = [*map(escape, result.conditions)]
+        tokens = [*map(escape, result.tokens)]
         axes: dict[str, Any] = {"condition": conditions, "token": tokens, x: result.at.tolist()}
         rows = long_table({result.quantity: result.values}, **axes)
         shown: dict[str, Any] = {"x": x, "y": result.quantity, "color": "token", "facet_col": "condition"}
@@ -146,7 +148,8 @@ def repeat(
         tokens: Words to repeat, each one token. By default five words of the text.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
     """
-    target, words = setup.target, pick_tokens(setup, tokens)
+    target = setup.target
+    words = pick_tokens(setup, tokens)
     # What stands before a text stands first. Any token in first place is marked, so it must not be a repeated one.
     before = [*beginning(setup.tokenizer, setup.bos)] or prefix_of(setup, words)
     count = repetition_limit(target, max_repeats, len(before) + (TAIL if quantity == "attention" else 0))
@@ -174,7 +177,8 @@ def repeat(
 
 def contrasts(setup: Setup, rows: TokenRows, count: int) -> tuple[TokenRows, TokenRows]:
     """Make two controls of equal length: ordinary tokens that end with one copy, and ordinary tokens alone."""
-    ids, others = setup.ids[:, 1:].unique(), rows.clone()
+    ids = setup.ids[:, 1:].unique()
+    others = rows.clone()
     ordinary = ids[~torch.isin(ids, rows[:, -1])]
     drawn = torch.randint(len(ordinary), (len(rows), count), generator=draws(setup.seed, "tokens beside copies"))
     others[:, -count:] = ordinary[drawn]
@@ -195,7 +199,8 @@ def effect_of_copies(values: Float[Tensor, "kind token"], name: str, about: str,
         about: The spike or the condition.
         words: The tokens.
     """
-    share, rows = mean_of(values[0], "share"), list[Row]()
+    share = mean_of(values[0], "share")
+    rows = list[Row]()
     for control, own in zip(("one copy", "other tokens"), values[1:].mean(1).tolist(), strict=True):
         rows.append(Row("controls", control, {"share": Mean(own, kind="share")}, name, about))
     assert share is not None
@@ -246,7 +251,8 @@ def read_copies(
         read: Reads sequences.
         turn: The number of repetitions after which a token turns; None if it does not.
     """
-    values, effects = read(rows), list[Row]()
+    values = read(rows)
+    effects = list[Row]()
     setup.progress("repetitions", 1, 2)
     last = torch.stack([values[..., -1], *(read(others)[..., -1] for others in contrasts(setup, rows, found.copies))])
     for number, about in enumerate(found.conditions):

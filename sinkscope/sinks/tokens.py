@@ -129,7 +129,8 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     Raises:
         SinkscopeError: The context is too short.
     """
-    least, room = requested or 1, (target.max_positions or 1 << 30) - around
+    least = requested or 1
+    room = (target.max_positions or 1 << 30) - around
     what = f"a text of --max-repeats {least} and {around} tokens around them"
     check_length(target, what, least + around, remedy=f"there is room for {max(room, 0)}")
     return requested or min(MAX_REPEATS, room)

@@ -46,10 +46,12 @@ from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import TokenRows
 
-FEW, ALONE = 8, 4  # texts of controls and of removals everywhere; texts of units that are removed alone
+FEW = 8
+ALONE = 4  # texts of controls and of removals everywhere; texts of units that are removed alone
 UNITS = 8  # units that are removed alone
 TEXTS = 8  # texts of conditions and purpose, two of each kind
-FIRST, LAST = 16, 40  # ordinary positions are drawn from these on, up to here
+FIRST = 16
+LAST = 40  # ordinary positions are drawn from these on, up to here
 SHIFT = 32  # by which the start is shifted
 BEFORE = 4  # tokens that the place sees before itself
 DRAWS = 4  # positions of each text that see one other token: it matters much which both are
@@ -111,7 +113,8 @@ class SpikeCircuit:
 
         None: no head reads the place, or no key can be hidden there, because layers keep states or attend inside.
         """
-        target, later = self.spike.survey.target, self.later
+        target = self.spike.survey.target
+        later = self.later
         if not self.texts.whole or not later or not {*later} <= {*target.attending}:
             return None
         how: dict[str, Any] = {"hide": "place", "layers": later, "note": f"from layer {later.start} on"}
@@ -172,13 +175,15 @@ def measure(
     """
     chosen = texts.rows[:count]
     many = max(len(chosen), len(sets))
-    rows, edit_of = chosen[torch.arange(many) % len(chosen)], torch.arange(many) % len(sets)
+    rows = chosen[torch.arange(many) % len(chosen)]
+    edit_of = torch.arange(many) % len(sets)
     batch = replace(texts.batch(sets, rows, edit_of), **how)
     if hide is not None:
         hidden = batch.places[0] if hide == "place" else at_position(batch.ids, hide)
         batch = replace(batch, unseen=hidden[:, None].expand(-1, hidden.shape[1], -1))
     seen = read(batch, heads, loss=bool(heads), since=since)
-    left, rise = share_left(seen.along[:, 0], intact_along(texts.spike, rows)), torch.full((many,), torch.nan)
+    left = share_left(seen.along[:, 0], intact_along(texts.spike, rows))
+    rise = torch.full((many,), torch.nan)
     numbers: dict[str, Mean | float | None] = {"left": mean_of(left, "share")}
     if heads:
         numbers["heads"] = count_readers(seen.attention[:, [*heads]].permute(1, 2, 0))
@@ -192,7 +197,8 @@ def measure(
         numbers |= {"loss": mean_of(rise), "tokens": int(change.isfinite().sum())}
     if like is not None:  # sets that raise the loss as much in the same texts, or leave as little of the spike
         what, sign, own = ("loss", 1, rise) if "loss" in like.numbers else ("left", -1, left)
-        known, reached = sign * torch.tensor(like.numbers[what].by_text), 0
+        known = sign * torch.tensor(like.numbers[what].by_text)
+        reached = 0
         for number in range(len(sets)):
             some = edit_of == number
             reached += bool(sign * own[some].mean() >= known[torch.arange(many)[some] % len(chosen)].mean())
@@ -218,14 +224,16 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
     Returns:
         Rows of the tables "effects", "controls" and "alone"; none if nothing is needed.
     """
-    texts, needs = circuit.texts, circuit.needs
+    texts = circuit.texts
+    needs = circuit.needs
     if not needs.needed:
         return []
     reading = texts.spike.reading_layers
     layers = reading if texts.whole else ()
     at_place = measure("effects", "at place", texts, layers, [needs.needed])
     if not needs.units:
-        others, note = other_components(needs.order, needs.needed), "another component replaced"
+        others = other_components(needs.order, needs.needed)
+        note = "another component replaced"
         if not others:
             return [at_place, row_of("controls", "random", "there are no other components")]
         return [at_place, measure("controls", "random", texts, layers, others, like=at_place, note=note)]
@@ -236,7 +244,8 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
     if not equal.sets:
         rows.append(row_of("controls", "busiest", "no other neuron of these layers writes anything"))
     for name, own in {"busiest": slice(1), "random": slice(1, None)}.items():
-        sets, norms = equal.sets[own], equal.norms[own]
+        sets = equal.sets[own]
+        norms = equal.norms[own]
         if sets:
             few |= {"like": at_place, "norm": float(np.mean(norms)), "note": "" if equal.enough else NO_EQUAL}
             rows.append(measure("controls", name, texts, layers, sets, **few))
@@ -261,8 +270,11 @@ def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Row]]:
     Returns:
         Rows of each; none of short texts, and of a model that is streamed.
     """
-    spike, by_spike, anywhere = circuits[0].reported, list[list[Row]](), list[Row]()
-    survey, target = spike.survey, spike.survey.target
+    spike = circuits[0].reported
+    by_spike = list[list[Row]]()
+    anywhere = list[Row]()
+    survey = spike.survey
+    target = spike.survey.target
     if survey.ids.shape[1] <= 2 * BEGIN or not target.resident:
         return [[] for _ in circuits]
     key = KEYS.start + int(survey.attention[target.attending].mean((0, 1, 2))[KEYS].argmax())
@@ -275,7 +287,8 @@ def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Row]]:
 
     for circuit in circuits:
         if not anywhere:  # the same for all spikes of the place
-            intact, hidden = asked(spike, "intact"), asked(spike, "hidden in all layers", hide="place")
+            intact = asked(spike, "intact")
+            hidden = asked(spike, "hidden in all layers", hide="place")
             taker = asked(second, "", hide=0).numbers["heads"]  # the next position may take over
             intact = replace(intact, numbers={"heads": intact.numbers["heads"]})
             anywhere = [intact, replace(hidden, numbers=hidden.numbers | {"taker_heads": taker})]
@@ -314,7 +327,9 @@ def rows_at(
         token: Another token that stands there. None: its own.
         sees: What it sees beside itself. None: all before it.
     """
-    place, unseen, positions = torch.arange(ids.shape[1]) == at[:, None], None, None
+    place = torch.arange(ids.shape[1]) == at[:, None]
+    unseen = None
+    positions = None
     if "its token" in causes:
         token = ids[:, 0]
     if "alone" in causes:
@@ -333,7 +348,8 @@ def place_sees(spikes: Sequence[Spike], ids: TokenRows, more: int) -> Batch:
     ids = torch.cat([ids[:, ids.shape[1] - more :], ids], 1)
     at = torch.arange(ids.shape[1])
     unseen = ((at[:, None] > more) & (at < more)).expand(len(ids), -1, -1)
-    places, positions = (at_position(ids, more),) * len(spikes), (at - more).clamp(min=0).expand_as(ids)
+    places = (at_position(ids, more),) * len(spikes)
+    positions = (at - more).clamp(min=0).expand_as(ids)
     return Batch(tuple(spikes), ids, places, unseen=unseen, positions=positions)
 
 
@@ -350,13 +366,18 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
         spikes: The spikes, in texts that did not find them.
         seed: Seed of the ordinary positions, tokens and others.
     """
-    survey, by_spike = spikes[0].survey, [list[Row]() for _ in spikes]
+    survey = spikes[0].survey
+    by_spike = [list[Row]() for _ in spikes]
     if survey.ids.shape[1] <= LAST:
         return by_spike
-    target, ids, generator = survey.target, survey.ids[:TEXTS], draws(seed, "other tokens of conditions")
+    target = survey.target
+    ids = survey.ids[:TEXTS]
+    generator = draws(seed, "other tokens of conditions")
     at = torch.randint(FIRST, ids.shape[1], (len(ids),), generator=generator)
-    token, first = ids.roll(1, 0)[torch.arange(len(ids)), at], torch.zeros(len(ids), dtype=torch.long)
-    takes, later = takes_positions(target), torch.arange(ids.shape[1]).expand_as(ids) + SHIFT
+    token = ids.roll(1, 0)[torch.arange(len(ids)), at]
+    first = torch.zeros(len(ids), dtype=torch.long)
+    takes = takes_positions(target)
+    later = torch.arange(ids.shape[1]).expand_as(ids) + SHIFT
     cases: dict[str, Batch] = {}
     for has in product((False, True), repeat=3):
         causes = [cause for cause, there in zip(CAUSES, has, strict=True) if there]
@@ -368,9 +389,12 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
         cases[TAKEN["id 0"]] = replace(rows_at(spikes, ids, first), positions=later)
     cases[ONE_OTHER] = one_other_drawn(spikes, survey.ids, seed)
     for name, batch in cases.items():
-        layers, texts = target.attending, len(ids)
+        layers = target.attending
+        texts = len(ids)
         if name == ONE_OTHER:
-            layers, texts, batch = [], len(survey.ids), batch.until_place()
+            layers = []
+            texts = len(survey.ids)
+            batch = batch.until_place()
         seen = read(batch, layers)
         for number, (spike, rows) in enumerate(zip(spikes, by_spike, strict=True)):
             left = mean_of(seen.along[:, number].reshape(-1, texts).mean(0), "share")
@@ -381,7 +405,9 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
 
 def one_other_drawn(spikes: Sequence[Spike], ids: TokenRows, seed: int) -> Batch:
     """Return positions that see themselves and one other token, which is not the first: several draws in each text."""
-    generator, at, others = draws(seed, "one other token of conditions"), list[Tensor](), list[int]()
+    generator = draws(seed, "one other token of conditions")
+    at = list[Tensor]()
+    others = list[int]()
     for _ in range(DRAWS):
         at.append(torch.randint(FIRST, LAST, (len(ids),), generator=generator))
         for position in at[-1].tolist():

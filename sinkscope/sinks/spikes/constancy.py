@@ -46,8 +46,11 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
     Returns:
         Rows of the table "constant"; none where no head reads the place, or no other position becomes one.
     """
-    survey, place, reading = spike.survey, spike.place.mask, dict[int, Tensor]()
-    target, received = survey.target, survey.received(place).nanmean(-1) > READS
+    survey = spike.survey
+    place = spike.place.mask
+    reading = dict[int, Tensor]()
+    target = survey.target
+    received = survey.received(place).nanmean(-1) > READS
     for layer in target.attending:  # whose input has at least half of the spike at the place
         there = float(spike.along(survey.entered[layer][place]).mean())
         if layer in spike.reading_layers and there >= HALF and bool(received[layer].any()):
@@ -55,7 +58,9 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
     earlier = [layer for layer in target.attending if layer <= begins]
     if not earlier or not reading:
         return []
-    first, after, depth = earlier[-1], min(reading), max(*reading, spike.peak) + 1
+    first = earlier[-1]
+    after = min(reading)
+    depth = max(*reading, spike.peak) + 1
     # 1. states
     ids = survey.ids[:TEXTS]
     at = ordinary_positions(ids, seed)
@@ -68,7 +73,9 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
     heads = f"{sum(int(own.sum()) for own in reading.values())} heads from layer {after} on, beside layer {first}"
     rows = [constant_of("state", constant[[first, after]], heads)]
     # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
-    keys, values, common = torch.stack([torch.zeros_like(at), at]), dict[int, PerHead](), dict[int, PerHead]()
+    keys = torch.stack([torch.zeros_like(at), at])
+    values = dict[int, PerHead]()
+    common = dict[int, PerHead]()
 
     def see(seen: AttentionRows) -> None:
         assert seen.call is not None
@@ -84,7 +91,8 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
 
 def values_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
     """Return the norm of the value of keys over the typical one."""
-    heads, text = attention.query.shape[1], torch.arange(keys.shape[1])
+    heads = attention.query.shape[1]
+    text = torch.arange(keys.shape[1])
     norms = per_query_head(attention.value, heads).float().norm(dim=-1).expand(-1, heads, -1).cpu()
     typical = norms[:, :, 1:].median(-1).values.clamp(min=SMALLEST)
     return torch.stack([(norms[text, :, at] / typical).T for at in keys])
@@ -96,14 +104,16 @@ def common_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
     Scores are read before the softmax, in which small weights are lost. What a query adds to all of them falls out of
     the difference.
     """
-    heads, text = attention.query.shape[1], torch.arange(keys.shape[1])
+    heads = attention.query.shape[1]
+    text = torch.arange(keys.shape[1])
     scores = attention.query.float() @ per_query_head(attention.key, heads).float().mT * attention.scaling
     if attention.softcap is not None:
         scores = torch.tanh(scores / attention.softcap) * attention.softcap
     mask = attention.visible.mask_by_head(heads)
     if mask.is_floating_point():  # ALiBi adds to scores
         scores = scores + mask.float().masked_fill(~shown(mask), 0)
-    score, sees = scores.cpu()[:, :, LAST:], attention.visible.sees().all(1, keepdim=True).cpu()[:, :, LAST:]
+    score = scores.cpu()[:, :, LAST:]
+    sees = attention.visible.sees().all(1, keepdim=True).cpu()[:, :, LAST:]
     common: list[Tensor] = []
     for at in keys:
         others = sees.clone()
@@ -117,7 +127,8 @@ def common_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
 
 def states_of(batch: Batch, depth: int) -> States:
     """Return the state at the position of each row where it enters each of the first layers, and after the last."""
-    target, states = batch.target, list[Tensor]()
+    target = batch.target
+    states = list[Tensor]()
     batch = batch.until_place()
 
     def keep(hidden: Tensor) -> None:

@@ -100,9 +100,12 @@ class Batch:
     @contextmanager
     def acting(self) -> Iterator[None]:
         """Context manager in which everything acts that is done to the rows: each part is edited in its own rows."""
-        target, place, hooks = self.target, self.places[0], list[Hook]()
+        target = self.target
+        place = self.places[0]
+        hooks = list[Hook]()
         layers = [layer for layer in target.attending if self.layers is None or layer in self.layers]
-        members, parts = list(map(frozenset, self.edits)), dict.fromkeys(chain(*self.edits))
+        members = list(map(frozenset, self.edits))
+        parts = dict.fromkeys(chain(*self.edits))
 
         def removes(some: Sequence[Part]) -> Bool[Tensor, "row 1 part"]:
             return torch.tensor([[part in own for part in some] for own in members])[self.edit_of, None]
@@ -111,7 +114,8 @@ class Batch:
             where = removes(group.sites) & (place[..., None] | self.everywhere)
             hooks.append(neurons_point(target, group).rows(where, torch.zeros_like))
         for part in [part for part in parts if not isinstance(part, Neuron)]:
-            where, new = removes([part]) & place[..., None], self.values[part]
+            where = removes([part]) & place[..., None]
+            new = self.values[part]
             hooks += [point.rows(where, lambda _, new=new: new) for point in hook_points_of(target, part)]
         with ExitStack() as stack:
             if self.unseen is not None and layers:
@@ -157,7 +161,8 @@ def read(batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, since: 
         since: The first position whose attention and loss are read.
     """
     target, (count, length), positions = batch.target, batch.ids.shape, None
-    size, layers = count, [layer for layer in target.attending if layer in heads]
+    size = count
+    layers = [layer for layer in target.attending if layer in heads]
     if target.resident:
         size = rows_at_once(length, max(target.d_mlp, target.d_model))
         if loss:
@@ -176,7 +181,9 @@ def read(batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, since: 
 
 def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] | None, since: int) -> Reading:
     """Read rows in one pass. Before the layer at which it starts, nothing acts and nothing is read."""
-    target, ids, spikes = batch.target, batch.ids, batch.spikes
+    target = batch.target
+    ids = batch.ids
+    spikes = batch.spikes
     along = torch.full((len(ids), len(spikes)), torch.nan)
     attention = torch.zeros(len(ids), target.n_layers, target.n_heads)
     loss = torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan)
@@ -194,7 +201,8 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
     if batch.unseen is not None or batch.value is not None:
         acts += [0] if batch.layers is None else batch.layers[:1]
     begins = min(acts, default=target.n_layers - 1) if batch.positions is None else 0
-    start, hooks = None, list[Hook]()
+    start = None
+    hooks = list[Hook]()
     if batch.texts is not None:
         start = spikes[0].survey.start(begins, batch.texts, ids.shape[1])
     for number, spike in enumerate(spikes):
@@ -330,9 +338,11 @@ class SpikeTexts:
 
         The passes end at their peaks and at the place.
         """
-        mask, rows = self.spike.place.mask, self.rows
+        mask = self.spike.place.mask
+        rows = self.rows
         end = int(mask[rows].any(0).nonzero().max()) + 1
-        ids, place = self.spike.survey.ids[rows, :end], mask[rows, :end]
+        ids = self.spike.survey.ids[rows, :end]
+        place = mask[rows, :end]
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
         edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
@@ -369,7 +379,9 @@ def share_left(
 
 def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
     """Return what components and heads write on average at ordinary positions, in the units of what writes it."""
-    survey, site, means = spike.survey, "blocks.{}.attn.hook_z", dict[Part, Tensor]()
+    survey = spike.survey
+    site = "blocks.{}.attn.hook_z"
+    means = dict[Part, Tensor]()
     sites = [site.format(layer) for layer in {part.layer for part in parts if isinstance(part, Head)}]
     outputs = trace(survey.target, survey.ids, sites) if sites else {}
     factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}

@@ -51,7 +51,8 @@ def draw_answers(result: Any) -> go.Figure:
     spike = result.answered
     if spike is None:
         return draw(result)
-    fig, conditions = panels(ANSWERS, columns=1), spike.table("conditions")
+    fig = panels(ANSWERS, columns=1)
+    conditions = spike.table("conditions")
     controls = [row for name, row in conditions.items() if name in (AS_IT_IS, ONE_OTHER)]
     bars(fig, [row for row in conditions.values() if row not in controls], "left", BLUE, row=1, col=1)
     bars(fig, controls, "left", GREY, row=1, col=1)

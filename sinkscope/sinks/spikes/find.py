@@ -110,13 +110,15 @@ def spike_of(setup: Setup) -> SpikeCircuit | None:
 
 def _sinks_of(setup: Setup) -> Sinks:
     # Step 1: survey
-    survey, report = survey_of(setup), survey_of(setup, "report")
+    survey = survey_of(setup)
+    report = survey_of(setup, "report")
     # Step 2: spikes
     spikes = find_spikes(survey, setup.tokenizer)
     # Step 3: writers, and what is needed of them; a spike that needs those of an earlier spike is like it
     circuits: list[SpikeCircuit] = []
     for spike in spikes:
-        like, needs = None, None
+        like = None
+        needs = None
         for number, known in enumerate(circuits):
             if needs is None and known.like is None:
                 needs = like_needs(spike, known.spike, known.needs)
@@ -172,7 +174,9 @@ def fields_of(setup: Setup, parts: Set[str]) -> dict[str, Any]:
         setup: The model and its text.
         parts: What is measured: "effects", "marks", "conditions", "purpose".
     """
-    sinks, target, results = sinks_of(setup), setup.target, list[SpikeResult]()
+    sinks = sinks_of(setup)
+    target = setup.target
+    results = list[SpikeResult]()
     report = sinks.report
     # Steps 7 and 8: conditions and purpose
     answers = answers_of(sinks, setup.seed, parts)
@@ -204,20 +208,27 @@ def attention_of(sinks: Sinks, tokenizer: Any) -> list[Row]:
     Then the sink rate of position 0, heads that attend to learned sink logits, places that heads attend to and at which
     there is no spike, and the largest norm over the typical one that was seen anywhere.
     """
-    survey, report, layers = sinks.survey, sinks.report, sinks.report.target.attending
-    total, place, mask = len(layers) * report.target.n_heads, "the first token", at_position(report.ids, 0)
+    survey = sinks.survey
+    report = sinks.report
+    layers = sinks.report.target.attending
+    total = len(layers) * report.target.n_heads
+    place = "the first token"
+    mask = at_position(report.ids, 0)
     for circuit in sinks.spikes[:1]:
         if circuit.heads and circuit.reported.survey is report:
-            place, mask = circuit.reported.place.label.words, circuit.reported.place.mask
+            place = circuit.reported.place.label.words
+            mask = circuit.reported.place.mask
     received = report.received(mask)[layers][:, :, mask.any(1)]
-    rate, learned = mean_of(report.sink_rate, "share"), int((report.learned.mean(-1) > READS).sum())
+    rate = mean_of(report.sink_rate, "share")
+    learned = int((report.learned.mean(-1) > READS).sum())
     rows = [
         row_of("attention", place, heads=count_readers(received), total=total),
         row_of("attention", "sink rate", share=rate, length=report.ids.shape[1], eps=READS),
     ]
     if learned:
         rows.append(row_of("attention", "learned sink logits", heads=learned, total=total))
-    there, without = attended(survey), list[Row]()
+    there = attended(survey)
+    without = list[Row]()
     for circuit in sinks.spikes:
         there &= ~circuit.spike.place.mask
     for other in split_by_label(survey.ids, there, tokenizer.decode):
@@ -238,14 +249,19 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
         circuit: The spike and what it needs.
         measured: What was measured of it beyond.
     """
-    spike, needs, texts = circuit.reported, circuit.needs, circuit.texts
-    rows, candidates, written = [norm_of(spike)], list[Row](), shares_on(spike, needs.writers.neutral)
+    spike = circuit.reported
+    needs = circuit.needs
+    texts = circuit.texts
+    rows = [norm_of(spike)]
+    candidates = list[Row]()
+    written = shares_on(spike, needs.writers.neutral)
     if needs.needed:
         rows.append(row_of("spike", "needed", left=mean_of(texts.along([needs.needed])[0], "share")))
     rows.append(row_of("spike", "read by", heads=count_readers(texts.attention)))
     for unit, left in needs.alone.items():
         for neuron in unit:
-            share, neutral = written[neuron][0], needs.writers.neutral[neuron]
+            share = written[neuron][0]
+            neutral = needs.writers.neutral[neuron]
             numbers = {"share": share, "left": Mean(float(left[0]), kind="share"), "neutral": neutral}
             candidates.append(row_of("writers", str(neuron), needs.role(unit), **numbers))
     candidates.sort(key=lambda row: -row.get("share"))
@@ -265,7 +281,8 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
 
 def norm_of(spike: Spike) -> Row:
     """Return the norm before the run and after the peak, and how far it is above the typical one in its highest."""
-    survey, mask = spike.survey, spike.place.mask
+    survey = spike.survey
+    mask = spike.place.mask
     over = over_typical(survey, mask)[spike.highest]
     by_text = mean_of(per_text(over, mask))
     return row_of(

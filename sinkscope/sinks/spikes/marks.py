@@ -50,7 +50,10 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
     Args:
         circuit: The spike, with what it needs.
     """
-    texts, first, before, rows = SpikeTexts.of(circuit.spike), circuit.first_writer, list[Component](), list[Row]()
+    texts = SpikeTexts.of(circuit.spike)
+    first = circuit.first_writer
+    before = list[Component]()
+    rows = list[Row]()
     writers = [part for part in circuit.needs.needed if isinstance(part, Component) and (part.layer or 0) == first]
     for part in components(circuit.spike.survey.target, first):
         if part in (writers or [Component("mlp", first)]):
@@ -94,12 +97,15 @@ def heads_that_mark(
         before the neurons, without the fewest that mark, without as many others, and without each head that takes half
         of it from a token.
     """
-    spike, target = circuit.spike, setup.target
+    spike = circuit.spike
+    target = setup.target
     words = vocabulary(target, tokens) if tokens else sample_tokens(tokens_of_text(setup), count, setup.seed)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     heads = heads_up_to(target, circuit.first_writer)
-    tried, means, rows = torch.tensor(words), means_of(spike, heads), list[Row]()
+    tried = torch.tensor(words)
+    means = means_of(spike, heads)
+    rows = list[Row]()
     has = along_first(spike, tried, [], means)[0] >= HALF
     having = token_texts(target, tried[has].tolist())
 
@@ -150,7 +156,8 @@ def marking_heads(
     every = float(judge([order]).mean())
     if every > REMAINS:
         return order, ()
-    too_few, enough = 0, len(order)
+    too_few = 0
+    enough = len(order)
     while enough - too_few > 1:
         tried = (too_few + enough) // 2
         if 1 - float(judge([order[:tried]]).mean()) >= ENOUGH * (1 - every):
@@ -170,7 +177,8 @@ def alike_heads(heads: Sequence[Head], among: Sequence[Head], spike: Spike) -> P
     """
     mean = spike.survey.received(spike.place.mask).nanmean(2)
     level = {head: float(mean[head.layer, head.head]) for head in among}
-    left, nearest = [head for head in among if head not in heads], list[Head]()
+    left = [head for head in among if head not in heads]
+    nearest = list[Head]()
     for head in heads:
         nearest.append(min(left, key=lambda other, head=head: abs(level[other] - level[head])))
         left.remove(nearest[-1])

@@ -87,7 +87,8 @@ def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
         spike: The spike.
         others: Other spikes of the same survey, of which is measured what is left.
     """
-    texts, writers = SpikeTexts.of(spike), writers_of(spike)
+    texts = SpikeTexts.of(spike)
+    writers = writers_of(spike)
     needed, backups = search(texts, writers.shares)
     fresh = shares_on(spike, backups)
     shares = {**writers.shares, **{(neuron,): 0.0 for neuron in backups}}
@@ -118,7 +119,8 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
         other: The other spike.
         needs: What the other spike needs.
     """
-    own, known = spike.layers, other.layers
+    own = spike.layers
+    known = other.layers
     if not needs.units or own[0] > known[1] or known[0] > own[1] or float(spike.direction @ other.direction) < LIKE:
         return None
     texts = SpikeTexts.of(spike)
@@ -145,7 +147,8 @@ def search(texts: SpikeTexts, shares: Mapping[Unit, float]) -> tuple[tuple[Neuro
     writing = [unit for unit, share in shares.items() if share > 0]
     most = texts.spike.place.mask[texts.rows].sum(1).argsort(descending=True, stable=True)
     few = replace(texts, rows=texts.rows[most[:FEW].sort().values])  # the first texts that have the place most often
-    backups, needed = list[Unit](), tuple[Unit, ...]()
+    backups = list[Unit]()
+    needed = tuple[Unit, ...]()
     for _ in range(BACKUPS + 1):
         members = [*writing, *backups]
         needed = smallest_set(few, members, shares)
@@ -175,7 +178,8 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
         members: The units.
         shares: What each writes; a backup writes nothing.
     """
-    effects, smallest = texts.left(members), list[tuple[int, float, tuple[Unit, ...]]]()
+    effects = texts.left(members)
+    smallest = list[tuple[int, float, tuple[Unit, ...]]]()
     alone = sorted(members, key=lambda unit: abs(effects[unit]))
     for order in (alone, sorted(members, key=lambda unit: -shares.get(unit, 0.0))):
         lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
@@ -184,21 +188,25 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
         enough = next((neurons for neurons in sets if abs(left[neurons]) < REMOVED), None)
         if enough is None:
             continue
-        units, share = sets[enough], abs(left[enough])
+        units = sets[enough]
+        share = abs(left[enough])
         while len(units) > 1:  # drop the unit that adds least
             fewer = list(combinations(units, len(units) - 1))
             left = texts.left([neurons_of(some) for some in fewer])
             least = min(fewer, key=lambda some, left=left: abs(left[neurons_of(some)]))
             if abs(left[neurons_of(least)]) >= REMOVED:
                 break
-            units, share = least, abs(left[neurons_of(least)])
+            units = least
+            share = abs(left[neurons_of(least)])
         smallest.append((len(units), share, units))
     return min(smallest, key=lambda found: found[:2], default=(0, 0.0, ()))[2]
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     """Return at most two backups: neurons that write the spike only when its writers are gone."""
-    spike, target, backups = texts.spike, texts.spike.survey.target, dict[Neuron, float]()
+    spike = texts.spike
+    target = texts.spike.survey.target
+    backups = dict[Neuron, float]()
     with under(Ablate(sites=tuple(members)), target):
         for layer in [layer for layer in target.with_neurons if layer <= spike.peak]:
             shares = of_layer(spike, layer).shares.mean(1)
@@ -214,7 +222,9 @@ def components_needed(texts: SpikeTexts) -> dict[str, Parts]:
     all components, strongest effect first.
     """
     left = texts.left([(part,) for part in components(texts.spike.survey.target, texts.spike.peak)])
-    names, order, needed = {str(part): (part,) for (part,) in left}, [*left], Parts()
+    names = {str(part): (part,) for (part,) in left}
+    order = [*left]
+    needed = Parts()
     writing = [row for row in components_of(texts.spike) if row.table == "components"]
     writers = [names[row.name] for row in writing if abs(row.get("share")) >= COUNTS]
     for alone in [*writers, order[0]]:

@@ -15,7 +15,8 @@ WRITES = ("needed", "lowers", "backup")
 """The roles of neurons that write a spike."""
 CAUSES = ("its token", "alone", "id 0")
 """What is special about the first token."""
-AS_IT_IS, ONE_OTHER = "as it is", "sees 1 other, drawn"
+AS_IT_IS = "as it is"
+ONE_OTHER = "sees 1 other, drawn"
 """Rows of the table of conditions that are controls."""
 TAKEN = {"its token": "place, another token", "alone": "place, sees 4 more", "id 0": "place, 32 later"}
 """The row in which each cause is taken away at the place."""
@@ -216,7 +217,8 @@ def beside_control(spike: SpikeResult, effect: Row) -> str:
 
 def cause_sentence(spike: SpikeResult) -> str | None:
     """Return what makes a position such a place; None if it was not asked."""
-    asked, enough = spike.table("conditions"), sufficient(spike.rows)
+    asked = spike.table("conditions")
+    enough = sufficient(spike.rows)
     if not asked:
         return None
     if not enough:
@@ -255,7 +257,8 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         spike: The spike.
         others: The same spike at other places.
     """
-    norm, needed = spike.named("spike", "norm"), component(word_list(spike.needed, SHOWN))
+    norm = spike.named("spike", "norm")
+    needed = component(word_list(spike.needed, SHOWN))
     ratio = f"{norm.get('ratio'):,.{0 if norm.get('ratio') >= 10 else 1}f}"
     said = f"{norm.get('norm_before'):,.0f} -> {norm.get('norm_after'):,.0f}, {ratio} times the typical one "
     said += f"after layer {spike.highest}"

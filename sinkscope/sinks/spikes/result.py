@@ -74,7 +74,8 @@ class FindSinks(Result):
     def conclusion(self) -> str:
         """Return the fewest neurons that suffice and what they do at the place; or how many heads attend where."""
         sentence = None if self.spike is None else records.needed_sentence(self.spike)
-        readers, learned = self.readers, of_table(self.attention, "attention").get("learned sink logits")
+        readers = self.readers
+        learned = of_table(self.attention, "attention").get("learned sink logits")
         if sentence is not None:
             return sentence
         if readers.get("heads") or self.spikes:
@@ -105,7 +106,8 @@ class FindSinks(Result):
         """Return everything that was measured of each spike, and who attends where."""
         rows = list(map(with_texts, self.attention))
         for spike in self.spikes:
-            title, names = title_of(spike), tuple(f"text {number}" for number in spike.texts)
+            title = title_of(spike)
+            names = tuple(f"text {number}" for number in spike.texts)
             rows.append(Row("spike", "layers", {}, span(*spike.layers), title))
             rows.append(Row("spike", "needed parts", {}, " and ".join(spike.needed), title))
             rows += [replace(row, about=title, texts=names) for row in spike.rows]

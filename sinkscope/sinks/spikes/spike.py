@@ -136,7 +136,9 @@ class Spike:
         Returns:
             None if its place is in none of these texts.
         """
-        ordinary, mask, states = ordinary_of(survey), self.place.matches(survey.ids), survey.entered[self.peak + 1]
+        ordinary = ordinary_of(survey)
+        mask = self.place.matches(survey.ids)
+        states = survey.entered[self.peak + 1]
         if not bool(self.place.matches(self.survey.ids).any()):
             mask = (self.along(states) >= HALF) & (survey.ratios[self.peak] > STANDS_OUT)
             mask &= at_position(survey.ids, 0) == self.place.is_first
@@ -172,7 +174,8 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
         survey: The survey.
         tokenizer: Its `decode` gives words for places.
     """
-    ordinary, spikes = ordinary_of(survey), list[Spike]()
+    ordinary = ordinary_of(survey)
+    spikes = list[Spike]()
     for place in split_by_label(survey.ids, (survey.ratios > STANDS_OUT).any(0), tokenizer.decode):
         spikes += sorted(spikes_at(survey, place, ordinary), key=lambda spike: spike.layers)
     return spikes
@@ -185,7 +188,8 @@ def first_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
 
 def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
     """Yield the spikes at one place, the highest first."""
-    mask, states = place.mask, survey.states
+    mask = place.mask
+    states = survey.states
     mean = states[:, ordinary].mean(1)
     away = states[:, mask].mean(1) - mean
     size = away.norm(dim=-1)
@@ -223,10 +227,12 @@ def attended(survey: Survey) -> Mask:
     layers = survey.target.attending
     if not layers:
         return torch.zeros_like(survey.ids, dtype=torch.bool)
-    above, heads = survey.attention[layers] > READS, len(layers) * survey.target.n_heads
+    above = survey.attention[layers] > READS
+    heads = len(layers) * survey.target.n_heads
     above[..., max(0, above.shape[-1] - LATER) :] = False
     steady = above.float().mean(2, keepdim=True) >= MOST_TEXTS
-    steadily, number = (above & steady).sum((0, 1)), steady.sum((0, 1, 2))
+    steadily = (above & steady).sum((0, 1))
+    number = steady.sum((0, 1, 2))
     suffice = number >= max(SINK_HEADS, POSITION_SHARE * heads)
     often = above.sum((0, 1)) >= max(SINK_HEADS, PLACE_SHARE * heads)
     return often | (suffice & (steadily >= MOST_TEXTS * number))
@@ -261,8 +267,10 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Callable[[list[int]], st
         decode: Writes token ids as text.
     """
     places: list[Place] = []
-    rest, least = whole, min(LEAST_CASES, len(ids))
-    nowhere, first = partial(torch.zeros_like, dtype=torch.bool), at_position(ids, 0)
+    rest = whole
+    least = min(LEAST_CASES, len(ids))
+    nowhere = partial(torch.zeros_like, dtype=torch.bool)
+    first = at_position(ids, 0)
     labelled = [(words, matches, matches(ids)) for words, matches in _words_for(ids, whole, decode)]
     for words, matches, fits in [*labelled, ("", nowhere, first), ("", nowhere, ~first)]:
         piece = fits & rest
@@ -286,7 +294,8 @@ def _words_for(ids: TokenRows, there: Mask, decode: Callable[[list[int]], str]) 
         tokens = ids[:, position].unique().tolist()
         words = f"{decode(tokens)!r} at position {position}" if len(tokens) == 1 else f"position {position} (any token)"
         labels.append((words if position else "the first token", partial(at_position, position=position)))
-    behind, here = ids[:, 1:], there[:, 1:]
+    behind = ids[:, 1:]
+    here = there[:, 1:]
     seen = Counter(behind[here].tolist()).most_common()
     tokens = [token for token, _ in seen if int((behind == token).any(0).sum()) > 1]
     always = [token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH]

@@ -63,10 +63,14 @@ def components_of(spike: Spike) -> list[Row]:
     Args:
         spike: The spike.
     """
-    survey, mask, peak, last = spike.survey, spike.place.mask, spike.peak, spike.layers[1]
+    survey = spike.survey
+    mask = spike.place.mask
+    peak = spike.peak
+    last = spike.layers[1]
     rows: list[Row] = []
     for part in components(survey.target, survey.target.n_layers - 1):
-        along, layer = survey.added(part) @ spike.direction, part.layer or 0
+        along = survey.added(part) @ spike.direction
+        layer = part.layer or 0
         beyond = (along[mask] - along[spike.ordinary].mean()) / spike.size
         share = float(beyond.mean())
         writes = layer <= peak and abs(share) >= LISTED
@@ -85,7 +89,9 @@ def writers_of(spike: Spike) -> Writers:
     Args:
         spike: The spike.
     """
-    shares, neutral, target = dict[Unit, float](), dict[Neuron, float](), spike.survey.target
+    shares = dict[Unit, float]()
+    neutral = dict[Neuron, float]()
+    target = spike.survey.target
     large = {row.name for row in components_of(spike) if abs(row.get("share")) >= NAMED}
     for layer in target.with_neurons:
         if layer > spike.peak or (not target.skips_layers and f"mlp {layer}" not in large):
@@ -132,7 +138,9 @@ def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> Layer
         layer: The layer.
         start: What the pass starts with.
     """
-    survey, mask, few = spike.survey, spike.place.mask, spike.ordinary.clone()
+    survey = spike.survey
+    mask = spike.place.mask
+    few = spike.ordinary.clone()
     target = survey.target
     width = target.d_mlp * max(1, target.n_experts(layer))
     if int(few.sum()) * width > MOST_NUMBERS:  # ordinary positions of as many texts as memory allows
@@ -154,7 +162,8 @@ def equal_neurons(target: Target, view: LayerShares, shares: Float[Tensor, " neu
         view: What they write.
         shares: What each writes of the spike.
     """
-    some, units = (shares.abs() >= TRACE).nonzero().flatten(), list[Tensor]()
+    some = (shares.abs() >= TRACE).nonzero().flatten()
+    units = list[Tensor]()
     equal = torch.ones(len(some), len(some), dtype=torch.bool)
     for vectors in (columns(target, view.layer, some).cpu(), view.written.T[some]):
         unit = normalize(vectors.float(), dim=1)
@@ -177,13 +186,15 @@ def shares_on(spike: Spike, neurons: Iterable[Neuron]) -> dict[Neuron, tuple[Mea
         spike: The spike.
         neurons: The neurons.
     """
-    found, target = dict[Neuron, tuple[Mean, float]](), spike.survey.target
+    found = dict[Neuron, tuple[Mean, float]]()
+    target = spike.survey.target
     for layer, group in groupby(sorted(neurons, key=attrgetter("layer")), attrgetter("layer")):
         view = of_layer(spike, layer, spike.survey.start(layer))
         for neuron in group:
             number = flat_number(target, layer, neuron.expert, neuron.neuron)
             by_text = per_text(view.shares[number], spike.place.mask)
-            margin, mean = margin_of(by_text.numpy()), float(view.shares[number].mean())
+            margin = margin_of(by_text.numpy())
+            mean = float(view.shares[number].mean())
             share = Mean(mean, margin, tuple(by_text.tolist()), "share")
             found[neuron] = share, neutral_post(target, view.ordinary, number)
     return found
@@ -214,7 +225,8 @@ def _written(
     """What each neuron adds along a direction; `added` is what the MLP adds, after the norm."""
     post = view.post
     gain, scale = writing_of(target, view, added)
-    onto, projection = (direction * gain).to(post.device), torch.zeros(post.shape[1], device=post.device)
+    onto = (direction * gain).to(post.device)
+    projection = torch.zeros(post.shape[1], device=post.device)
     for some in post.any(0).nonzero().flatten().split(1024):
         projection[some] = (columns(target, view.layer, some) @ onto).float()  # under autocast it is not
     return (post * projection).cpu() * scale
