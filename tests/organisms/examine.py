@@ -1,7 +1,4 @@
-"""What a decoder type has to pass to be served in full: sites, attention rows and generation as on the plain model.
-
-Truth is computed with hooks and generations of its own, on the plain model.
-"""
+"""What a decoder type has to pass to be served in full: sites, attention rows and generation as on the plain model."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -21,11 +17,12 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 
 from .decoders import byte_tokenizer, decoder
-from .products import products_of
+from .products import rows_of
 from .site_check import check_sites
 from .tiny import attention_names
 
-LENGTH = 81  # more than every window and top-k of the tiny configurations
+IDS = torch.tensor([[0, *(20 + 7 * k % 200 for k in range(80))]])
+"""More tokens than every window and top-k of the tiny configurations."""
 POLICIES = {
     "h2o": lambda: ss.kv.H2O(32),
     "streaming": lambda: ss.kv.StreamingLLM(32),
@@ -57,7 +54,7 @@ class TypeReport:
             return "in full"
         return "in part" if served else "refused"
 
-    def attempt(self, part: str, fn: Callable[[], Any]):
+    def attempt(self, part: str, fn: Callable[[], Any]) -> Any:
         """Call a function; a refusal is noted, anything else that is raised is wrong."""
         try:
             result = fn()
@@ -70,7 +67,7 @@ class TypeReport:
         self.parts.setdefault(part, "")
         return result
 
-    def must(self, holds: bool, what: str):
+    def must(self, holds: bool, what: str) -> None:
         """Note what does not hold."""
         if not holds:
             self.wrong.append(what)
@@ -79,9 +76,7 @@ class TypeReport:
 @torch.no_grad()
 def examine(model_type: str) -> TypeReport:
     """Build a type and check everything."""
-    report = TypeReport(model_type)
-    model = decoder(model_type)
-    tokenizer = byte_tokenizer()
+    report, model, tokenizer = TypeReport(model_type), decoder(model_type), byte_tokenizer()
     target = report.attempt("neurons", lambda: target_of(model, tokenizer))
     if target is None:
         return report
@@ -104,30 +99,21 @@ def examine(model_type: str) -> TypeReport:
     return report
 
 
-def model_state(model) -> list[Any]:
+def model_state(model: Any) -> list[Any]:
     """Hooks, attention and weights of a model."""
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     sums = [float(parameter.sum()) for parameter in model.parameters()]
     return [hooks, attention_names(model), str(model.config.to_dict()), sums]
 
 
-# -- attention and the cache ---------------------------------------------------------------------------------------
-
-
-def _ids() -> Tensor:
-    return torch.tensor([[0, *(20 + 7 * k % 200 for k in range(LENGTH - 1))]])
-
-
-def _check_attention(report: TypeReport, target: Target):
+def _check_attention(report: TypeReport, target: Target) -> None:
     """Rows equal those that the model's own eager attention multiplies values with."""
-    layers = target.attending
-    sites = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
-    rows = report.attempt("attention", lambda: ss.trace(target, _ids(), sites))
+    sites = [f"blocks.{layer}.attn.hook_pattern" for layer in target.attending]
+    rows = report.attempt("attention", lambda: ss.trace(target, IDS, sites))
     if rows is None:
         return
-    multiplied = products_of(target.hf, [target.layers[layer] for layer in layers], _ids())
-    for site, products in zip(sites, multiplied, strict=True):
-        shown, own = rows[site][0].float(), products.rows
+    for site, own in zip(sites, rows_of(target.hf, [target.layers[n] for n in target.attending], IDS), strict=True):
+        shown = rows[site][0].float()
         if own is None:  # Falcon has no eager attention
             continue
         if target.adapter.learned_sinks:  # whose share some models take off the output, not the rows
@@ -136,15 +122,14 @@ def _check_attention(report: TypeReport, target: Target):
         report.must(off < 1e-4, f"{site} is off by {off:.2g}")
 
 
-def _check_generation(report: TypeReport, target: Target):
+def _check_generation(report: TypeReport, target: Target) -> None:
     """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
-    model, ids = target.hf, _ids()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "use_cache": True}
-    plain = model.generate(ids, **options)
+    plain = target.hf.generate(IDS, **options)
 
-    def under(policy) -> Tensor:
+    def under(policy: Any) -> Any:
         with policy.on(target):
-            return model.generate(ids, **options)
+            return target.hf.generate(IDS, **options)
 
     full = report.attempt("policies", lambda: under(ss.kv.Full()))
     if full is None:
@@ -158,17 +143,13 @@ def _check_generation(report: TypeReport, target: Target):
 
 def scope_line(target: Target) -> str:
     """Return what is served of a model, in one line."""
-    layers = range(target.n_layers)
-    policies = [layer for layer in cache_layers(target) if layer in target.attending]
-    parts = {
-        "sink neurons and patches": [layer for layer in layers if layer in target.with_neurons],
-        "attention": target.attending,
-        "cache policies and guards": policies,
+    served = {
+        "sink neurons and patches": len(target.with_neurons),
+        "attention": len(target.attending),
+        "cache policies and guards": len({*cache_layers(target)} & {*target.attending}),
     }
     sentences = list[str]()
-    for what, served in parts.items():
-        where = f"{len(served)} of {len(layers)} layers"
-        if len(served) == len(layers):
-            where = "all layers"
+    for what, count in served.items():
+        where = "all layers" if count == target.n_layers else f"{count} of {target.n_layers} layers"
         sentences.append(f"{what} in {where}")
     return "; ".join(sentences)

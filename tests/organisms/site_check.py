@@ -1,4 +1,4 @@
-"""Compare the sites that sinkscope serves of a model with what its layers really add, read without sinkscope."""
+"""Compare the sites that sinkscope serves of a model with what its layers really add and multiply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sinkscope.hooks.trace import resolve
 from sinkscope.opening.live import target_of
 
 from .additions import Additions, followed, is_close
-from .products import head_verdicts, products_of
+from .products import eager, is_of_heads
 
 LENGTH = 12
 RESIDUAL = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
@@ -31,18 +31,10 @@ class SiteReport:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers: the longest list of modules in which all run in a pass over text."""
-    ran: set[torch.nn.Module] = set()
-    handles = [m.register_forward_hook(lambda module, *_: ran.add(module)) for m in model.modules()]
-    ids = torch.arange(20, 20 + LENGTH)[None]
-    with torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
+    """The decoder layers: the list of modules of the configured depth with most parameters."""
     depth = model.config.get_text_config().num_hidden_layers
-    whole = [m for m in lists if len(m) == depth and all(layer in ran for layer in m)]
-    return list(max(whole, key=lambda m: sum(p.numel() for p in m.parameters())))
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
 
 
 def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
@@ -52,59 +44,48 @@ def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
         model: The model.
         edits: Whether vectors are added at the sites of the last layer as well.
     """
-    report = SiteReport()
-    target_of(model)  # what is refused as a whole has no sites
+    report, target = SiteReport(), target_of(model)  # what is refused as a whole has no sites
     layers = decoder_layers(model)
-    generator = torch.Generator().manual_seed(1)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(20, min(vocabulary, 300), (1, LENGTH), generator=generator)
+    ids = torch.randint(20, min(vocabulary, 300), (1, LENGTH), generator=torch.Generator().manual_seed(1))
     truth = followed(model, layers, ids, Additions)
-    products = products_of(model, layers, ids)
-    assert len(truth) == len(layers)
-    parts = (*RESIDUAL, *HEADS)
-    offered: list[str] = []
-    for layer in range(len(layers)):
-        for part in parts:
-            site = f"blocks.{layer}.{part}"
+    for number, layer in enumerate(layers):
+        sites = {}
+        for part in (*RESIDUAL, *HEADS):
             try:
-                resolve(target_of(model), site)
-                offered.append(site)
+                (sites[part],) = resolve(target, f"blocks.{number}.{part}")
             except SinkscopeError as error:
-                report.refused[site] = str(error)
-    given = ss.trace(model, ids, offered)
-    for layer, (additions, entered, left) in enumerate(truth):
-        of_layer = {part: given.get(f"blocks.{layer}.{part}") for part in parts}
-        verdicts = _verdicts(of_layer, additions, entered, left)
-        verdicts |= head_verdicts(of_layer, products[layer], layers[layer], _summands(additions))
+                report.refused[f"blocks.{number}.{part}"] = str(error)
+        given = ss.trace(model, ids, [site.name for site in sites.values()])
+        verdicts = _verdicts({part: given.get(f"blocks.{number}.{part}") for part in RESIDUAL}, *truth[number])
+        with eager(model):
+            for part in HEADS:
+                if part in sites and not is_of_heads(model, layer, ids, part[-1], sites[part]):
+                    verdicts[part] = "not the heads of the softmax attention"
+                elif part in sites:
+                    verdicts[part] = ""
         for part, verdict in verdicts.items():
-            site = f"blocks.{layer}.{part}"
             if verdict:
-                report.wrong.append(f"{site}: {verdict}")
+                report.wrong.append(f"blocks.{number}.{part}: {verdict}")
             else:
-                report.right.append(site)
+                report.right.append(f"blocks.{number}.{part}")
     if edits:
         report.wrong += _wrong_additions(model, layers, ids, set(report.right), truth)
     return report
 
 
-def _summands(additions: Additions) -> list[Tensor]:
-    """All that is added in a layer."""
-    return [part for point in additions.points for part in point.added]
-
-
 def _wrong_additions(model: Any, layers: list[Any], ids: Tensor, right: set[str], truth: list[Any]) -> list[str]:
     """Sites at which `Add` does something else than adding the vector to the residual stream of the last layer."""
     wrong: list[str] = []
-    layer = len(layers) - 1
-    vector = torch.randn(truth[layer][1].shape[-1], generator=torch.Generator().manual_seed(2)) * truth[layer][1].std()
-    intact = _stream(*truth[layer])
+    intact = _stream(*truth[-1])
+    vector = torch.randn(intact[0].shape[-1], generator=torch.Generator().manual_seed(2)) * intact[0].std()
     for part in RESIDUAL:
-        site = f"blocks.{layer}.{part}"
+        site = f"blocks.{len(layers) - 1}.{part}"
         if site not in right or part == "hook_resid_mid":  # what is added there would not stay in the stream
             continue
         try:
             with ss.Add(vector, site).on(model):
-                edited = _stream(*followed(model, layers, ids, Additions)[layer])
+                edited = _stream(*followed(model, layers, ids, Additions)[-1])
         except SinkscopeError as error:
             wrong.append(f"{site}: Add raises {error}")
             continue
@@ -153,11 +134,8 @@ def _are(summands: list[Tensor], parts: list[Tensor]) -> bool:
     """Whether parts are together what is added, or each is one of the summands, where a layer adds more."""
     if not parts:
         return True
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        if part.shape != total.shape:
-            return False
-        total = total + part
-    if summands and is_close(total, torch.stack(summands).sum(0)):
+    if any(part.shape != parts[0].shape for part in parts):
+        return False
+    if summands and is_close(torch.stack(parts).sum(0), torch.stack(summands).sum(0)):
         return True
     return all(any(is_close(part, summand) for summand in summands) for part in parts)
