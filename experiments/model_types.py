@@ -2,8 +2,8 @@
 
     python -m experiments.model_types [TYPE ...]
 
-Writes figures/model_types.json (types that are named replace their entries), docs/models.md and
-figures/model_types.md.
+Writes figures/model_types.json (types that are named replace their entries) and figures/model_types.md, and prints the
+sentences for docs/models.md.
 """
 
 from __future__ import annotations
@@ -44,61 +44,6 @@ COVERING = (  # each has something that those before it do not have
     "deepseek_v32 minimax_m3_vl_text falcon_h1 phi bitnet minicpm3 aria_text smollm3 recurrent_gemma"
 ).split()
 """Types of which the default tests examine every sixth in full."""
-INTRODUCTION = """# Is my model served?
-
-`ss.load(MODEL)` answers for one model: its parts are proved when it is opened, and an error says what is not found.
-
-`python -m experiments.model_types` made the table of types with transformers {version}. Each decoder type was made as
-a random model of a few layers.
-A type is **in full** if
-
-- `find-sinks` runs, and reads the same attention from a folder;
-- attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
-- under `Full`, `generate` gives the tokens of the plain model, and H2O, StreamingLLM, LoopGuard and LoopServe run;
-- every site that is offered holds what its layer really adds or multiplies;
-- nothing is left on the model.
-
-**In part** means that everything passed except what the last column names. Of the {total} types, {full} are served in
-full, {part} in part, and {refused} are refused in one line.{wrong} [The table](../figures/model_types.md)
-has every type; another one says what is refused when it is opened.
-
-## Models that are split, moved or quantised
-
-- A model that transformers has **split over processes** by tensor parallelism is [served](scale.md), a call on all
-  processes. FSDP, pipeline and expert parallelism are refused.
-- Weights that accelerate keeps **on disk or on the CPU** (`device_map`, `cpu_offload`) are read where they are.
-- Linear modules that are **quantised in place** (torchao's `quantize_`) are read dequantised. Quantised weights without
-  a `quantization_config`, tensors without a place, and [adapters](errors.md#an-adapter-is-not-a-whole-model) are
-  refused.
-
-## Sites
-
-The sites of a model are proved when it is loaded, or when a live model is first used, on a small random model of the
-same class: the residual stream has to be the sum of what attention and MLP give, and of queries, keys and values each
-head that attention reads has to depend on that of the projection. **One pass over the model itself then confirms
-them.** A site that cannot be proved is not offered, and the message says what did not hold.
-
-## What was changed in a model
-
-A proof holds for the object that was proved, and for others whose modules have the same classes, sizes and functions.
-
-- A **replaced `forward`, a hook, a wrapper or a subclass** around a linear module (a LoRA of your own, for instance) is
-  served: where weights are read, sinkscope asks the module, unless it is a plain one. One that is not linear is
-  refused.
-- An **MLP with a `forward` of its own** that gives something else than its down projection is refused. So are the
-  neurons of an MLP with a hook of yours, and of modules that do not run, as those of a TransformerBridge after
-  `enable_compatibility_mode()`.
-- **Pruned heads** are refused, unless all layers have as many as the configuration says.
-- **Layers that were moved** keep their `layer_idx`, and the model is refused until it is set to the place in the list.
-  A layer at two places is refused, and one without attention under cache policies.
-- **Renamed modules** are refused with the row to write ([extending](extending.md)).
-
-Not offered, but by earlier versions: `hook_q`, `hook_k` and `hook_v` where attention does not go through transformers'
-interface (BLOOM, CodeGen, Falcon, GPT-J, GPT-Neo, GPT-NeoX-Japanese, MPT, XGLM, GIT); the sites around attention and
-MLP of `doge`.
-
-By another reading, which follows the additions and products of a layer, {sites}
-"""
 TABLE = """# Types of decoders
 
 Behind [is my model served?](../docs/models.md), which says what the words mean; transformers {version}.
@@ -155,33 +100,19 @@ def remark(found: Row) -> str:
     return "; ".join(shortened).replace("|", "\\|")
 
 
-def counted_sites(found: Row) -> str:
-    """How many sites are right and not offered, in a sentence."""
-    served = [entry["sites"] for entry in found.values() if entry["sites"]]
+def sentences(types: Row) -> list[str]:
+    """What the page of the docs says of all types."""
+    counts = Counter(found["status"] for found in types.values())
+    served = [entry["sites"] for entry in types.values() if entry["sites"]]
     right = sum(one["right"] for one in served)
     lacking = sum(len(one["not offered"]) for one in served)
-    wrong = sum(line.startswith("site ") for entry in found.values() for line in entry["wrong"])
-    return (
+    wrong = sum(line.startswith("site ") for entry in types.values() for line in entry["wrong"])
+    return [
+        f"Of the {len(types)} types, {counts['in full']} are served in full, {counts['in part']} in part, and "
+        f"{counts['refused']} are refused in one line.",
         f"of the {len(served)} types that are served, {right:,} sites are right and {wrong} wrong; {lacking} kinds "
-        "of sites, counted over the types, are not offered."
-    )
-
-
-def page(data: Row) -> str:
-    """The page of the docs."""
-    counts = Counter(found["status"] for found in data["types"].values())
-    wrong = ""
-    if counts["wrong"]:
-        wrong = f" {counts['wrong']} give a wrong number."
-    return INTRODUCTION.format(
-        version=data["transformers"],
-        total=len(data["types"]),
-        full=counts["in full"],
-        part=counts["in part"],
-        refused=counts["refused"],
-        wrong=wrong,
-        sites=counted_sites(data["types"]),
-    )
+        "of sites, counted over the types, are not offered.",
+    ]
 
 
 def types_page(data: Row) -> str:
@@ -200,7 +131,7 @@ def types_page(data: Row) -> str:
 
 
 def main(names: Sequence[str] = ()) -> None:
-    """Examine the types and write both files.
+    """Examine the types and write what was found.
 
     Args:
         names: Types; default: all.
@@ -217,7 +148,7 @@ def main(names: Sequence[str] = ()) -> None:
         print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}")
         data["types"] = dict(sorted(data["types"].items()))
         write_record(DATA, "model-types", data, {})
-    PAGE.write_text(page(earlier(DATA)))
+    print(*sentences(earlier(DATA)["types"]), sep="\n")
     TYPES_PAGE.write_text(types_page(earlier(DATA)))
 
 

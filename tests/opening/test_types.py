@@ -9,7 +9,7 @@ import transformers
 from covering import slow
 from organisms.examine import examine
 
-from experiments.model_types import COVERING, DATA, PAGE, TYPES_PAGE, page, types, types_page
+from experiments.model_types import COVERING, DATA, PAGE, TYPES_PAGE, sentences, types, types_page
 
 EXAMINED = {*COVERING[::9], "bloom", "granite"}
 RECORDED = json.loads(DATA.read_text())["result"]
@@ -28,6 +28,8 @@ def test_a_type_is_served_as_it_is_recorded(model_type):
         assert report.status == status, report.parts
 
 
-def test_the_page_shows_what_was_found():
-    assert (page(RECORDED), types_page(RECORDED)) == (PAGE.read_text(), TYPES_PAGE.read_text())
+def test_the_pages_say_what_was_found():
+    assert types_page(RECORDED) == TYPES_PAGE.read_text()
+    said = " ".join(PAGE.read_text().split())
+    assert all(sentence in said for sentence in sentences(RECORDED["types"]))
     assert not any(found["wrong"] for found in RECORDED["types"].values())
