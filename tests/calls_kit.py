@@ -34,7 +34,7 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
         sites = [(layer, neuron % 3, neuron) for layer, neuron in sites]
     found: dict[str, Intervention] = {"Ablate": ss.Ablate(sites=sites)}
     if config.model_type != "mixtral":
-        found["Ablate, up factor"] = ss.Ablate(sites=sites, site="up", value="mean")
+        found["Ablate, up factor"] = ss.Ablate(sites=sites, site="up", value=0.5)
     found |= {
         "Ablate, heads": ss.Ablate(heads=[(1, 0), (1, 3), (2, 1)], value=0.5),
         "Add": ss.Add(torch.linspace(-1, 1, config.hidden_size), "blocks.1.hook_resid_post"),

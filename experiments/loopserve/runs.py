@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class OneCache(Task):
             talk = Conversation(target, make_method(batch.methods[0]), tokenizer=target.tokenizer)
             for number, turn in enumerate(prompt.turns):
                 text = f"\n\n{turn.text}" if number else turn.text
-                asked = talk.branch().ask(text, max_new_tokens=batch.new)
+                asked = copy(talk).ask(text, max_new_tokens=batch.new)
                 tokens = to_end(list(asked.ids), end_ids(target))
                 ended = "eos" if tokens[-1] in end_ids(target) else "cap"
                 costs = {
@@ -88,7 +89,7 @@ class OneCache(Task):
                 metrics = self.score(target, batch, turn, answer)
                 records.append(batch.record(batch.methods[0], prompt, number, answer, metrics))
                 if number + 1 < len(prompt.turns):
-                    talk.say(text, turn.answers[0])
+                    talk.ask(text, answer=turn.answers[0])
         return records
 
 

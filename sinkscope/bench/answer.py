@@ -21,13 +21,11 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, padded, to_end
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.kv.keeper import CacheKeeper, HeldTokens
-from sinkscope.kv.usage import full_read
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.measure.margin import mean_known
 from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
-from sinkscope.models.windows import layer_window
 
 
 def conversation_ids(target: Target, prompt: Prompt, turn: int, chat: bool = False) -> list[int]:
@@ -131,16 +129,15 @@ def answer_rows(
         output = target.hf.generate(**options)
     events = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)
-    windows = [layer_window(target.config, layer) for layer in target.attending]
     answers: list[Answer] = []
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
         cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
-        read = whole = [full_read(count, windows) for count in cached]
+        read = whole = cached
         if run is not None:
-            read = [float(call.read[row]) / call.layers for call in held.calls[1:length]]
-            cached = [float(call.held[row]) / call.layers for call in held.calls[1:length]]
+            read = [float(of_rows[row]) for of_rows in held.read[: length - 1]]
+            cached = [float(of_rows[row]) for of_rows in held.held[: length - 1]]
         lossy = [count < full - 1e-6 for count, full in zip(read, whole, strict=False)]
         metrics: Metrics = {
             "prompt_tokens": prompt,
@@ -160,20 +157,23 @@ def answer_rows(
 
 @dataclass(eq=False)
 class _HeldAfterCalls(Intervention, Actor):
-    """Notes what the cache holds after each call and what every edit did in it; it is entered last."""
+    """Notes what the cache holds, and what of it is read, after each decoding step; it is entered last."""
 
-    calls: list[HeldTokens] = field(default_factory=list)
-    windows: list[int | None] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+    read: list[Tensor] = field(default_factory=list)
+    keepers: list[CacheKeeper] = field(default_factory=list)
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
-        self.windows = CacheKeeper.of(run).windows
+        self.keepers.append(CacheKeeper.of(run))
         run.act(self)
 
     def after(self, step: Step) -> TakeBack | None:
         """Note it."""
-        if step.layers:
-            self.calls.append(HeldTokens.by(step.layers, self.windows))
+        if step.decodes:
+            meter = self.keepers[0].meters[step.cache]
+            self.held.append(meter.held)
+            self.read.append(meter.read)
         return None
 
 

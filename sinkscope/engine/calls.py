@@ -100,18 +100,12 @@ class Calls:
         step = self._step
         if step is not None and self._thread is threading.current_thread() and DEPTH.value <= self._depth:
             return step
-        if _in_backward():
+        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
                 "known: checkpoint no layer inside the `with`"
             )
         return None
-
-    def know_rows(self, cache: Any, state: RowState) -> None:
-        """Lay what is known of some rows on their cache."""
-        with suppress(TypeError):  # an object that cannot be referred to weakly
-            self._caches.add(cache)
-        put_rows(cache, self.number, state)
 
     @contextmanager
     def writing(self, draft: Draft) -> Iterator[None]:
@@ -140,12 +134,7 @@ class Calls:
         if kwargs is None or DEPTH.value > self._depth:
             return None
         if self._thread is not threading.current_thread():
-            if self._thread.is_alive():
-                raise UnsupportedError(
-                    f"{self.target.name} is inside a `with` of thread {self._thread.name!r}, and one thread steers a "
-                    "model at a time: call it in that thread, or enter a `with` in this one, which waits for the other"
-                )
-            return None
+            return self._begin_elsewhere()
         if self._step is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
             self._drop()
         if not self._is_open:
@@ -172,14 +161,26 @@ class Calls:
         self._step = step
         self._ended = None
         if cache is not None and (step.past == 0 or step.state.partial):
-            self.know_rows(cache, step.state)
-        listener = self._listener
-        if listener is None:
-            return changed
+            self._know_rows(cache, step.state)
+        if self._listener is not None:
+            self._begin_actors(step, self._listener)
+        return changed
+
+    def _begin_elsewhere(self) -> None:
+        """Refuse a call in another thread than the one that steers, unless that has ended."""
+        if self._thread.is_alive():
+            raise UnsupportedError(
+                f"{self.target.name} is inside a `with` of thread {self._thread.name!r}, and one thread steers a "
+                "model at a time: call it in that thread, or enter a `with` in this one, which waits for the other"
+            )
+
+    def _begin_actors(self, step: Step, listener: Listener) -> None:
+        """Let actors act before the model reads, and note which of them act in its layers."""
         step.settings = self._settings
         step.prompting = self.prompting
-        if self.draft is not None and self.draft.cache is cache:  # a processor may read a text of its own
+        if self.draft is not None and self.draft.cache is step.cache:  # a processor may read a text of its own
             step.draft = self.draft
+        note_layers(step)
         for actor in self._before:
             actor.before(step)
         for kv in step.layers:  # a plain loop: every token comes here
@@ -194,7 +195,12 @@ class Calls:
         listener.idle = not self._attending
         listener.was_reached = False
         listener.functions = {}
-        return changed
+
+    def _know_rows(self, cache: Any, state: RowState) -> None:
+        """Lay what is known of some rows on their cache."""
+        with suppress(TypeError):  # an object that cannot be referred to weakly
+            self._caches.add(cache)
+        put_rows(cache, self.number, state)
 
     def _attend(self, attention: Attention) -> None:
         """Let actors act in a layer; where the cache lacks tokens, keys stand in the columns of slots."""
@@ -208,7 +214,7 @@ class Calls:
             if isinstance(source, FunctionMask):
                 sees_all = source.local is None and not source.by_vmap
             attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
-            attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hidden
+            attention.is_whole = attention.query.shape[2] == 1 and kv.gapless and sees_all and not attention.hidden
         for actor in self._attending:
             actor.attend(step, attention)
 
@@ -273,13 +279,22 @@ class Calls:
         if cache is None:
             return
         if step.cache is None:
-            self.know_rows(cache, step.state)
+            self._know_rows(cache, step.state)
         if tokens_in(cache) > step.new:
             raise UnsupportedError(
                 f"positions cannot be counted in {self.target.name}, because its cache does not come as "
                 f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
                 "or install the versions in constraints.txt"
             )
+
+
+def note_layers(step: Step) -> None:
+    """Find the layers of a call's cache that can evict, and tell them of the tokens that the call appends."""
+    tokens = step.state.tokens
+    for kv in getattr(step.cache, "layers", None) or ():  # a plain loop: every token comes here
+        if hasattr(kv, "slot_positions"):
+            kv.upcoming = tokens
+            step.layers.append(kv)
 
 
 def cache_in(holder: Any) -> Any:
@@ -385,8 +400,3 @@ def _says_tokens(arguments: Mapping[str, Any]) -> bool:
     """Whether a call says which tokens are real, or nothing, and no masks of queries and keys were made of it."""
     mask = arguments.get("attention_mask")
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-
-
-def _in_backward() -> bool:
-    """Whether this thread is in a backward pass, in which checkpointed layers are computed again."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]

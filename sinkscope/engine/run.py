@@ -22,7 +22,7 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.calls import Calls, cache_in
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.tap import Listener, check_attention_known, tapped
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
@@ -80,50 +80,23 @@ def runs_here(decoder: nn.Module) -> list[Run]:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that an intervention did.
+    """Something that a guard did, or how a prompt was read along lines.
 
     Attributes:
         row: Row of the batch.
         step: Forward call of the run, from 0.
         position: True position in the row: 0 is the first token that is not padding.
         layer: Decoder layer; None if it does not belong to one.
-        head: Query head; None if it does not belong to one.
-        kind: "patched", "ablated", "guard", "prefill".
-        data: Details that depend on the kind, e.g. the neuron with its old and new value.
+        kind: "guard" or "prefill".
+        data: Details that depend on the kind.
     """
 
     row: int
     step: int
     position: int
     layer: int | None
-    head: int | None
     kind: str
     data: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Reach:
-    """Whether an edit has met a token, which is asked of the device as late as possible.
-
-    Attributes:
-        is_certain: Whether it certainly has.
-    """
-
-    def __init__(self) -> None:
-        self.is_certain = False
-        self._pending: list[Tensor] = []
-
-    def note(self, met: Tensor) -> None:
-        """Note which tokens it meets in a call."""
-        if not self.is_certain:
-            self._pending.append(met.any())
-            if met.device.type == "cpu" or len(self._pending) >= _MOST_PENDING:
-                self.ask()
-
-    def ask(self) -> bool:
-        """Return whether it has met one."""
-        self.is_certain = self.is_certain or any(map(bool, self._pending))
-        self._pending.clear()
-        return self.is_certain
 
 
 class Run(Calls):
@@ -142,6 +115,7 @@ class Run(Calls):
         self._is_used = False
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
+        self._changed: dict[str, Tensor] = {}  # how many values edits have changed, by kind
         self._names = {module: name for name, module in target.hf.named_modules()}
         self._ran: dict[nn.Module, bool] = {}  # whether edited modules did
 
@@ -198,22 +172,6 @@ class Run(Calls):
         self.actors.insert(0 if first else len(self.actors), actor)
         self._order()
 
-    def reach(self, name: str, why: str) -> Reach:
-        """Return what notes whether an edit has met any token; one that never does gives a warning at the end.
-
-        Args:
-            name: Name of the edit.
-            why: Why it did nothing, if it did not.
-        """
-        reach = Reach()
-
-        def warn_if_none(error: object, *_: object) -> None:
-            if error is None and self.passes and not reach.ask():
-                warn(f"{name} never acted: {why}, so all results are those without it")
-
-        self.stack.push(warn_if_none)
-        return reach
-
     def begin_generation(self, options: Mapping[str, Any], settings: Any) -> None:
         """Note the settings of a generation, which reads a prompt with these arguments.
 
@@ -262,19 +220,19 @@ class Run(Calls):
 
     @property
     def events(self) -> list[Event]:
-        """Events so far, in order. Reading them waits for the device once.
-
-        `Ablate` logs every value that it changes, `SinkPatch` those that it moves by more than a tenth of the neuron's
-        value at the row's first token, where the sink is.
-        Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
-        """
+        """Events so far, in order: what a guard did, and how prompts were read along lines. Reading them may wait."""
         self._drain()
         return list(self._events)
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of events of each kind."""
-        return Counter(event.kind for event in self.events)
+        """Number of events of each kind, and of values that edits changed. Reading them waits for the device.
+
+        Rows of a batch that have ended continue as padding, which `generate` treats as real, so they count, too.
+        """
+        counts = Counter(event.kind for event in self.events)
+        counts.update({kind: int(number) for kind, number in self._changed.items()})
+        return counts
 
     def __repr__(self) -> str:
         return f"{self._words} on {self.target.name}: {self.summary()}"
@@ -289,6 +247,13 @@ class Run(Calls):
         self._pending.append(events)
         if len(self._pending) >= _MOST_PENDING:
             self._drain()
+
+    def count(self, kind: str, values: Tensor) -> None:
+        """Count values that an edit has changed, where a tensor of bools is True; nothing waits for the device."""
+        number = values.sum()
+        if kind in self._changed:
+            number += self._changed[kind].to(number.device)
+        self._changed[kind] = number
 
     def _drain(self) -> None:
         for events in self._pending:

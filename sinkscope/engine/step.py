@@ -15,10 +15,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
-
-from sinkscope.errors import SinkscopeError
 
 ROWS = "sinkscope_rows"
 """The attribute of a cache that holds what is known of its rows (`RowState`), by the number of the run."""
@@ -91,24 +89,6 @@ class RowState:
     prefilling: bool = False
     prompt: tuple[int, ...] = ()
     decoded: int = 0
-
-    def copy(self) -> RowState:
-        """Return what edits know of the rows, as it is now: tensors, which nobody changes in place."""
-        known = {key: value for key, value in self.known.items() if isinstance(value, Tensor)}
-        return RowState(self.tokens, self.partial, known)
-
-    def keep(
-        self, key: Hashable, values: Float[Tensor, "batch pos neuron"], at: Bool[Tensor, "batch pos"]
-    ) -> Float[Tensor, "batch 1 neuron"]:
-        """Know the value where `at` holds (at most once in a row), and return each row's; NaN if a row has none yet.
-
-        Gradients flow through what is returned, within the call; for later calls it is a constant.
-        """
-        # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
-        here = torch.where(at[..., None], values, 0).sum(1)
-        value = torch.where(at.any(1, keepdim=True), here, self.known.get(key, torch.nan))
-        self.known[key] = value.detach()
-        return value[:, None]
 
     def take(self, rows: Int[Tensor, " row"]) -> None:
         """Take rows of the batch, by their numbers, in place of the present ones."""
@@ -236,20 +216,3 @@ class Step:
         if device not in self._by_device:
             self._by_device[device] = self.index.to(device)
         return self._by_device[device]
-
-    def check_read(self, what: str, remedy: str) -> None:
-        """Refuse a call that continues tokens which an edit had to see and did not.
-
-        Args:
-            what: What is not known, as the end of "so ... is not known".
-            remedy: What to do instead of entering the block first.
-
-        Raises:
-            SinkscopeError: Such tokens were read before the block was entered, or into a cache that was put together
-                from others.
-        """
-        if self.state.partial and self.past > 1:  # the first token is edited by itself
-            raise SinkscopeError(
-                f"the first {self.past} tokens were read before this run was entered, so {what} is not known: enter "
-                f"the run first, or {remedy}"
-            )

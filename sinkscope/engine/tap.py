@@ -126,25 +126,6 @@ def _attend(
         scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
     if stock.kind == "sdpa":  # it drops these, or refuses to run
         softcap = sinks = None
-    queries = query.shape[2]
-    keys = key.shape[2]
-    is_whole = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
-    first_query = keys - queries
-    for listener in listeners:
-        if listener.first_query is not None:
-            first_query = listener.first_query
-        if function is None and not is_whole and listener.functions:
-            function = _of_layer(module, listener.functions, kwargs)
-    first_key = 0
-    source: MaskSource = CausalMask()
-    if function is not None:
-        first_query = function.first_query
-        first_key = function.first_key
-        if has_gaps or not function.is_skipped:
-            source = function
-    elif isinstance(attention_mask, Tensor) and is_whole:  # one that has a column for each token so far
-        source = TensorMask(attention_mask, first_query)
-        first_key = max(0, attention_mask.shape[-1] - keys)
     call = Attention(
         module,
         int(module.layer_idx),
@@ -152,20 +133,44 @@ def _attend(
         key,
         value,
         attention_mask,
-        source,
-        first_query,
-        queries,
+        *_placed(listeners, module, query.shape[2], key.shape[2], attention_mask, function, kwargs),
         kwargs,
         stock,
         float(scaling),
         softcap,
         sinks,
-        first_key=first_key,
         is_repeated=is_repeated,
     )
     for listener in listeners:
         listener.see(call)
     return call.finish()
+
+
+def _placed(
+    listeners: list[Listener],
+    module: Any,
+    queries: int,
+    keys: int,
+    mask: Any,
+    function: FunctionMask | None,
+    settings: dict[str, Any],
+) -> tuple[MaskSource, int, int]:
+    """What says who sees whom in an attention, and the columns of its first key and query."""
+    has_gaps = False
+    is_whole = isinstance(mask, Tensor) and mask.ndim == 4  # it has a column for each token so far
+    first_query = keys - queries
+    for listener in listeners:
+        has_gaps = has_gaps or listener.has_gaps
+        if listener.first_query is not None:
+            first_query = listener.first_query
+        if function is None and not is_whole and listener.functions:
+            function = _of_layer(module, listener.functions, settings)
+    if function is not None:
+        source = function if has_gaps or not function.is_skipped else CausalMask()
+        return source, function.first_key, function.first_query
+    if is_whole:
+        return TensorMask(mask, first_query), max(0, mask.shape[-1] - keys), first_query
+    return CausalMask(), 0, first_query
 
 
 def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:
@@ -300,8 +305,8 @@ def check_attention_visible(target: Target) -> None:
     """
     if target.kind == "bridge":
         raise UnsupportedError(
-            "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: give "
-            "the plain Hugging Face model"
+            "a TransformerBridge computes its own attention, on which no cache policy, guard, knockout or observer "
+            "acts: give the plain Hugging Face model"
         )
     if not target.adapter.attention_interface:
         raise UnsupportedError(

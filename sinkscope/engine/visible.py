@@ -18,11 +18,6 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import per_query_head
 
-Queries = range | Int[Tensor, "batch query"]
-"""Columns of queries: of all rows alike, or of each row."""
-Columns = range | Int[Tensor, "batch _ key"]
-"""Columns of keys: of all rows and heads alike, or of each row and kv head (or of all heads); -1 where none is."""
-Mask = Shaped[Tensor, "batch _ query key"]
 Cells = Bool[Tensor, "batch _ query key"]
 Hidden = Callable[[Tensor, Tensor], Cells]
 """Says which cells are hidden, of queries at columns `[batch query]` and keys at columns `[batch _ key]`."""
@@ -67,18 +62,17 @@ class FunctionMask:
 
     def cells(self, at: Visible) -> Cells:
         """Evaluate the function; a key at column -1 may be anything."""
-        row = torch.arange(at.batch, device=at.device)[:, None, None, None]
-        query, key = at.places()
-        columns = key.clamp(min=0)
-        places = (row, torch.zeros_like(row), query, columns)
+        row = torch.arange(len(at.query), device=at.query.device)[:, None, None, None]
+        columns = at.key[:, :, None].clamp(min=0)
+        places = (row, torch.zeros_like(row), at.query[:, None, :, None], columns)
         if self.by_vmap:
             same = torch.broadcast_tensors(*places)
             flat = [numbers.flatten() for numbers in same]
             sees = torch.vmap(self.function)(*flat).view(same[0].shape)
         else:
-            sees = torch.as_tensor(self.function(*places), device=at.device)
+            sees = torch.as_tensor(self.function(*places), device=row.device)
         if self.padding is not None:
-            padding = self.padding.to(at.device)
+            padding = self.padding.to(row.device)
             inside = columns < padding.shape[1]
             real = padding[row, torch.where(inside, columns, 0)]
             sees = sees & real & inside
@@ -99,15 +93,15 @@ class TensorMask:
 
     def cells(self, at: Visible) -> Shaped[Tensor, "#batch _ #query key"]:
         """Index the mask by column."""
-        if not isinstance(at.query, range) or not isinstance(at.key, range):
+        if at.by_slot:
             raise UnsupportedError(
                 "a mask of queries and keys of your own says nothing of a cache that has lost tokens: pass a mask "
                 "of shape (batch, tokens) with 1 at real tokens"
             )
-        mask = self.mask.to(at.device)
+        mask = self.mask.to(at.key.device)
         if mask.shape[2] > 1:
-            mask = mask[:, :, at.query.start - self.first_query : at.query.stop - self.first_query]
-        return mask[..., at.key.start : at.key.stop]
+            mask = mask[:, :, at.query[0] - self.first_query]
+        return mask[..., at.key[0, 0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +113,7 @@ class CausalMask:
 
     def cells(self, at: Visible) -> Cells:
         """Compare columns."""
-        query, key = at.places()
-        return key <= query
+        return at.key[:, :, None] <= at.query[:, None, :, None]
 
 
 MaskSource = FunctionMask | TensorMask | CausalMask
@@ -134,35 +127,26 @@ class Visible:
     Attributes:
         source: What says so.
         query: Columns of the queries.
-        key: Columns of the keys.
-        batch: Number of rows.
-        device: Where the layer is.
+        key: Columns of the keys, for each kv head or once for all; -1 where none is.
         hidden: What is hidden beside that.
+        by_slot: Whether keys stand in the slots of a cache that has lost tokens; else in the order of their columns.
     """
 
     source: MaskSource
-    query: Queries
-    key: Columns
-    batch: int
-    device: torch.device
+    query: Int[Tensor, "batch query"]
+    key: Int[Tensor, "batch _ key"]
     hidden: tuple[Hidden, ...] = ()
+    by_slot: bool = False
 
     def section(self, queries: slice, keys: slice = slice(None)) -> Visible:
         """Return some of the queries and keys, by their indices."""
-        query = self.query[queries] if isinstance(self.query, range) else self.query[:, queries]
-        key = self.key[keys] if isinstance(self.key, range) else self.key[..., keys]
-        return replace(self, query=query, key=key)
+        return replace(self, query=self.query[:, queries], key=self.key[..., keys])
 
     def mask(self) -> Shaped[Tensor, "batch _ query key"]:
         """Return the mask, for each kv head or query head, or once for all: bool, or additive as the model has it."""
-        cells = self.source.cells(self)
-        if isinstance(self.query, range):
-            queries = len(self.query)
-        else:
-            queries = self.query.shape[1]
-        cells = cells.expand(self.batch, -1, queries, -1)
-        hidden = [hide(self.query_columns(), self.key_columns()) for hide in self.hidden]
-        if not isinstance(self.key, range):
+        cells = self.source.cells(self).expand(len(self.query), -1, self.query.shape[1], -1)
+        hidden = [hide(self.query, self.key) for hide in self.hidden]
+        if self.by_slot:
             hidden.append((self.key < 0)[:, :, None])
         for gone in hidden:
             heads = max(cells.shape[1], gone.shape[1])
@@ -181,33 +165,3 @@ class Visible:
     def sees(self) -> Cells:
         """Return which keys are seen, for each head, or once for all."""
         return shown(self.mask())
-
-    def places(self) -> tuple[Int[Tensor, "#batch 1 query 1"], Int[Tensor, "#batch _ 1 key"]]:
-        """Return columns of queries and keys as a mask has them."""
-        query = _columns(self.query, self.device)
-        key = _columns(self.key, self.device)
-        if key.ndim == 2:
-            key = key[:, None]
-        return query[:, None, :, None], key[:, :, None]
-
-    def query_columns(self) -> Int[Tensor, "batch query"]:
-        """Return the columns of the queries as a tensor."""
-        return _columns(self.query, self.device).expand(self.batch, -1)
-
-    def key_columns(self) -> Int[Tensor, "batch _ key"]:
-        """Return the columns of the keys as a tensor."""
-        if isinstance(self.key, range):
-            return _columns(self.key, self.device)[:, None].expand(self.batch, -1, -1)
-        return self.key
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether every query certainly sees itself and everything before it, so that nothing need be asked."""
-        return isinstance(self.source, CausalMask) and isinstance(self.key, range) and not self.hidden
-
-
-def _columns(columns: range | Tensor, device: torch.device) -> Int[Tensor, "#batch *n"]:
-    """Columns as a tensor."""
-    if isinstance(columns, range):
-        return torch.arange(columns.start, columns.stop, device=device)[None]
-    return columns

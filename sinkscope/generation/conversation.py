@@ -8,27 +8,21 @@ queries: `answers="recompute"`. The keys and values that decoding put into the c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Event, Run
-from sinkscope.engine.step import RowState, Step, TakeBack
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Natural, check_values
-from sinkscope.generation.decode import ForcedAnswer, decoding
-from sinkscope.generation.write import write
-from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.generation.decode import decode, stops_of
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checkpoints.config import check_finite
-from sinkscope.models.inputs import check_length, end_ids, read_row
+from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
 
@@ -67,7 +61,6 @@ class Turn:
             None if the answer is a single token, which follows from the prompt without a decoding step.
         summary: What the edit did, in one line.
         events: What the edit did; `step` counts the turn's forward calls.
-        output: What `model.generate` returned.
     """
 
     text: str | None
@@ -78,40 +71,14 @@ class Turn:
     prompt: tuple[int, ...] = field(repr=False)
     ids: tuple[int, ...] = field(repr=False)
     events: tuple[Event, ...] = field(repr=False)
-    output: Any = field(repr=False)
 
 
-@dataclass(eq=False)
-class TurnRecorder(Intervention, Actor):
-    """Owns the cache of a turn and notes what is known of its rows; it is entered before the conversation's edit.
-
-    Attributes:
-        cache: The cache on which the turn runs.
-        earlier: Its tokens before the turn; None in the first one.
-        after_prompt: The tokens right after the prompt was read, and what edits know about them.
-        after_answer: The same at the end of the turn.
-    """
-
-    cache: DynamicCache
-    earlier: RowState | None
-    after_prompt: RowState | None = None
-    after_answer: RowState | None = None
-    reads_logits: ClassVar[bool] = False
+class _OwnCache(Intervention):
+    """Owns the cache of a turn, also where no policy does."""
 
     def enter(self, run: Run, key: int) -> None:
-        """Follow the calls."""
+        """Follow the cache."""
         CacheKeeper.of(run)
-        if self.earlier is not None:
-            run.know_rows(self.cache, self.earlier.copy())
-        run.act(self)
-
-    def after(self, step: Step) -> TakeBack | None:
-        """Note what is known after a call."""
-        if step.cache is self.cache:  # a logits processor may run the model on a cache of its own
-            self.after_answer = step.state
-            if self.after_prompt is None:  # the first call reads the prompt
-                self.after_prompt = step.state.copy()
-        return None
 
 
 class Conversation:
@@ -125,8 +92,11 @@ class Conversation:
     answer, and H2O counts the attention of the answer's queries twice.
 
     A turn that fails or is interrupted leaves the conversation as it was. The edit is entered again for every turn, so
-    the model is unedited between turns, a budget given as a fraction is a fraction of the conversation so far, and a
-    guard's monitor starts with the turn.
+    the model is unedited between turns, a budget given as a fraction is a fraction of the conversation so far, a
+    guard's monitor starts with the turn, and a patch needs calibrated values from the second turn on.
+
+    `copy.copy` starts another conversation from here, for instance to ask several questions about one document. Both
+    share the keys and values so far, which later turns never change; each adds its own.
 
     Args:
         model: Hugging Face, nnsight (dispatched) or `Target`.
@@ -173,7 +143,6 @@ class Conversation:
         self._chat: Any = chat  # whether it is one is known when the first turn is taken
         self._messages: list[dict[str, str]] = []  # of a chat
         self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
-        self._sequence: RowState | None = None  # its tokens, and what edits know about them
 
     @property
     def ids(self) -> list[int]:
@@ -183,106 +152,76 @@ class Conversation:
             ids += [*turn.prompt, *turn.ids]
         return ids
 
-    def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
+    def ask(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        answer: str | Sequence[int] | None = None,
+        max_new_tokens: int = 64,
+        **generation: Any,
+    ) -> Turn:
         """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
 
         Args:
             prompt: A text, or token ids, which are used unchanged. Without a chat template, texts of later turns get no
                 special tokens (BOS), and nothing is inserted between turns.
+            answer: The answer, if it is given, so that histories are the same for every model and edit. It is decoded
+                token by token while the edit acts, as if the model had written it.
             max_new_tokens: Maximum length of the answer in tokens.
             generation: Further arguments of `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
 
         Raises:
-            SinkscopeError: The prompt is empty, there is no tokenizer, token ids are invalid, the turn exceeds the
-                context, or `generation` has settings that the conversation sets itself or that need several rows;
-                also whatever the edit raises.
+            SinkscopeError: The prompt or the answer is empty, there is no tokenizer, token ids are invalid, the turn
+                exceeds the context, or `generation` has settings that the conversation sets itself or that need several
+                rows; also whatever the edit raises.
         """
         check_values(Natural, max_new_tokens=max_new_tokens)
-        return self._take_turn(prompt, max_new_tokens, generation)
-
-    def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
-        """Take a turn with a given answer, so that histories are the same for every model and edit.
-
-        The given answer is decoded token by token while the edit acts, as if the model had written it.
-
-        Raises:
-            SinkscopeError: As for `ask`, or the answer is empty.
-        """
-        gold = self._encode(answer, "answer", special=False)
-        turn = self._take_turn(prompt, len(gold), {}, gold)
-        if isinstance(prompt, str) and isinstance(answer, str):  # as it is, and not as its tokens are read back
-            self._messages[-1]["content"] = answer
-        return turn
-
-    def branch(self) -> Conversation:
-        """Start another conversation from here, for instance to ask several questions about one document.
-
-        Both share the keys and values so far, which later turns never change; each adds its own.
-        """
-        other = copy(self)
-        other.turns = [*self.turns]
-        other._messages = [*self._messages]
-        return other
-
-    def _take_turn(
-        self,
-        prompt: str | Sequence[int],
-        max_new_tokens: int,
-        generation: dict[str, Any],
-        gold: list[int] | None = None,
-    ) -> Turn:
-        """Read the prompt, generate an answer (`gold`, if given), and keep the cache for the next turn."""
         target = self.target
         tokenizer = target.available_tokenizer
         new = self._new_ids(prompt)
         whole = [*self.ids, *new]
+        _check_generation(generation)
+        forced: list[list[int]] | None = None
+        if answer is not None:
+            forced = [self._encode(answer, "answer", special=False)]
+            max_new_tokens = len(forced[0])
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         check_length(target, turn_name, len(whole), max_new_tokens, "ask something shorter")
-        _check_generation(generation)
         cache: Any = DynamicCache()
         if self._layers:
             cache.layers = [layer.copy() for layer in self._layers]
             cache.layer_class_to_replicate = None
         seen = cache.get_seq_length()
-        recorder = TurnRecorder(cache, self._sequence)
-        edit = recorder if self._edit is None else recorder | self._edit
-        ends = generation.get("eos_token_id", end_ids(target))
-        settings = {"do_sample": False, "pad_token_id": min(end_ids(target), default=0), **generation}
-        if gold is not None:
-            settings["logits_processor"] = [ForcedAnswer([gold], len(whole))]
         # The prompt is read in one pass, on this cache.
-        settings |= {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-        settings = decoding(target, **settings)
-        ids = torch.tensor([whole], device=target.device)
-        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "cache": cache}
-        with under(edit, target) as run, torch.no_grad():
-            output = write(run, target.hf, ids, **told, fixed=gold is not None, **settings)
-        sequences: Tensor = getattr(output, "sequences", output)
-        answer = gold or sequences[0, len(whole) :].tolist()
+        ours = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
+        ours["return_dict_in_generate"] = False
+        edit = _OwnCache() if self._edit is None else _OwnCache() | self._edit
+        (written,), run = decode(target, [whole], max_new_tokens, edit, forced, cache=cache, **(generation | ours))
+        assert run is not None
         text = None
         if tokenizer is not None:  # not every tokenizer knows that the token that ends a text is special
-            is_ended = answer[-1] in torch.as_tensor([] if ends is None else ends)
-            text = str(tokenizer.decode(answer[:-1] if is_ended else answer, skip_special_tokens=True))
+            is_ended = written[-1] in stops_of(target, generation)
+            text = str(tokenizer.decode(written[:-1] if is_ended else written, skip_special_tokens=True))
         read = run.usage[0].mean_read  # the turn's own cache is the first
-        self._keep(cache, len(whole), recorder)
+        self._keep(cache, len(whole))
         turn = Turn(
             prompt=tuple(new),
-            ids=tuple(answer),
+            ids=tuple(written),
             text=text,
             prompt_tokens=len(whole),
             queries=len(whole) - seen,
             read=read[0] if read else None,
             summary=run.summary(),
             events=tuple(run.events),
-            output=output,
         )
         self.turns = [*self.turns, turn]
         if isinstance(prompt, str):
+            said = answer if isinstance(answer, str) else text or ""  # as it is, and not as its tokens are read back
             asked = {"role": "user", "content": prompt}
-            self._messages = [*self._messages, asked, {"role": "assistant", "content": text or ""}]
+            self._messages = [*self._messages, asked, {"role": "assistant", "content": said}]
         return turn
 
-    def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
+    def _keep(self, cache: Any, prompt_tokens: int) -> None:
         """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
         for layer in cache.layers:
             if type(layer) is not CacheLayer:
@@ -290,12 +229,10 @@ class Conversation:
                     f"a conversation takes tokens back, and a {type(layer).__name__} of this model's cache keeps a "
                     "state that cannot go back: use another model"
                 )
-            layer.settle()
             if self._answers == "recompute":
                 layer.crop(prompt_tokens - layer.seen)
-        # What `generate` returned may hold the cache itself, and others may go on with it.
+        # What `generate` was given may be held by others, who go on with it.
         self._layers = [layer.copy() for layer in cache.layers]
-        self._sequence = recorder.after_prompt if self._answers == "recompute" else recorder.after_answer
 
     def _new_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """What a turn reads: the prompt, or what the chat template adds to the conversation with it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor
 
 from sinkscope.engine.run import Run
-from sinkscope.errors import warn
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.inputs import end_ids
@@ -26,7 +25,7 @@ _NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_vers
 def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     """Return options of `generate` that fix how tokens are chosen, whatever the generation_config.json says.
 
-    Only the special tokens of the checkpoint's settings are used; a `SinkscopeWarning` lists the ignored settings.
+    Only the special tokens of the checkpoint's settings are used.
 
     Args:
         target: The model.
@@ -38,18 +37,16 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
     settings = dict[str, Any](ours)
-    ignored: list[str] = []
-    for name, value in config.to_diff_dict().items():
+    for name in config.to_diff_dict():
         if name not in _NO_CHOICE and not name.startswith("_"):
             settings.setdefault(name, neutral.get(name))
-            if value != neutral.get(name) and (settings[name] or None) != (value or None):
-                ignored.append(f"{name} {value}")
-    if ignored:
-        warn(
-            f"sinkscope decodes with its own settings and ignores those of the generation_config.json of "
-            f"{target.name}: {', '.join(ignored)}"
-        )
     return settings
+
+
+def stops_of(target: Target, options: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end a text under options of `generate`: the model's own unless they name others."""
+    stops = options.get("eos_token_id", end_ids(target))
+    return [] if stops is None else torch.as_tensor(stops).flatten().tolist()
 
 
 @dataclass
@@ -99,6 +96,8 @@ def decode(
     new: int,
     edit: Intervention | None = None,
     forced: list[list[int]] | None = None,
+    *,
+    cache: Any = None,
     **options: Any,
 ) -> tuple[list[list[int]], Run | None]:
     """Continue prompts, by the likeliest tokens by default, or by given ones.
@@ -109,14 +108,15 @@ def decode(
         new: Maximum number of new tokens.
         edit: Interventions and observers to apply.
         forced: Tokens to use instead of the likeliest ones, at least `new` of them for each prompt.
+        cache: The cache to go on with; a new one if it is None.
         options: Further arguments of `model.generate`.
 
     Returns:
         The new ids of each row, up to and including the end-of-sequence token unless tokens were given; and the run of
         the edit, where the step of an event is that of the call, 0 for the prompt.
     """
-    ends = end_ids(target)
-    pad = max(0, min(ends, default=0))
+    pad = max(0, min(end_ids(target), default=0))
+    stops = stops_of(target, options)
     ids, mask = padded(prompts, pad, target.device)
     if forced is not None:
         options |= {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
@@ -128,12 +128,13 @@ def decode(
             ids,
             attention_mask=mask,
             max_new_tokens=new,
+            cache=cache,
             fixed=forced is not None,
             **settings,
         )
     answers = out[:, ids.shape[1] :].tolist()
     if forced is None:
-        answers = [to_end(answer, ends) for answer in answers]
+        answers = [to_end(answer, stops) for answer in answers]
     return answers, run
 
 

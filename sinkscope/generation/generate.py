@@ -126,10 +126,7 @@ def generate(
                 text = tok.decode(answer, skip_special_tokens=True)
                 results.append(Generated(text, answer, len(prompt), [], summary))
             for event in () if run is None else run.events:
-                result = results[start + event.row]
-                last = result.prompt_tokens + len(result.tokens) - 1
-                if event.kind == "guard" or event.position <= last:  # a row that has ended continues as padding
-                    result.events.append(replace(event, row=start + event.row))
+                results[start + event.row].events.append(replace(event, row=start + event.row))
     return results
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.engine.run import Run
@@ -35,7 +34,6 @@ class Progressive(Policy):
         every: Tokens between selections, and number of queries that vote in each (n_d).
         after: Decoding steps before the first selection. With 16, these steps read everything, as in the paper's
             text. With 0, the last queries of the prompt select as soon as it has been read.
-        mode: "select" keeps the whole cache. "evict" frees tokens that are not chosen; they cannot come back.
 
     Raises:
         SinkscopeError: The interval is below 1, `after` is negative, or a setting of the base policy is invalid.
@@ -48,12 +46,6 @@ class Progressive(Policy):
 
     every: Natural = 16
     after: Whole = 16
-    mode: Literal["evict", "select"] = "select"
-
-    @property
-    def interval(self) -> int:
-        """Tokens between selections."""
-        return int(self.every)
 
     def summary(self, run: Run) -> str:
         """Return the tokens that a decoding step read, and those held in the cache."""
@@ -61,11 +53,11 @@ class Progressive(Policy):
 
     def watch(self, run: Run) -> None:
         """Keep the latest queries, also those of generated tokens."""
-        keep_queries(run, self.interval, decoding=True)
+        keep_queries(run, self.every, decoding=True)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Return the attention of the latest queries; padding does not vote."""
-        votes = at.window_rows(self.interval).sum(2)
+        votes = at.window_rows(self.every).sum(2)
         return in_groups(votes, at.kv.pos.shape[1]).mean(2)
 
     def pays(self, layer: CacheLayer) -> bool:
@@ -73,33 +65,23 @@ class Progressive(Policy):
         return True
 
     def act(self, step: Step) -> None:
-        """Choose what is read of every layer, if it is time to."""
+        """Choose what is read of every layer, if it is time to.
+
+        Hiding the other slots would save no time: every step would still copy all keys to append one, and read them all
+        in order to mask most. With a copy, the cost of a step grows with the length of the copy; only restoring the
+        whole layer costs time in proportion to its full length.
+        """
         steps = step.state.decoded - self.after
-        if steps < 0 or steps % self.interval:
+        if steps < 0 or steps % self.every:
             return
         rows = self.kept_per_row(step)
         for kv in step.layers:
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
-            keep = self.chosen(LayerMoment(kv, step, rows))
-            if self.mode == "evict":
-                kv.evict(keep)
-            else:
-                work_on_copy(kv, keep)
-
-
-def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-    """Let a layer hold only a copy of the kept slots until its `settle` is called. Single tokens may be appended.
-
-    Hiding the other slots would save no time: every step would still copy all keys to append one, and read them all in
-    order to mask most. With a copy, the cost of a step grows with the length of the copy; only restoring the whole
-    layer costs time in proportion to its full length.
-    """
-    kv.settle()
-    whole = kv.copy()
-    kv.evict(keep)
-    kv.whole_layer = whole
+            whole = kv.copy()
+            kv.evict(self.chosen(LayerMoment(kv, step, rows)))
+            kv.whole_layer = whole
 
 
 def steps_summary(name: str, run: Run) -> str:

@@ -66,10 +66,8 @@ class SpareRoom:
         return self.keys[..., :end, :], self.values[..., :end, :]
 
 
-class CacheLayer(DynamicLayer):
-    """Keys and values of one layer, with positions; what a policy sees of a layer's cache, and what it does to it.
-
-    It is empty, untouched, edited or a part (docs/kv.md).
+class Slots(DynamicLayer):
+    """Keys and values of one layer in slots that know their positions: what a policy reads of them, and what evicts.
 
     Attributes:
         keys: `[batch kv_head slot d_head]`.
@@ -110,7 +108,7 @@ class CacheLayer(DynamicLayer):
         self.room: SpareRoom | None = None
         self.grew = False
         self.reordered = False
-        self.whole_layer: CacheLayer | None = None
+        self.whole_layer: Slots | None = None
 
     # What a policy reads ---------------------------------------------------------------------------------------------
 
@@ -231,6 +229,13 @@ class CacheLayer(DynamicLayer):
         """Replace the numbers by those of other slots or rows, as a function takes them from those of all slots."""
         self.numbers = {name: move(self.extra(name)) for name in list(self.numbers)}
 
+
+class CacheLayer(Slots):
+    """The layer of a cache of transformers: what is appended, taken back, and moved with its rows.
+
+    It is empty, untouched, edited or a part (docs/kv.md).
+    """
+
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
 
@@ -259,8 +264,6 @@ class CacheLayer(DynamicLayer):
         new = copy(self)
         new.numbers = dict(self.numbers)
         return new
-
-    # What transformers calls -----------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; transformers calls this in every attention layer.
@@ -332,6 +335,8 @@ class CacheLayer(DynamicLayer):
         """
         if self.columns is None:
             return int(query_length), 0
+        if int(query_length) > 1:  # a prompt is read by the whole layer, for which a model may make masks before
+            self.settle()
         slots = self.keys.shape[-2]
         return slots + int(query_length), self.columns.seen - slots
 

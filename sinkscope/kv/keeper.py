@@ -7,8 +7,7 @@ is refused when the keeper is made, or when a cache is taken over (`adopt`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,130 +16,85 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.calls import tokens_in
-from sinkscope.engine.run import Reach, Run, runs_here
+from sinkscope.engine.calls import note_layers, tokens_in
+from sinkscope.engine.run import Run, runs_here
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Usage
 from sinkscope.models.target import Target
-from sinkscope.models.windows import ChunkWindow, check_caches_filled, layer_window, layers_with_states
+from sinkscope.models.windows import check_caches_filled, layer_window, layers_with_states
 from sinkscope.results.notation import count_of
-
-
-class HeldTokens(NamedTuple):
-    """The tokens that a cache holds after a call.
-
-    Attributes:
-        layers: Number of layers.
-        held: Tokens of each row, summed over layers.
-        read: Those of them to which a query of the call could attend.
-    """
-
-    layers: int
-    held: Float[Tensor, " row"]
-    read: Float[Tensor, " row"]
-
-    @classmethod
-    def by(cls, layers: Sequence[CacheLayer], windows: Sequence[int | None]) -> HeldTokens:
-        """Return what layers hold, whose decoder layers may have sliding windows; this does not wait for the device."""
-        first = layers[0].keys
-        held: Tensor | int = 0
-        read: Tensor | int = 0
-        for kv in layers:
-            here = kv.keys.shape[-2]
-            if not kv.gapless:
-                here = here - kv.holes().to(first.device)
-            window = windows[kv.number]
-            seen = here
-            if window is not None:
-                is_plain = kv.gapless and kv.slot_positions is None and not isinstance(window, ChunkWindow)
-                seen = min(kv.keys.shape[-2], window) if is_plain else _within(kv, window).to(first.device)
-            read = read + seen
-            whole = kv.whole_layer
-            if whole is not None:  # the layer is a copy of a part
-                here = whole.slots + kv.seen - whole.seen
-                if not whole.gapless:
-                    here = here - whole.holes().to(first.device)
-            held = held + here
-        rows = first.shape[:1]
-        held = torch.as_tensor(held, dtype=torch.double).expand(rows)
-        return cls(len(layers), held, torch.as_tensor(read, dtype=torch.double).expand(rows))
-
-
-def _within(layer: CacheLayer, window: int) -> Float[Tensor, " row"]:
-    """Tokens of each row in a layer that its newest query sees, its own included."""
-    pos = layer.pos
-    newest = pos.amax((1, 2))[:, None, None]
-    begin = newest - window + 1
-    if isinstance(window, ChunkWindow):
-        begin = newest - newest % window
-    return ((pos >= 0) & (pos >= begin)).sum(-1).float().mean(1)
 
 
 class Meter:
     """Counts tokens and bytes of one cache, in a memory that does not grow with the number of calls.
 
     Args:
-        windows: Sliding window of each decoder layer, if it has one: what it hides is held and not read.
         processes: Number of processes that hold as many heads of the model each.
 
     Attributes:
         seen: Number of tokens read, by the longest row.
+        held: Tokens of each row that the cache held after the latest decoding step, mean over layers and kv heads.
+        read: Those of them that the step read: fewer where it read a copy of a part. A sliding window may hide some.
     """
 
-    def __init__(self, windows: Sequence[int | None], processes: int = 1) -> None:
-        self._windows = windows
+    held: Float[Tensor, " row"]
+    read: Float[Tensor, " row"]
+
+    def __init__(self, processes: int = 1) -> None:
         self._processes = processes
-        self._token_bytes: dict[int, int] = {}  # by layer
         self._rows = self.seen = self._bytes = self._steps = 0
-        self._held = self._read = self._most = torch.zeros(1, dtype=torch.double)  # of steps, summed over layers
+        self._held = self._read = self._most = torch.zeros(1, dtype=torch.double)  # of steps
 
     def note(self, layers: list[CacheLayer], beside: int, *, decodes: bool) -> None:
-        """Note a call that appended something; of a decoding step, count what layers hold, and bytes `beside` that."""
-        first = layers[0]
-        if first.columns is None or not first.keys.shape[-2]:
+        """Note a call that appended something; of a decoding step, count what layers hold, and bytes `beside` that.
+
+        This does not wait for the device.
+        """
+        first = layers[0].keys
+        if layers[0].columns is None or not first.shape[-2]:
             return
-        if self._rows != len(first.keys):  # others: nobody knows which row became which
-            self._rows = len(first.keys)
-            self._steps = 0
-            self._held = self._read = self._most = torch.zeros(self._rows, dtype=torch.double)
-        self.seen = first.columns.seen
+        self.seen = layers[0].columns.seen
+        if not decodes:
+            return
+        held: Tensor | int = 0
+        read: Tensor | int = 0
         used = beside
         for kv in layers:
-            if kv.number not in self._token_bytes:
-                self._token_bytes[kv.number] = kv.keys[0, :, :1].nbytes + kv.values[0, :, :1].nbytes
-            for part in (kv, kv.whole_layer):
-                if part is not None:
-                    memory = part if part.room is None else part.room
-                    used += memory.keys.nbytes + memory.values.nbytes
-        if decodes:
-            tokens = HeldTokens.by(layers, self._windows)
-            self._steps += 1
-            self._held = self._held.to(tokens.held) + tokens.held
-            self._read = self._read.to(tokens.read) + tokens.read
-            self._most = self._most.to(tokens.held).maximum(tokens.held)
-            self._bytes = max(self._bytes, used)
+            here = kv.keys.shape[-2]
+            memory = kv if kv.room is None else kv.room
+            used += memory.keys.nbytes + memory.values.nbytes
+            if not kv.gapless:
+                here = here - kv.holes().to(first.device)
+            read = read + here
+            whole = kv.whole_layer
+            if whole is not None:  # the layer is a copy of a part
+                here = whole.slots + kv.seen - whole.seen
+                memory = whole if whole.room is None else whole.room
+                used += memory.keys.nbytes + memory.values.nbytes
+                if not whole.gapless:
+                    here = here - whole.holes().to(first.device)
+            held = held + here
+        self.held = torch.as_tensor(held, dtype=torch.double).expand(len(first)) / len(layers)
+        self.read = torch.as_tensor(read, dtype=torch.double).expand(len(first)) / len(layers)
+        if self._rows != len(first):  # others: nobody knows which row became which
+            self._rows = len(first)
+            self._steps = 0
+            self._held = self._read = self._most = torch.zeros_like(self.held)
+        self._steps += 1
+        self._held = self._held + self.held
+        self._read = self._read + self.read
+        self._most = self._most.maximum(self.held)
+        self._bytes = max(self._bytes, used)
 
     def usage(self) -> Usage:
         """Return the totals so far."""
-        stock = 0
-        for number, token_bytes in self._token_bytes.items():
-            window = self._windows[number]
-            stock += token_bytes * (self.seen if window is None else min(self.seen, window - 1))
-        layers = len(self._token_bytes)
         steps = max(1, self._steps)
-        by_row = [self._most / layers, self._read / layers / steps, self._held / layers / steps]
-        most, read, held = [numbers.tolist() if self._steps else [] for numbers in by_row]
-        return Usage(
-            decoding_tokens=most,
-            decoding_bytes=self._bytes * self._processes,
-            stock_bytes=self._rows * stock * self._processes,
-            read_tokens=self.seen,
-            mean_read=read,
-            mean_held=held,
-        )
+        by_row = (self._most, self._held / steps, self._read / steps)
+        most, held, read = [numbers.tolist() if self._steps else [] for numbers in by_row]
+        return Usage(most, self._bytes * self._processes, self.seen, mean_held=held, mean_read=read)
 
 
 LATEST_QUERIES = "latest queries"
@@ -154,6 +108,7 @@ class CacheKeeper(Actor):
         target: The model.
         windows: Sliding window of each layer; None where it sees everything.
         anchors: Number of first positions that the policies and guards of the block keep.
+        meters: What counts each of the caches in use.
     """
 
     reads_logits = False
@@ -163,9 +118,9 @@ class CacheKeeper(Actor):
         self.windows = [layer_window(run.target.config, layer) for layer in range(run.target.n_layers)]
         self.anchors = 0
         self._policy_name: str | None = None
-        self._meters: WeakKeyDictionary[Any, Meter] = WeakKeyDictionary()  # of the caches in use
+        self._acts = False  # on each generated token
+        self.meters: WeakKeyDictionary[Any, Meter] = WeakKeyDictionary()
         self._counted: list[Meter] = []  # of all caches
-        self._reach: Reach | None = None  # whether a token was decoded, or `generate` called
 
     @classmethod
     def of(cls, run: Run, policy: str | None = None, first: int = 0) -> CacheKeeper:
@@ -198,12 +153,9 @@ class CacheKeeper(Actor):
 
     def watch_decoding(self, run: Run) -> None:
         """Ask that tokens come one by one, in rows that keep their places."""
-        if self._reach is None:
-            name = self._policy_name or "the intervention"
-            why = "it acts when a generated token follows a prompt, and only prompts were read"
-            self._reach = run.reach(name, f"{why}; generate, or feed tokens one by one with a cache")
-            run.uncached = "there is no cache that a cache policy or a guard could act on"
-            run.by_token = "a cache policy acts on tokens that come one by one (Full does not)"
+        self._acts = True
+        run.uncached = "there is no cache that a cache policy or a guard could act on"
+        run.by_token = "a cache policy acts on tokens that come one by one (Full does not)"
 
     @property
     def usage(self) -> list[Usage]:
@@ -212,7 +164,7 @@ class CacheKeeper(Actor):
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
-        for cache in list(self._meters):
+        for cache in list(self.meters):
             for kv in own_layers(cache):
                 kv.settle()
 
@@ -224,25 +176,19 @@ class CacheKeeper(Actor):
         state = step.state
         if cache is None:
             return
-        if cache not in self._meters:  # a new one, or a copy
-            adopt(cache, self.target)
-            self._meters[cache] = Meter(self.windows, self.target.processes)
-            self._counted.append(self._meters[cache])
+        if cache not in self.meters:  # a new one, or a copy
+            if not step.layers:
+                adopt(cache, self.target)
+                note_layers(step)
+            self.meters[cache] = Meter(self.target.processes)
+            self._counted.append(self.meters[cache])
         step.anchors = self.anchors
-        tokens = state.tokens
-        for kv in cache.layers:  # a plain loop: every token comes here
-            if isinstance(kv, CacheLayer):
-                kv.upcoming = tokens
-                step.layers.append(kv)
-        reach = self._reach
         if not step.layers:
             return
         if step.new > 1 or not step.past or step.prompting:
             if step.past and step.new > 1:
                 _check_mask(step.arguments.get("attention_mask"), step)
             state.prefilling = True
-            if reach is not None and step.prompting:
-                reach.is_certain = True
             for kv in step.layers:
                 kv.settle()
                 kv.reordered = False
@@ -254,8 +200,7 @@ class CacheKeeper(Actor):
         if step.prefill_ended:
             state.prompt = tuple(step.before.tolist())
             state.decoded = 0
-        if reach is not None:
-            reach.is_certain = True
+        if self._acts:
             if step.prefill_ended:
                 _check_ends(step)
             if step.layers[0].reordered:
@@ -278,7 +223,7 @@ class CacheKeeper(Actor):
         if step.layers:
             queries = step.state.known.get(LATEST_QUERIES)
             beside = 0 if queries is None else queries.nbytes
-            self._meters[step.cache].note(step.layers, beside, decodes=step.decodes)
+            self.meters[step.cache].note(step.layers, beside, decodes=step.decodes)
 
 
 def _check_ends(step: Step) -> None:
@@ -309,7 +254,7 @@ def own_attention(run: Run) -> None:
 
 
 def check_seen(step: Step) -> None:
-    """Refuse a cache on which attention cannot be seen, and note its layers, which another run may have cut.
+    """Refuse a cache on which attention cannot be seen.
 
     Raises:
         UnsupportedError: It holds room for tokens that are still to come.
@@ -319,24 +264,18 @@ def check_seen(step: Step) -> None:
             f"the cache is {_named(step.cache)}, which holds room for tokens that are still to come: "
             "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
-    if not step.layers:
-        step.layers += own_layers(step.cache)
-        for kv in step.layers:
-            kv.upcoming = step.tokens
 
 
 def adopt(cache: Any, target: Target) -> None:
     """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
 
     Args:
-        cache: An empty `DynamicCache`, or one that was taken over before.
+        cache: An empty `DynamicCache`.
         target: The model.
 
     Raises:
         UnsupportedError: The cache is of another kind, or was filled by others.
     """
-    if own_layers(cache):
-        return
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
         raise UnsupportedError(
             f"the cache is {_named(cache)}: a cache policy or guard needs a plain DynamicCache; pass `DynamicCache()` "

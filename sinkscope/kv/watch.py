@@ -194,7 +194,7 @@ class LayerQueries:
         query = self.query[:, :, -last:]
         if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = self.module.expand_kv(kv.keys, kv.values)[0]
-        visible = Visible(self.source, at.clamp(min=0), columns.to(at.device), len(at), at.device, self.hidden)
+        visible = Visible(self.source, at.clamp(min=0), columns.to(at.device), self.hidden, by_slot=True)
         rows = self.probs(query, keys, visible.mask_by_head(query.shape[1]))
         return rows.mul_((at >= 0)[:, None, :, None])
 

@@ -194,7 +194,7 @@ class PromptReader(Actor):
                 if queries:
                     data = {"keys": int(there[row].sum()), "queries": queries}
                     data |= reads[row]() if reads else {"dense": why}
-                    logged.append(Event(row, number, int(at[row].max()), layer, None, "prefill", data))
+                    logged.append(Event(row, number, int(at[row].max()), layer, "prefill", data))
             return logged
 
         self._log(events)

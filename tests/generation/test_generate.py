@@ -28,8 +28,8 @@ def test_a_patch_is_given_as_it_is_or_by_its_path(tmp_path):
     patch = SinkPatch(sites=SITES)
     patch.save(tmp_path / "patch.json")
     results = generate(model, PROMPTS, patch=tmp_path / "patch.json", **settings)
-    assert [r.tokens for r in results] == [r.tokens for r in generate(model, PROMPTS, patch=patch, **settings)]
-    assert any(r.events for r in results)
+    assert results == generate(model, PROMPTS, patch=patch, **settings)
+    assert all(r.summary.startswith("SinkPatch patched") for r in results)
 
 
 GUARD = LoopGuard.paper(budget=12, anchors=2, monitor=Timed(window=16, warmup=0, every=9))

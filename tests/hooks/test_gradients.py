@@ -19,7 +19,7 @@ IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 EDITS = {
     "patch": SinkPatch(layer=1, neurons=[3, 11]),
     "write": Ablate(layer=0, neurons=[5], value=3.0, positions=2),
-    "mean": Ablate(layer=1, neurons=[3, 4], heads="L1.H2", value="mean"),
+    "heads": Ablate(layer=1, neurons=[3, 4], heads="L1.H2", value=0.5),
 }
 
 

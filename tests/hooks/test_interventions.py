@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,20 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits
 from organisms import MODEL_TYPES, tiny_model
-from raw_kit import inputs_edited, zeroed
+from raw_kit import zeroed
 from refusals import refused
-from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.engine.calls import begin_step
 from sinkscope.engine.rows import put_rows
-from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit import Ablate, Add, Knockout, SinkPatch
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
-PADDED = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])
-MASK = (PADDED != 3).long()
 SHARED = ("qwen2_moe", "glm4_moe")
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", *SHARED)
 
@@ -41,13 +40,6 @@ def test_numbers_of_numpy_and_torch_name_what_is_edited():
     assert Ablate(layer=1, neurons=torch.tensor([3, 11])) == Ablate(sites=torch.tensor([[1, 3], [1, 11]])) == sites
     assert Ablate(heads=np.array([[0, 4]]), positions=torch.tensor([0, 2])) == Ablate(heads="L0.H4", positions=[0, 2])
     assert Ablate(layer=1, neurons=3, value=torch.tensor(0.5)) == Ablate(layer=1, neurons=3, value=0.5)
-    with pytest.raises(SinkscopeError, match=r"positions slice\(-3, None, None\): expected"):
-        Ablate(layer=1, neurons=3, positions=slice(-3, None))
-    with pytest.raises(SinkscopeError, match="a dict has no spikes"):
-        SinkPatch.from_result({})
-
-
-# --- the mechanism, against edited weights -------------------------------------------------------------------------
 
 
 # Of plain models the net draws this (`tests/ways`); TransformerLens cannot take apart Falcon's fused attention.
@@ -77,26 +69,6 @@ def test_up_edits_the_linear_factor():
         assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
     with Ablate(sites="L1.N3", value=0.5, positions=2).on(model):
         assert (logits(model, IDS) - want).abs().max() > 1e-4
-
-
-def test_mean_ablation():
-    """The mean of each row, without its first token."""
-    model, _ = tiny_model("llama")
-
-    def averaged(values: Tensor) -> Tensor:
-        values[:, :, 3] = values[:, 1:, 3].mean(1, keepdim=True)
-        return values
-
-    with inputs_edited(model.model.layers[1].mlp.down_proj, averaged):
-        want = logits(model, IDS)
-    with Ablate(layer=1, neurons=3, value="mean").on(model):
-        assert_close(logits(model, IDS), want)
-
-
-# --- a written value: is the neuron sufficient? ----------------------------------------------------------------
-
-
-# --- positions: every way of calling, against counting by hand -----------------------------------------------------
 
 
 @given(
@@ -137,12 +109,6 @@ class FakeCache:
         return self.seen
 
 
-# --- leaves no trace -----------------------------------------------------------------------------------------------
-
-
-# --- threads -------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_is_entered_once():
     model, _ = tiny_model("llama")
     context = Ablate(sites=["L1.N3"]).on(model)
@@ -153,32 +119,54 @@ def test_a_run_is_entered_once():
     assert count_hooks(model) == 0
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------
+def neurons(*sites: object, **more: Any) -> Callable[[], Ablate]:
+    return lambda: Ablate(sites=[*sites], **more)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "settings", "words"),
-    [
-        ("llama", {}, ["no neuron", "layer=1"]),
-        ("llama", {"neurons": [3]}, ["layer=None", "give both"]),
-        ("mixtral", {"sites": [(1, 0, 3)], "site": "up"}, ["experts", 'site="post"']),
-        ("llama", {"sites": [(1,)]}, ["(1,)", "(layer, neuron)"]),
-        ("llama", {"sites": [(1, -2)]}, ["-2", "from 0"]),
-        ("llama", {"sites": [(1, 1)], "positions": [3, -1]}, ["-1", "whole numbers"]),
-        ("llama", {"sites": [(3, 0)]}, ["layer 3", "0 to 2"]),
-        ("llama", {"sites": [(1, 0, 3)]}, ["without experts", "(layer, neuron)"]),
-        ("mixtral", {"sites": [(1, 3)]}, ["mixture", "(layer, expert, neuron)"]),
-        ("mixtral", {"sites": [(1, 4, 3)]}, ["expert 4", "0 to 3"]),
-        ("qwen3_moe", {"sites": [(1, 0, 32)]}, ["neuron 32", "0 to 31"]),  # narrower than a dense layer
-        ("gpt2", {"sites": [(1, 0)], "site": "up"}, ["no gate", 'site="post"']),
-        ("llama", {"heads": ["L1.N3"]}, ["'L1.N3'", "L5.H3"]),
-        ("llama", {"heads": [(0, 4)]}, ["head 4", "0 to 3"]),
-    ],
-)
-def test_wrong_ablations_are_refused(model_type, settings, words):
+WRONG = [
+    ("llama", neurons(), ["no neuron", "layer=1"]),
+    ("llama", lambda: Ablate(neurons=[3]), ["layer=None", "give both"]),
+    ("llama", lambda: SinkPatch(layer=-1, neurons=[3]), ["(-1, 3)", "from 0"]),
+    ("mixtral", neurons((1, 0, 3), site="up"), ["experts", 'site="post"']),
+    ("llama", neurons((1,)), ["(1,)", "(layer, neuron)"]),
+    ("llama", neurons((1, 1), positions=[3, -1]), ["-1", "whole numbers"]),
+    ("llama", neurons((1, 1), positions=slice(-3, None)), ["positions slice(-3, None, None)", "expected"]),
+    ("llama", neurons((3, 0)), ["layer 3", "0 to 2"]),
+    ("llama", neurons((1, 0, 3)), ["without experts", "(layer, neuron)"]),
+    ("mixtral", neurons((1, 3)), ["mixture", "(layer, expert, neuron)"]),
+    ("mixtral", neurons((1, 4, 3)), ["expert 4", "0 to 3"]),
+    ("qwen3_moe", neurons((1, 0, 32)), ["neuron 32", "0 to 31"]),  # narrower than a dense layer
+    ("gpt2", neurons((1, 0), site="up"), ["no gate", 'site="post"']),
+    ("llama", lambda: Ablate(heads=["L1.N3"]), ["'L1.N3'", "L5.H3"]),
+    ("llama", lambda: Ablate(heads=[(0, 4)]), ["head 4", "0 to 3"]),
+    ("llama", lambda: Add([1.0, 2.0], "blocks.1.hook_resid_post"), ["2 numbers", "has 32"]),
+    ("llama", lambda: Add([float("nan")] * 32, "hook_embed"), ["finite"]),
+    ("llama", lambda: Add([1.0] * 32, "hook_embed", scale=float("inf")), ["scale", "inf"]),
+    ("llama", lambda: Add([1.0] * 32, "blocks.1.mlp.hook_post"), ["blocks.1.mlp.hook_post", "hook_resid_post"]),
+    ("llama", lambda: Knockout(None), ["keys=None: expected positions"]),
+    ("llama", lambda: Knockout("last"), ["keys 'last'", '"first", whole numbers from 0']),
+    ("llama", lambda: Knockout("first", layers=[0], heads=["L1.H2"]), ["heads name their layers"]),
+    ("llama", lambda: SinkPatch.from_result({}), ["a dict has no spikes"]),
+]
+
+
+@pytest.mark.parametrize(("model_type", "make", "words"), WRONG)
+def test_what_is_no_edit_of_this_model_is_refused(model_type, make, words):
     model, _ = tiny_model(model_type)
-    with refused(words=words), Ablate(**settings).on(model):
+    with refused(words=words), make().on(model):
         pass
+
+
+def test_a_knockout_in_a_head_by_its_name_or_its_numbers():
+    """Of plain models the net draws what is hidden; a query always sees itself."""
+    model = tiny_model("llama")[0]
+    found = []
+    for edit in (Knockout("first", heads=[(1, 2)]), Knockout("first", heads="L1.H2"), Knockout([3], queries=[3])):
+        with edit.on(model):
+            found.append(logits(model, IDS))
+    plain = logits(model, IDS)
+    assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], plain, atol=1e-4)
+    assert_close(found[2], plain)
 
 
 def test_the_neurons_of_a_result_are_zeroed_and_the_run_says_so():

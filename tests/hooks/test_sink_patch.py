@@ -15,7 +15,6 @@ from sample_results import sample_find_sinks, with_rows
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.notation import Neuron
@@ -25,14 +24,6 @@ from sinkscope.results.row import row_of
 def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
     values = {} if calibrated is None else dict.fromkeys(o.truth.neurons, calibrated)
     return SinkPatch(sites=o.truth.neurons, calibrated=values, **settings)
-
-
-# --- it repairs, and only that -------------------------------------------------------------------------------------
-
-
-def fired_of(run: Run) -> list[Event]:
-    """The events at which a neuron was kept from firing."""
-    return [event for event in run.events if event.data["fired"]]
 
 
 @pytest.mark.parametrize(("family", "seed"), each_other(["llama", "gemma2", "neox", "mixtral"], [0, 1], 4))
@@ -47,14 +38,9 @@ def test_repairs_repetition_and_nothing_else(family, seed):
         after = norms(o.model, ids)[layer, 0]
         assert after[1:].max() < 1.2 * typical.max()
         assert_close(after[0], before[0])  # the first token's sink stays
-        fired, written = fired_of(run), len(run.events)
         # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
         assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
-        assert fired_of(run) == fired and len(run.events) > written  # written, too, but nothing fired in ordinary text
-    said = f"SinkPatch patched {len(run.events):,} values, {len(fired):,} of them from more than a tenth"
-    assert run.summary().startswith(said)
-    assert {e.kind for e in fired} == {"patched"} and fired[-1].position == repeats
-    assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons}
+    assert run.summary() == f"SinkPatch patched {run.counts['patched']:,} values." and run.counts["patched"] > repeats
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("gate", 0), ("up", 1)])
@@ -70,9 +56,6 @@ def test_which_site_repairs_which_sink(kind, seed):
             left[site] = norms(o.model, ids)[layer, 0, -1] / before
     assert left["post"] < 0.2
     assert left["up"] < 0.2 if kind == "up" else left["up"] > 0.8
-
-
-# --- which neutral value -------------------------------------------------------------------------------------------
 
 
 def test_calibrated_values_help_where_the_second_token_is_a_sink():
@@ -110,9 +93,6 @@ def test_a_prompt_read_before_the_run():
         got = rest()
     with Ablate(sites=sites, value=0.25).on(model):
         assert_close(got, rest())
-
-
-# --- made from a result, and files ---------------------------------------------------------------------------------
 
 
 def test_patch_from_result(tmp_path):

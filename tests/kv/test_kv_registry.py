@@ -1,4 +1,4 @@
-"""Policies by name: sinkscope's own, those of other packages, and classes by their module."""
+"""Policies by name: sinkscope's own, and classes by their module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 import textwrap
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -116,14 +115,6 @@ def test_the_budget_is_the_first_field_of_each_policy(module):
 def test_wrong_policy_names_are_refused_in_one_line(text, says, module):
     with refused(words=[says]):
         policy_named(text)
-
-
-def test_a_policy_of_an_installed_package(module, monkeypatch):
-    entry = EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "installed", lambda group: [entry] if group == "sinkscope.policies" else [])
-    assert "key-norm" in policies()
-    made = policy_named("key-norm:9")
-    assert (type(made).__name__, made.budget) == ("KeyNorm", 9)
 
 
 def test_registering_a_name_twice_is_refused(monkeypatch):

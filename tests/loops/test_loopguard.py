@@ -73,7 +73,7 @@ def test_a_summary_says_what_the_guard_did_and_in_which_rows(model):
         guard = LoopGuard(monitor=EAGER, act=act)
         with guard.on(model) as run:
             model.generate(prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=2)
-        run.log(lambda: [Event(1, 9, 30, None, None, "guard", {"period": 3, "generated": 24})])
+        run.log(lambda: [Event(1, 9, 30, None, "guard", {"period": 3, "generated": 24})])
         found = "After 24 new tokens of row 1 the guard found a loop with a period of 3 tokens."
         assert run.summary() == f"{found} {then} No further alarms."
 

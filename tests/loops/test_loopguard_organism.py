@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from unittest.mock import Mock
 
 import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
@@ -74,12 +75,12 @@ def test_a_loop_is_taken_back_from_the_output():
     assert copies <= 2 and tail_period(tokens, shortest=24) is None
 
 
-def test_nothing_is_taken_back_from_a_text_whose_scores_are_asked_for():
+def test_nothing_is_taken_back_from_a_text_that_is_shown_while_it_is_written():
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250).ids[0].tolist()
     chat = Conversation(o.model, LoopGuard(monitor=EAGER), tokenizer=o.tokenizer)
-    turn = chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True)
-    assert len(turn.output.scores) == len(turn.ids) == REWOUND
+    turn = chat.ask(prompt, max_new_tokens=REWOUND, streamer=Mock())
+    assert len(turn.ids) == REWOUND
     assert turn.events and not any(event.data["taken_back"] for event in turn.events)
 
 

@@ -112,14 +112,14 @@ def test_turns_read_what_the_template_of_the_whole_conversation_gives(answers, s
     for number, question in enumerate(QUESTIONS):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SinkscopeWarning)
-            turn = chat.say(question, "time and word") if said else chat.ask(question, max_new_tokens=5)
+            turn = chat.ask(question, answer="time and word") if said else chat.ask(question, max_new_tokens=5)
         messages.append({"role": "user", "content": question})
         whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
         assert chat.ids[: len(expected)] == expected and turn.prompt_tokens == len(expected)
         assert number == 0 or len(turn.prompt) < len(expected)
         messages.append({"role": "assistant", "content": "time and word" if said else turn.text})
-    branch = chat.branch()
+    branch = copy.copy(chat)
     branch.ask("company", max_new_tokens=2)
     assert chat.ask("company", max_new_tokens=2).ids == branch.turns[-1].ids
 
@@ -134,7 +134,7 @@ def test_a_turn_goes_on_from_an_answer_in_other_tokens_than_the_tokenizer_would_
         "{% for m in messages %}<s>{{ m.role }}:{{ m.content TRIM }}</s>{% endfor %}<s>assistant:"
     ).replace("TRIM", trim)
     chat = ss.Conversation(model, tokenizer=tokenizer, chat=True)
-    chat.say("Hello.", tokenizer.convert_tokens_to_ids(answer.split()))
+    chat.ask("Hello.", answer=tokenizer.convert_tokens_to_ids(answer.split()))
     turn = chat.ask("Go on.", max_new_tokens=2)
     assert (
         list(turn.prompt) == tokenizer(f"{end}<s>user:Go on.</s><s>assistant:", add_special_tokens=False)["input_ids"]

@@ -151,7 +151,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation_internal="sdpa"))
-    prompt = Attention(module, 0, query, key, key, None, CausalMask(), 0, 200, {}, Stock(module.config), 0.25)
+    prompt = Attention(module, 0, query, key, key, None, CausalMask(), 0, 0, {}, Stock(module.config), 0.25)
     assert LoopServe(shortest=0).why_dense(prompt) == "on meta: only CPUs and CUDA do that"
 
 

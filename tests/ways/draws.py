@@ -179,8 +179,8 @@ RARE = {
         *("loopserve 0", "add embed", "trace most"),
         *("pattern most", "streaming 12", "h2o 12", "tova 12", "adakv 12", "pyramid 12", "progressive 12"),
         *("guard steers", "value", "zero first", "add at", "zero|streaming 12", "patch;snapkv 12"),
-        *("half snapkv", "a shape", "a shape 12", "minference", "minference 12", "head mean", "patch up"),
-        *("patch calibrated", "mean|guard", "trace zero"),
+        *("half snapkv", "a shape", "a shape 12", "minference", "minference 12", "patch up"),
+        *("patch calibrated", "trace zero"),
         *("trace post", "trace z", "trace logits", "trace norm"),
     ),
 }

@@ -258,18 +258,11 @@ EDITS = {
     ),
     "guard steers": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON, act="cut")], alone=True, steers=True),
     "guard rewinds": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON)], alone=True, steers=True),
-    "mean": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean")], alone=True, fits=has_mlp),
-    "head mean": Edit(lambda: [ss.Ablate(heads=[(LAYER, HEAD)], value="mean")], alone=True),
     "patch up": Edit(
         lambda: [ss.SinkPatch(layer=LAYER, neurons=[3], site="up")], alone=True, fits=has_gate, events=True
     ),
     "patch calibrated": Edit(
         lambda: [ss.SinkPatch(sites=[(LAYER, 3)], calibrated={(LAYER, 3): 0.25})], alone=True, fits=has_mlp, events=True
-    ),
-    "mean|guard": Edit(
-        lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean") | ss.LoopGuard(budget=BIG)],
-        alone=True,
-        fits=has_mlp,
     ),
     "patch": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3])], alone=True, fits=has_mlp, events=True),
 }

@@ -42,7 +42,7 @@ class Cause:
 
 MOVES = ("reordered", "selected", "repeated")
 SHAPES = ("a shape", "minference")
-MEMORIES = ("mean", "head mean", "patch", "patch up")
+MEMORIES = ("patch", "patch up")
 READS = tuple(name for name, edit in EDITS.items() if edit.site not in (None, ROWS_SEEN))
 KNOCKS = tuple(name for name, edit in EDITS.items() if edit.knocked is not None)
 LEAVES_CACHE = (
@@ -100,7 +100,7 @@ def _changes_several_texts(draw: Draw) -> bool:
 REFUSED = [
     Refusal(lambda draw: draw["family"] in INSIDE, "computes attention inside its modules"),
     Refusal(
-        lambda draw: draw["family"] in ("gpt_neo", "codegen", "gptj") and draw["edit"] in ("head", "head mean"),
+        lambda draw: draw["family"] in ("gpt_neo", "codegen", "gptj") and draw["edit"] == "head",
         "has no part 'o'",
     ),
     Refusal(lambda draw: draw["cache"] in MOVES and _owns_cache(draw), "rows of the cache changed places"),
@@ -133,8 +133,11 @@ REFUSED = [
         "one thread steers a model at a time",
         always=True,
     ),
-    Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
-    Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
+    Refusal(
+        lambda draw: draw["cache"].startswith("conversation") and draw["edit"] in (*MEMORIES, "patch;snapkv 12"),
+        "tokens were read before this run was entered",
+        always=True,
+    ),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "is padded on the right"),
     *[
         Refusal(lambda draw, name=name: draw["layers"] == name, one.refused)
@@ -175,9 +178,9 @@ MENDED = {
     "a cache of a model of several parts that was saved is read as new": draw_of(
         family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"
     ),
-    "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),
+    "memory of rows that change places": draw_of(cache="reordered", edit="patch", rows=2),
     "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),
-    "memory of rows that are repeated": draw_of(cache="repeated", edit="mean"),
+    "memory of rows that are repeated": draw_of(cache="repeated", edit="patch"),
     "padding of rows that change places": draw_of(cache="reordered", edit="observe", rows=2, padding="left"),
     "reduced rows of attention join along a wrong dimension": draw_of(edit="pattern most", length=300),
     "a trace counts the padding": draw_of(edit="trace", family="gpt2", padding="left", rows=2),

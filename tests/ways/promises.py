@@ -4,7 +4,7 @@
 - alone: a padded row, or one of several, is what it is alone.
 - clean: behind the block, logits are the plain ones bit for bit, and hooks, configuration and classes are as before.
 - words: what is refused is refused by one line of the product's own error.
-- seen: an event is logged where something was changed.
+- seen: what was changed is counted.
 """
 
 from __future__ import annotations
@@ -345,14 +345,14 @@ def _unclean(before: Any, after: Any, same_bits: bool, plain: Tensor, again: Ten
 
 
 def _unseen(draw: Draw, runs: list[Any], plain: Tensor, got: Tensor) -> str | None:
-    """Whether nothing was logged although logits changed."""
+    """Whether nothing was counted although logits changed."""
     if EDITS[draw["edit"]].acts:
         return None if any(run.events for run in runs) else "seen: no event although the guard had to act"
     if FAMILIES[draw["family"]].loaded is not None:  # its neurons are seldom as active as at the first token
         return None
     if not EDITS[draw["edit"]].events or draw["hooks"] != "none" or got.shape != plain.shape or torch.equal(got, plain):
         return None
-    return None if any(run.events for run in runs) else "seen: no event where logits changed"
+    return None if any(run.counts.total() for run in runs) else "seen: nothing was counted where logits changed"
 
 
 def _said(error: Exception) -> str:

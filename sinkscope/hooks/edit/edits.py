@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.engine.run import Event, Reach, Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, check_values, checked_value
@@ -31,9 +31,9 @@ from sinkscope.hooks.edit.sites import (
 )
 from sinkscope.hooks.trace import resolve
 from sinkscope.models.inputs import check_site
-from sinkscope.models.neurons import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
+from sinkscope.models.neurons import HookPoint, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
-from sinkscope.results.notation import Head, Neuron, count_of
+from sinkscope.results.notation import Head, Neuron
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,23 +45,17 @@ class Values:
         of: What the edit says of the hook point.
         step: The forward call.
         key: By what the edit remembers these rows between calls.
-        run: The run in which the edit acts.
     """
 
     old: Float[Tensor, "batch pos *d"]
     of: Any
     step: Step
     key: tuple[int, int]
-    run: Run
 
     @property
     def index(self) -> Int[Tensor, "batch pos"]:
         """True position of each token in its row; -1 at padding."""
         return self.step.on(self.old.device)
-
-    def keep(self, name: str, at: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch 1 neuron"]:
-        """Remember the value where `at` holds (at most once in a row), and return each row's (`RowState.keep`)."""
-        return self.step.state.keep((*self.key, name), self.old, at)
 
 
 class PlacedEdit(Intervention):
@@ -75,31 +69,13 @@ class PlacedEdit(Intervention):
     def edited(self, values: Values) -> Float[Tensor, "batch pos *d"]:
         """Return the values that replace `values.old`."""
 
-    def summary(self, run: Run) -> str:
-        """Return what was done; an edit that logs no events counts calls."""
-        if self.KIND or not run.passes:
-            return super().summary(run)
-        return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}."
-
-    @property
-    def remembers(self) -> str:
-        """What the edit has to remember of earlier calls; "" if each call is edited by itself."""
-        return ""
-
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
-        if self.remembers:
-            name = type(self).__name__
-            run.uncached = f"{name} remembers {self.remembers}, and without a cache each call is a first one"
-        reach = None
-        positions = getattr(self, "positions", None)
-        if positions is not None:
-            reach = run.reach(type(self).__name__, f"no token stood at positions={positions!r}")
         for number, (point, of) in enumerate(self.hook_points(run.target)):
-            run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of, reach)))
+            run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of)))
 
-    def _edit(self, run: Run, key: tuple[int, int], of: Any, reach: Reach | None, tensor: Tensor) -> Tensor | None:
-        """New values; None if the run does not act on this call."""
+    def _edit(self, run: Run, key: tuple[int, int], of: Any, tensor: Tensor) -> Tensor | None:
+        """New values, which are counted where they differ; None if the run does not act on this call."""
         step = run.step
         if step is None:
             return None
@@ -108,11 +84,13 @@ class PlacedEdit(Intervention):
                 f"a module of {run.target.name} reads {tensor.numel() // tensor.shape[-1]} tokens of a call with "
                 f"{step.index.numel()}, whose positions are not known: leave its layer out of the edit"
             )
-        if reach is not None and not reach.is_certain:
-            reach.note(chosen_positions(step.index, getattr(self, "positions", None)))
         # OPT and experts run batch and position together.
         old = tensor.reshape(*step.index.shape, tensor.shape[-1])
-        return self.edited(Values(old, of, step, key, run)).reshape(tensor.shape)
+        values = Values(old, of, step, key)
+        new = self.edited(values)
+        changed = (new.detach() != old.detach()) & (values.index >= 0)[..., None]
+        run.count(self.KIND, changed.any(-1) if isinstance(of, Head) else changed)
+        return new.reshape(tensor.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +110,8 @@ class NeuronEdit(PlacedEdit):
     neurons: InitVar[int | Sequence[int]] = ()
     site: Where = "post"
 
-    KIND = "edited"
     heads: ClassVar[Any] = ()
     """Layer and number of each edited head; only an ablation has any."""
-    FIRES: ClassVar[float | None] = None
-    """An event says whether it moved the neuron by more than this part of its value at the first token. None: no."""
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         numbers = listed("neurons", neurons)
@@ -153,62 +128,18 @@ class NeuronEdit(PlacedEdit):
         """`sites`, typed: in whatever form they were given, they are stored as `Neuron`s."""
         return cast("tuple[Neuron, ...]", self.sites)
 
-    @abstractmethod
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """Return the values that replace `values.old`.
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
+        """Return the hook points with their `NeuronGroup` or `Head`.
 
-        `values.of` is the `NeuronGroup` or the `Head`.
+        They are inputs of down projections and of output projections, up projections, or those of experts.
         """
-
-    def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup | Head]]:
-        """Return the hook points: inputs of down projections and of output projections, up projections, experts."""
         self.check(target)
-        points: list[tuple[HookPoint, NeuronGroup | Head]] = []
+        points: list[tuple[HookPoint, Any]] = []
         for group in groups_of(self.checked_sites):
             points.append((neurons_point(target, group, self.site), group))
         for layer, head in self.heads:
             points.append((heads_point(target, layer, target.head_columns(layer, head)), Head(layer, head)))
         return points
-
-    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """Return the new values, which are logged where they differ."""
-        index = values.index
-        of = values.of
-        changed = self.new_values(values)
-        old = values.old.detach()
-        new = changed.detach()
-        moves = (new - old).abs()
-        fired: Tensor | None = None
-        if self.FIRES is not None:
-            first = values.keep("first", index == 0).detach()
-            fired = moves > self.FIRES * first.nan_to_num(0).abs()
-        if isinstance(of, Head):  # a head has one size, its norm
-            old = torch.linalg.vector_norm(old, dim=-1, keepdim=True)
-            new = torch.linalg.vector_norm(new, dim=-1, keepdim=True)
-            moves = moves.amax(-1, keepdim=True)
-        moved = (moves > 0) & (index >= 0)[..., None]
-        step = values.step.number
-
-        def events() -> list[Event]:
-            """Return an event for each neuron, or head, that was moved at a token."""
-            positions = index.tolist()
-            acts: list[Event] = []
-            large = None if fired is None else fired.cpu()
-            numbers = zip(moved.nonzero().tolist(), old[moved].tolist(), new[moved].tolist(), strict=True)
-            for (row, token, number), was, became in numbers:
-                data: dict[str, Any] = {"old": was, "new": became}
-                if large is not None:
-                    data["fired"] = bool(large[row, token, number])
-                if isinstance(of, NeuronGroup):
-                    data["neuron"] = of.neurons[number]
-                    if of.expert is not None:
-                        data["expert"] = of.expert
-                head = of.head if isinstance(of, Head) else None
-                acts.append(Event(row, step, positions[row][token], of.layer, head, self.KIND, data))
-            return acts
-
-        values.run.log(events)
-        return changed
 
     def check(self, target: Target) -> None:
         """Refuse a model that lacks these neurons or heads, or in which they cannot be edited.
@@ -262,9 +193,7 @@ class Ablate(NeuronEdit):
 
     Args:
         heads: Query heads whose output (`hook_z`) is switched off: (layer, head), or names such as "L0.H4".
-        value: "zero", a number, or "mean": the row's mean over its real
-            positions after the first, in the first call that has any. The first token is excluded because a sink there
-            would distort the mean. Before such a call, "mean" leaves the values unchanged.
+        value: The number that the values become.
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
             numbers, or a slice.
 
@@ -277,7 +206,7 @@ class Ablate(NeuronEdit):
         ((0, 4), (2, 1))
     """
 
-    value: Literal["zero", "mean"] | float = "zero"
+    value: float = 0.0
     positions: Positions = None
     heads: Any = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -286,8 +215,7 @@ class Ablate(NeuronEdit):
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
-        value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
-        object.__setattr__(self, "value", value)
+        object.__setattr__(self, "value", checked_value(Finite, python_numbers(self.value), "value"))
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     @classmethod
@@ -295,32 +223,10 @@ class Ablate(NeuronEdit):
         """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`)."""
         return cls(spike_of(result, spike).needed_neurons)
 
-    @property
-    def remembers(self) -> str:
-        """The row's mean, if that is the value."""
-        return "the mean of the prompt" if self.value == "mean" else ""
-
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """Return the number, or the mean of the row where there is one."""
-        new: Any = 0.0 if self.value == "zero" else self.value
-        if new == "mean":
-            new = self._mean(values)
+    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+        """Return the number at the chosen positions."""
         chosen = chosen_positions(values.index, self.positions)
-        return torch.where(chosen[..., None], new, values.old)
-
-    def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """The mean of the first call that has one; before it nothing changes."""
-        values.step.check_read("the mean of the row", "give a number as value")
-        old = values.old
-        there = (values.index > 0)[..., None]
-        exact = torch.promote_types(old.dtype, torch.float32)
-        mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
-        known = values.step.state.known
-        key = (*values.key, "mean")
-        earlier = known.get(key, mean)
-        mean = torch.where(earlier.isnan(), mean, earlier)
-        known[key] = mean.detach()  # for later calls
-        return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
+        return torch.where(chosen[..., None], self.value, values.old)
 
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
@@ -354,7 +260,8 @@ class Add(PlacedEdit):
     site: str
     scale: int | float = 1.0
     positions: Positions = None
-    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    KIND = "shifted"
 
     def __post_init__(self) -> None:
         vector = torch.empty(0)
@@ -395,12 +302,5 @@ class Add(PlacedEdit):
     def edited(self, values: Values) -> Tensor:
         """Return the values with the vector added at the chosen positions."""
         chosen = chosen_positions(values.index, self.positions)
-        # In every call, because whoever trains the vector changes it; once for each device, if it is a constant.
-        vector = self.vector.float() if self.vector.requires_grad else self._on(values.old.device)
+        vector = self.vector.float().to(values.old.device)  # in every call, because whoever trains it changes it
         return torch.where(chosen[..., None], values.old + (values.of * vector).to(values.old), values.old)
-
-    def _on(self, device: torch.device) -> Float[Tensor, " d_model"]:
-        """The vector on the device of a layer."""
-        if device not in self._copies:
-            self._copies[device] = self.vector.to(device)
-        return self._copies[device]

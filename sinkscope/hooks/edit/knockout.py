@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.run import Reach, Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.engine.visible import Cells, Hidden
@@ -58,23 +57,14 @@ class Hiding(Intervention):
             check_site(target, layer, head=head)
             heads.setdefault(layer, []).append(head)
         layers = attending_layers(target, list(heads) or self.layers)
-        is_bridge = target.kind == "bridge"
-        if not is_bridge:
-            check_attention_visible(target)
+        check_attention_visible(target)
         states = layers_with_states(target)
         if states:
             raise UnsupportedError(
                 f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so "
                 "that a hidden key would still be seen: use a model whose layers all attend"
             )
-        reach = run.reach(repr(self), "no query was there that sees these keys")
-        actor = _HidingActor(self, {layer: heads.get(layer, []) for layer in layers}, reach)
-        if not is_bridge:
-            run.act(actor)
-            return
-        for layer in layers:  # whose scores are edited
-            module = target.model.hook_dict[f"blocks.{layer}.attn.hook_attn_scores"]
-            run.hook_edit(module, "post", partial(actor.cover, run, layer))
+        run.act(_HidingActor(self, {layer: heads.get(layer, []) for layer in layers}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,40 +156,22 @@ class _HidingActor(Actor):
     Attributes:
         hiding: What is hidden.
         heads: Heads of each layer in which it is; an empty list stands for all of them.
-        reach: Whether anything was.
     """
 
     hiding: Hiding
     heads: dict[int, list[int]]
-    reach: Reach
 
     def attends(self, step: Step) -> bool:
         """Return True: every call has queries."""
         return True
 
     def attend(self, step: Step, attention: Attention) -> None:
-        """Hide the keys in a layer."""
-        if attention.layer in self.heads:
-            hidden = self.in_layer(step, attention.layer, attention.query.shape[1], attention.key.device)
-            attention.hide(hidden)
-            if not self.reach.is_certain:
-                visible = attention.visible
-                self.reach.note(hidden(visible.query_columns(), visible.key_columns()))
-
-    def cover(self, run: Run, layer: int, _module: Any, _args: Any, _kwargs: Any, scores: Tensor) -> Tensor:
-        """Return the scores of a layer of a bridge without the keys."""
-        assert run.step is not None
-        queries, keys = scores.shape[2:]
-        column = torch.arange(keys, device=scores.device).expand(len(scores), 1, -1)
-        hidden = self.in_layer(run.step, layer, scores.shape[1], scores.device)
-        gone = hidden(column[:, 0, keys - queries :], column)
-        self.reach.note(gone)
-        return scores.masked_fill(gone, torch.finfo(scores.dtype).min)
-
-    def in_layer(self, step: Step, layer: int, n_heads: int, device: torch.device) -> Hidden:
-        """Return what says which cells are hidden in a layer: never a query's own."""
+        """Hide the keys in a layer; never a query's own."""
+        chosen = self.heads.get(attention.layer)
+        if chosen is None:
+            return
+        device, n_heads = attention.key.device, attention.query.shape[1]
         hidden = self.hiding.hidden(step, device)
-        chosen = self.heads[layer]
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
             gone = hidden(query, key) & (key[:, :, None] != query[:, None, :, None])
@@ -209,7 +181,7 @@ class _HidingActor(Actor):
             in_head[chosen] = True
             return per_query_head(gone, n_heads) & in_head[None, :, None, None]
 
-        return cells
+        attention.hide(cells)
 
 
 def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
@@ -22,7 +21,6 @@ from sinkscope.hooks.edit.edits import NeuronEdit, Values, spike_of
 from sinkscope.hooks.edit.sites import Where, python_numbers, site_of
 from sinkscope.models.checkpoints.fingerprint import check_made_for
 from sinkscope.models.target import Target
-from sinkscope.results.notation import count_of
 
 
 class _File(BaseModel):
@@ -40,9 +38,7 @@ class SinkPatch(NeuronEdit):
     """Keep sink neurons from firing at any position after the first (Yona et al. 2025, section 5.3, Listing 1).
 
     The first real token of each row is never edited, so its sink stays. At every later token, in the prompt and in
-    everything generated, the neurons are set to their neutral value. Weights are not changed. Each value that is
-    written is an event; its `data["fired"]` says whether it moved by more than a tenth of the neuron's value at the
-    first token, as where a repeated token sets the neuron off.
+    everything generated, the neurons are set to their neutral value. Weights are not changed.
 
     Args:
         sites: The sink neurons. `layer` and `neurons` are a shorter form for neurons of one layer.
@@ -68,7 +64,6 @@ class SinkPatch(NeuronEdit):
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
     KIND = "patched"
-    FIRES = 0.1
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
@@ -138,27 +133,30 @@ class SinkPatch(NeuronEdit):
             check_made_for(target, self.model)
         super().check(target)
 
-    def summary(self, run: Run) -> str:
-        """Return how many values it wrote, and how many of these a sink neuron had fired at."""
-        if not run.passes:
-            return super().summary(run)
-        written = [event for event in run.events if event.kind == self.KIND]
-        fired = sum(event.data["fired"] for event in written)
-        return (
-            f"SinkPatch patched {count_of(len(written), 'value')}, {fired:,} of them from more than a tenth of the "
-            "neuron's value at the first token."
-        )
-
-    def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the neutral value at every real position after the first."""
+        old, index = values.old, values.index
         if self.calibrated:
             numbers = [self.calibrated[site] for site in values.of.sites]
-            neutral = torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
+            neutral = torch.tensor(numbers, device=old.device, dtype=old.dtype)
         else:
             neutral = self._second_value(values)
-        return torch.where((values.index > 0)[..., None], neutral, values.old)
+        return torch.where((index > 0)[..., None], neutral, old)
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch 1 neuron"]:
-        """The value at the second token of each row."""
-        values.step.check_read("the neuron's value at the second one", "give calibrated values")
-        return values.keep("second", values.index == 1)
+        """The value at the second token of each row; NaN before there is one.
+
+        Gradients flow through it within the call; for later calls it is a constant.
+        """
+        step, key = values.step, (*values.key, "second")
+        if step.state.partial and step.past > 1:  # the first token is edited by itself
+            raise SinkscopeError(
+                f"the first {step.past} tokens were read before this run was entered, so the neuron's value at the "
+                "second one is not known: enter the run first, or give calibrated values"
+            )
+        at = values.index == 1
+        # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
+        here = torch.where(at[..., None], values.old, 0).sum(1)
+        second = torch.where(at.any(1, keepdim=True), here, step.state.known.get(key, torch.nan))
+        step.state.known[key] = second.detach()
+        return second[:, None]

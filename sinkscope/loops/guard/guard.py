@@ -349,7 +349,7 @@ class GuardActor(Actor):
                 "kept_count": len(stay),
                 "generated": row.written,
             }
-            events.append(Event(number, step.number, row.length - 1, None, None, LoopGuard.KIND, data))
+            events.append(Event(number, step.number, row.length - 1, None, LoopGuard.KIND, data))
         if cuts:
             evict_rows(step.layers, stays)
         self.run.log(lambda: events)
