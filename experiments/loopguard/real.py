@@ -85,19 +85,21 @@ def continued(live: Any, texts: Sequence[str], arm: str) -> list[Row]:
     target = target_of(live)
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
-    ids, mask = padded([live.tokenizer(text, verbose=False)["input_ids"] for text in texts], pad, target.device)
+    rows = [live.tokenizer(text, verbose=False)["input_ids"] for text in texts]
     options = decoding(target, max_new_tokens=NEW, do_sample=False)
     if arm in SAMPLERS:
         options["logits_processor"] = LogitsProcessorList([SAMPLERS[arm](live.tokenizer, pad)])
-    with under(GUARDS.get(arm), target) as acting:
-        output = write(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     outputs: list[Row] = []
-    for row in output[:, ids.shape[1] :].tolist():
-        tokens = to_end(row, ends)
-        outputs.append({"tokens": tokens, "ended": tokens[-1] in ends, "acts": []})
-    for event in () if acting is None else acting.events:
-        act = {key: event.data[key] for key in ("generated", "taken_back", "period", "bad")}
-        outputs[event.row]["acts"].append(act)
+    for batch in [[row] for row in rows] if arm in GUARDS else [rows]:  # a guard takes tokens back of one text
+        ids, mask = padded(batch, pad, target.device)
+        with under(GUARDS.get(arm), target) as acting:
+            output = write(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+        acts: list[list[Row]] = [[] for _ in batch]
+        for event in () if acting is None else acting.events:
+            acts[event.row].append({key: event.data[key] for key in ("generated", "taken_back", "period", "bad")})
+        for row, own in zip(output[:, ids.shape[1] :].tolist(), acts, strict=True):
+            tokens = to_end(row, ends)
+            outputs.append({"tokens": tokens, "ended": tokens[-1] in ends, "acts": own})
     return outputs
 
 

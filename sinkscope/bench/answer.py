@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, padded, to_end
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.kv.keeper import CacheKeeper
+from sinkscope.kv.keeper import CacheKeeper, held_tokens
 from sinkscope.measure.margin import mean_known
 from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
@@ -133,7 +133,9 @@ def answer_rows(
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
-        cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
+        cached = [
+            float(count) for count in range(prompt + 1, prompt + length)
+        ]  # of a full cache: the first token is the prompt's
         read = whole = cached
         if run is not None:
             read = [float(of_rows[row]) for of_rows in held.read[: length - 1]]
@@ -161,19 +163,18 @@ class _HeldAfterCalls(Intervention, Actor):
 
     held: list[Tensor] = field(default_factory=list)
     read: list[Tensor] = field(default_factory=list)
-    keepers: list[CacheKeeper] = field(default_factory=list)
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
-        self.keepers.append(CacheKeeper.of(run))
+        CacheKeeper.of(run)
         run.act(self)
 
     def after(self, step: Step) -> TakeBack | None:
         """Note it."""
         if step.decodes:
-            meter = self.keepers[0].meters[step.cache]
-            self.held.append(meter.held)
-            self.read.append(meter.read)
+            held, read = held_tokens(step.layers)
+            self.held.append(held)
+            self.read.append(read)
         return None
 
 

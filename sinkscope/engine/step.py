@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 ROWS = "sinkscope_rows"
@@ -103,17 +103,16 @@ class RowState:
         self.known = {key: value for key, value in moved.items() if value is not None}
 
 
-@dataclass(frozen=True, eq=False)
-class TakeBack:
+class TakeBack(NamedTuple):
     """Tokens that leave the output and the cache, although they were written.
 
     Attributes:
-        kept_columns: Columns of the cache that stay, by row: False at padding and at removed tokens.
-        reread: The last token that stays of each row that lost some; it is read again.
+        length: Number of columns that stay.
+        reread: The last token that stays, which is read again behind them.
     """
 
-    kept_columns: Bool[Tensor, "row column"]
-    reread: dict[int, int]
+    length: int
+    reread: int
 
 
 @dataclass(eq=False)
@@ -122,14 +121,12 @@ class Draft:
 
     Attributes:
         cache: The cache that holds it.
-        allowance: How many tokens of each row may still be taken back.
-        ended: Rows that have ended, and go on as padding.
+        allowance: How many tokens may still be taken back.
         taken: What an actor has taken back in the latest call; None if nothing.
     """
 
     cache: Any
-    allowance: list[int]
-    ended: list[bool]
+    allowance: int
     taken: TakeBack | None = None
 
 
@@ -203,11 +200,6 @@ class Step:
     def before(self) -> Int[Tensor, " batch"]:
         """Number of real tokens in each row before the call."""
         return self.earlier.length
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether there is padding among the new tokens; whoever asks first waits for the device."""
-        return self.new > 1 and self.tokens.padded > self.past
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
         """Return `index` on the device of a layer; a model may be spread over several."""

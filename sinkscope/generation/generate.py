@@ -92,7 +92,7 @@ def generate(
         bos: Whether prompts begin with the BOS token. By default the tokenizer, or the chat template, decides.
         chat: Whether each text becomes a message in the tokenizer's chat template. "auto" does so if there is a
             template, `bos` is not given, and the text does not begin with a special token, and says so once.
-        batch_size: Number of prompts that run together, padded on the left.
+        batch_size: Number of prompts that run together, padded on the left; 1 under a guard that takes tokens back.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -110,6 +110,8 @@ def generate(
         check_length(target, f"prompt {number}", length, max_new_tokens, "shorten the prompt")
         for part in () if edit is None else edit.parts:
             part.check_prompt(length)
+    if edit is not None and any(part.takes_back for part in edit.parts):
+        batch_size = 1
     options: dict[str, Any] = {"logits_processor": [partial(_finite, target)]}
     if temperature > 0:
         options |= {"do_sample": True, "temperature": float(temperature)}
@@ -160,8 +162,8 @@ def _finite(target: Target, ids: Tensor, scores: Tensor) -> Tensor:
     if scores.isnan().any() or scores.isposinf().any():
         check_finite(target.hf)  # names the tensor if the weights are the reason
         if scores.isnan().any():
-            remedy = "its weights are finite, so what edits it, or the model, is at fault"
-            if target.dtype.itemsize == 2:
-                remedy = "load it with dtype=bfloat16 or dtype=float32"
-            raise SinkscopeError(f"the logits of {target.name} are NaN after {ids.shape[1]} tokens: {remedy}")
+            raise SinkscopeError(
+                f"the logits of {target.name} are NaN after {ids.shape[1]} tokens, and its weights are finite: load it "
+                "with dtype=float32, or leave out what edits it"
+            )
     return scores

@@ -49,7 +49,7 @@ class Progressive(Policy):
 
     def summary(self, run: Run) -> str:
         """Return the tokens that a decoding step read, and those held in the cache."""
-        return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
+        return steps_summary(self.shown_name, run)
 
     def watch(self, run: Run) -> None:
         """Keep the latest queries, also those of generated tokens."""

@@ -7,6 +7,8 @@ is refused when the keeper is made, or when a cache is taken over (`adopt`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,73 +30,54 @@ from sinkscope.models.windows import check_caches_filled, layer_window, layers_w
 from sinkscope.results.notation import count_of
 
 
-class Meter:
-    """Counts tokens and bytes of one cache, in a memory that does not grow with the number of calls.
+def held_tokens(layers: Sequence[CacheLayer]) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
+    """Return how many tokens of each row layers hold, and how many of these the call read; means over layers and heads.
 
-    Args:
-        processes: Number of processes that hold as many heads of the model each.
+    It reads fewer than are held where it reads a copy of a part. This does not wait for the device.
+    """
+    first = layers[0].keys
+    held: Tensor | int = 0
+    read: Tensor | int = 0
+    for kv in layers:
+        here = kv.keys.shape[-2]
+        if not kv.gapless:
+            here = here - kv.holes().to(first.device)
+        read = read + here
+        whole = kv.whole_layer
+        if whole is not None:
+            here = whole.slots + kv.seen - whole.seen
+            if not whole.gapless:
+                here = here - whole.holes().to(first.device)
+        held = held + here
+    held = torch.as_tensor(held, dtype=torch.double).expand(len(first))
+    return held / len(layers), torch.as_tensor(read, dtype=torch.double).expand(len(first)) / len(layers)
+
+
+@dataclass(eq=False)
+class Meter:
+    """What one cache held, in a memory that does not grow with the number of calls.
 
     Attributes:
         seen: Number of tokens read, by the longest row.
-        held: Tokens of each row that the cache held after the latest decoding step, mean over layers and kv heads.
-        read: Those of them that the step read: fewer where it read a copy of a part. A sliding window may hide some.
+        steps: Number of decoding steps since the number of rows changed: nobody knows which row became which.
+        held: Tokens of each row that the cache held after these, summed over them.
+        read: Those of them that the steps read.
+        most: Largest number that was held.
+        nbytes: Largest number of bytes.
     """
 
-    held: Float[Tensor, " row"]
-    read: Float[Tensor, " row"]
+    seen: int = 0
+    steps: int = 0
+    held: Tensor = field(default_factory=lambda: torch.zeros(0))
+    read: Tensor = field(default_factory=lambda: torch.zeros(0))
+    most: Tensor = field(default_factory=lambda: torch.zeros(0))
+    nbytes: int = 0
 
-    def __init__(self, processes: int = 1) -> None:
-        self._processes = processes
-        self._rows = self.seen = self._bytes = self._steps = 0
-        self._held = self._read = self._most = torch.zeros(1, dtype=torch.double)  # of steps
-
-    def note(self, layers: list[CacheLayer], beside: int, *, decodes: bool) -> None:
-        """Note a call that appended something; of a decoding step, count what layers hold, and bytes `beside` that.
-
-        This does not wait for the device.
-        """
-        first = layers[0].keys
-        if layers[0].columns is None or not first.shape[-2]:
-            return
-        self.seen = layers[0].columns.seen
-        if not decodes:
-            return
-        held: Tensor | int = 0
-        read: Tensor | int = 0
-        used = beside
-        for kv in layers:
-            here = kv.keys.shape[-2]
-            memory = kv if kv.room is None else kv.room
-            used += memory.keys.nbytes + memory.values.nbytes
-            if not kv.gapless:
-                here = here - kv.holes().to(first.device)
-            read = read + here
-            whole = kv.whole_layer
-            if whole is not None:  # the layer is a copy of a part
-                here = whole.slots + kv.seen - whole.seen
-                memory = whole if whole.room is None else whole.room
-                used += memory.keys.nbytes + memory.values.nbytes
-                if not whole.gapless:
-                    here = here - whole.holes().to(first.device)
-            held = held + here
-        self.held = torch.as_tensor(held, dtype=torch.double).expand(len(first)) / len(layers)
-        self.read = torch.as_tensor(read, dtype=torch.double).expand(len(first)) / len(layers)
-        if self._rows != len(first):  # others: nobody knows which row became which
-            self._rows = len(first)
-            self._steps = 0
-            self._held = self._read = self._most = torch.zeros_like(self.held)
-        self._steps += 1
-        self._held = self._held + self.held
-        self._read = self._read + self.read
-        self._most = self._most.maximum(self.held)
-        self._bytes = max(self._bytes, used)
-
-    def usage(self) -> Usage:
-        """Return the totals so far."""
-        steps = max(1, self._steps)
-        by_row = (self._most, self._held / steps, self._read / steps)
-        most, held, read = [numbers.tolist() if self._steps else [] for numbers in by_row]
-        return Usage(most, self._bytes * self._processes, self.seen, mean_held=held, mean_read=read)
+    def usage(self, processes: int) -> Usage:
+        """Return the totals so far, of a model of which so many processes hold as many heads each."""
+        steps = max(1, self.steps)
+        held, read = (self.held / steps).tolist(), (self.read / steps).tolist()
+        return Usage(self.most.tolist(), self.nbytes * processes, self.seen, mean_held=held, mean_read=read)
 
 
 LATEST_QUERIES = "latest queries"
@@ -160,7 +143,7 @@ class CacheKeeper(Actor):
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the block; of a model that is split, the bytes of all processes."""
-        return [meter.usage() for meter in self._counted if meter.seen]
+        return [meter.usage(self.target.processes) for meter in self._counted if meter.seen]
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
@@ -180,7 +163,7 @@ class CacheKeeper(Actor):
             if not step.layers:
                 adopt(cache, self.target)
                 note_layers(step)
-            self.meters[cache] = Meter(self.target.processes)
+            self.meters[cache] = Meter()
             self._counted.append(self.meters[cache])
         step.anchors = self.anchors
         if not step.layers:
@@ -220,10 +203,29 @@ class CacheKeeper(Actor):
 
     def after(self, step: Step) -> None:
         """Count what the cache holds."""
-        if step.layers:
-            queries = step.state.known.get(LATEST_QUERIES)
-            beside = 0 if queries is None else queries.nbytes
-            self.meters[step.cache].note(step.layers, beside, decodes=step.decodes)
+        layers = step.layers
+        if not layers or layers[0].columns is None or not layers[0].keys.shape[-2]:
+            return
+        meter = self.meters[step.cache]
+        meter.seen = layers[0].columns.seen
+        if not step.decodes:
+            return
+        held, read = held_tokens(layers)
+        if len(meter.held) != len(held):
+            meter.steps = 0
+            meter.held = meter.read = meter.most = torch.zeros_like(held)
+        meter.steps += 1
+        meter.held = meter.held + held
+        meter.read = meter.read + read
+        meter.most = meter.most.maximum(held)
+        queries = step.state.known.get(LATEST_QUERIES)
+        used = 0 if queries is None else queries.nbytes
+        for kv in layers:
+            for part in (kv, kv.whole_layer):
+                if part is not None:
+                    memory = part if part.room is None else part.room
+                    used += memory.keys.nbytes + memory.values.nbytes
+        meter.nbytes = max(meter.nbytes, used)
 
 
 def _check_ends(step: Step) -> None:

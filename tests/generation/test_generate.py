@@ -102,7 +102,5 @@ def test_a_model_with_nan_weights_is_refused_by_the_name_of_the_tensor(guard):
         generate(model, **prompt)
     model.model.layers[1].mlp.up_proj.weight.data[3, 2] = 0
     with model.lm_head.register_forward_hook(lambda *_: torch.full((2, 1, 100), torch.nan)):
-        with refused(r"the logits of .* are NaN after \d+ tokens: its weights are finite"):  # float32 already
-            generate(model, **prompt)
-        with refused(r"the logits of .* are NaN after \d+ tokens: load it with dtype=bfloat16 or dtype=float32"):
-            generate(model.half(), **prompt)
+        with refused(r"the logits of .* are NaN after \d+ tokens, .* finite: load it with dtype=float32"):
+            generate(model, **{**prompt, "guard": False})

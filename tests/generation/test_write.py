@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import transformers.generation.stopping_criteria as criteria
 from organisms import loop_organism
@@ -17,8 +16,6 @@ from sinkscope.loops.guard import LoopGuard, Steer
 
 GUARD = LoopGuard(monitor=MonitorSettings(tail_beyond=0, cooldown=8), steer=Steer(temperature=0.0))
 NEW, PERIOD = 90, 12
-LOOPS = "One day, the bird sang the same song again and again:"
-"""The model of the package goes on with a loop."""
 
 
 @cache
@@ -26,25 +23,20 @@ def organism() -> Any:
     return loop_organism(0, reach=64, n_layers=2, vocab_size=1024)
 
 
-def prompts(rows: int) -> list[torch.Tensor]:
-    """Prompts of one length after which rows loop at different times."""
-    o = organism()
-    return [o.looping_prompt(PERIOD, delay=30 - 20 * row, start=250 + 250 * row).ids for row in range(rows)]
+def prompt() -> torch.Tensor:
+    """A prompt after which the text loops."""
+    return organism().looping_prompt(PERIOD, delay=30, start=250).ids
 
 
-def written(rows: int = 1, **options: Any) -> list[list[int]]:
-    """What is written after each prompt, and how often a row was cut."""
-    o, ids = organism(), prompts(rows)
-    width = max(prompt.shape[1] for prompt in ids)
-    wide = torch.zeros(rows, width, dtype=torch.long)
-    mask = torch.zeros_like(wide)
-    for row, prompt in enumerate(ids):
-        wide[row, width - prompt.shape[1] :], mask[row, width - prompt.shape[1] :] = prompt[0], 1
+def written(**options: Any) -> list[int]:
+    """What is written after the prompt, of which something is taken back."""
+    model, ids = organism().model, prompt()
     settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": NEW, **options}
-    with GUARD.on(o.model) as run, torch.no_grad():
-        output = write(run, o.model, wide, attention_mask=mask, **settings)
-    assert all(any(event.row == row and event.data["taken_back"] for event in run.events) for row in range(rows))
-    return output[:, width:].tolist()
+    with GUARD.on(model) as run, torch.no_grad():
+        output = write(run, model, ids, attention_mask=torch.ones_like(ids), **settings)
+    (act,) = run.events  # a guard that had forgotten the text would meet the loop as a new one
+    assert act.data["taken_back"]
+    return output[0, ids.shape[1] :].tolist()
 
 
 class Seen(LogitsProcessor):
@@ -58,26 +50,14 @@ class Seen(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_processors_are_asked_of_each_text_as_it_is(rows):
-    seen, width = Seen(), max(prompt.shape[1] for prompt in prompts(rows))
-    texts = written(rows, logits_processor=LogitsProcessorList([seen]))
+def test_processors_are_asked_of_the_text_as_it_is():
+    seen, width = Seen(), prompt().shape[1]
+    text = written(logits_processor=LogitsProcessorList([seen]))
     lengths = [len(row) for row in seen.rows]
-    assert lengths.count(width) == rows, "the first token is chosen once"
+    assert lengths.count(width) == 1, "the first token is chosen once"
     assert set(lengths) == set(range(width, width + NEW))
-    assert len(lengths) > rows * NEW, "what was taken back is chosen again"
-    for text in texts:
-        assert len(text) == NEW and text[:-1] in [row[width:] for row in seen.rows], "before its last token was chosen"
-
-
-def test_rows_are_what_they_are_alone():
-    together = written(2)
-    o = organism()
-    for prompt, text in zip(prompts(2), together, strict=True):
-        with GUARD.on(o.model) as run, torch.no_grad():
-            settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
-            alone = write(run, o.model, prompt, max_new_tokens=NEW, **settings)
-        assert alone[0, prompt.shape[1] :].tolist() == text
+    assert len(lengths) > NEW, "what was taken back is chosen again"
+    assert len(text) == NEW and text[:-1] in [row[width:] for row in seen.rows], "before its last token was chosen"
 
 
 def test_a_clock_is_that_of_the_request(monkeypatch):

@@ -1,11 +1,11 @@
-"""Policies by name: sinkscope's own, and classes by their module."""
+"""Policies by name: sinkscope's own, those of other packages, and classes by their module."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -64,12 +64,6 @@ NAMES = {
 }
 
 
-def test_a_policy_is_found_by_the_path_of_its_file(tmp_path):
-    (tmp_path / "policies_of_a_file.py").write_text(textwrap.dedent(MODULE))
-    before = [*sys.path]
-    assert policy_named(f"{tmp_path}/policies_of_a_file.py:KeyNorm:7").budget == 7 and sys.path == before
-
-
 def test_names_modules_and_budgets(module, model):
     assert {"adakv", "full", "h2o", "progressive", "pyramid", "snapkv", "streaming", "tova"} <= {*policies()}
     for name, policy in NAMES.items():
@@ -115,6 +109,14 @@ def test_the_budget_is_the_first_field_of_each_policy(module):
 def test_wrong_policy_names_are_refused_in_one_line(text, says, module):
     with refused(words=[says]):
         policy_named(text)
+
+
+def test_a_policy_of_an_installed_package(module, monkeypatch):
+    entry = EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "installed", lambda group: [entry] if group == "sinkscope.policies" else [])
+    assert "key-norm" in policies()
+    made = policy_named("key-norm:9")
+    assert (type(made).__name__, made.budget) == ("KeyNorm", 9)
 
 
 def test_registering_a_name_twice_is_refused(monkeypatch):

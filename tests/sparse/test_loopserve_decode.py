@@ -25,8 +25,8 @@ def assert_chosen(model, policy: Progressive, kept: list[list[Tensor]]):
         for row, real in enumerate(MASK.bool()):
             scores = Scores(query[row], key[row], scaling, window_of(model.config, layer))
             probs = dense(scores, real).unflatten(0, (key.shape[1], -1)).mean(1)
-            for now in range(PROMPT + policy.after, IDS.shape[1], policy.interval):
-                votes = probs[:, now - policy.interval : now, :now].sum(1)
+            for now in range(PROMPT + policy.after, IDS.shape[1], policy.every):
+                votes = probs[:, now - policy.every : now, :now].sum(1)
                 best = votes.topk(int(policy.budget)).indices
                 keep = torch.zeros_like(votes, dtype=torch.bool).scatter(-1, best, True)
                 assert torch.equal(kept[now - PROMPT][layer][row, :, :now], keep), f"layer {layer}, column {now}"

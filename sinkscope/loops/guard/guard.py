@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.run import Event, Run
-from sinkscope.engine.step import Step, TakeBack, TokenPositions
+from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention
@@ -133,6 +133,11 @@ class LoopGuard(Intervention):
         return replace(self.monitor, cooldown=max(self.monitor.cooldown, self.monitor.window))
 
     @property
+    def takes_back(self) -> bool:
+        """Whether an alarm removes tokens from the output; without `steer` the loop would be written again."""
+        return self.act == "rewind" and self.steer is not None
+
+    @property
     def recent_window(self) -> int | None:
         """Length of the window that all recent tokens come from, as in the paper; None: they come from anywhere."""
         return self.monitor.window if isinstance(self.monitor, PaperSettings) else None
@@ -179,8 +184,7 @@ class LoopGuard(Intervention):
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         keeper.watch_decoding(run)
         run.reads_one_text = True
-        if self.act == "rewind" and self.steer is not None:  # else the loop would be written again
-            run.takes_back = True
+        run.takes_back = self.takes_back
         run.act(GuardActor(self, self.settings, run, keeper))
 
 
@@ -232,8 +236,7 @@ class GuardActor(Actor):
         for number, (row, token) in enumerate(zip(rows.rows, ids[:, -1].tolist(), strict=True)):
             if token in rows.ends:
                 row.monitor.end()
-            triggers = not row.monitor.ended and row.add(token, largest[number])
-            if triggers and (step.draft is None or not step.draft.ended[number]):  # a full row goes on as padding
+            if not row.monitor.ended and row.add(token, largest[number]):
                 alarms.append(number)
         back = self._respond(step, rows, alarms) if alarms else None
         if self.guard.act == "stop":
@@ -321,7 +324,7 @@ class GuardActor(Actor):
             for kv in step.layers:
                 kv.settle()
         stays: dict[int, list[int]] = {}
-        taken_back: dict[int, int] = {}
+        taken_back = 0
         events: list[Event] = []
         for number in alarms:
             row, cached = rows.rows[number], cached_positions(step.layers, number)
@@ -329,12 +332,12 @@ class GuardActor(Actor):
             begin, period = find_repetition(row, retention)
             bad, stay, level, back = range(begin, row.length), cached, 0, 0
             if cuts:
-                back = self._count_to_take_back(step, row, number)
+                back = self._count_to_take_back(step, row)
                 level = self._steer_from_here(row, back, rows.count)
                 bad = range(*self.guard.to_cut(begin, row.length, period))
                 if back:
                     bad = range(row.length - back, row.length)
-                    taken_back[number] = back
+                    taken_back = back
                 stay = tokens_to_keep(cached, row.length, bad, retention, level)
                 last = row.length - back - 1 if back else row.length  # the last token that stays is read again
                 stays[number] = [position for position in stay if position < last]
@@ -366,29 +369,23 @@ class GuardActor(Actor):
         rule.looped = True
         return row.steering.act(row.ids, taken_back, now)
 
-    def _take_back(self, step: Step, rows: GuardedRows, taken_back: dict[int, int]) -> TakeBack:
-        """Take tokens of some rows out of the cache, and the token before them, which is read again."""
-        state = step.state
-        columns = state.tokens.pos.clone()
-        reread: dict[int, int] = {}
-        for number, count in taken_back.items():
-            row = rows.rows[number]
-            reread[number] = row.ids[-count - 1]
-            row.take_back(count + 1)
-            columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
-        used = int((columns >= 0).any(0).nonzero().max()) + 1
-        dropped = columns.shape[1] - used
-        state.tokens = TokenPositions.of(columns[:, :used])
+    def _take_back(self, step: Step, rows: GuardedRows, count: int) -> TakeBack:
+        """Take tokens of the only row out of the cache, and the token before them, which is read again."""
+        row = rows.rows[0]
+        reread = row.ids[-count - 1]
+        row.take_back(count + 1)
+        length = step.tokens.seen - count - 1
+        step.state.tokens = step.tokens.first(length)
         for kv in step.layers:
-            kv.crop(-dropped)
-        rows.seen -= dropped
-        return TakeBack(columns[:, :used] >= 0, reread)
+            kv.crop(-count - 1)
+        rows.seen -= count + 1
+        return TakeBack(length, reread)
 
-    def _count_to_take_back(self, step: Step, row: WatchedRow, number: int) -> int:
+    def _count_to_take_back(self, step: Step, row: WatchedRow) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
         draft, count = step.draft, copied_tokens(row)
         has_states = len(step.layers) < len(step.cache.layers)
-        if not self.run.takes_back or draft is None or has_states or count > draft.allowance[number]:
+        if not self.run.takes_back or draft is None or has_states or count > draft.allowance:
             return 0
-        draft.allowance[number] -= count
+        draft.allowance -= count
         return count
