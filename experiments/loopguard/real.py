@@ -22,9 +22,7 @@ from experiments.loopguard.variants import MONITORS
 from experiments.loopguard.verdicts import HALVES
 from experiments.record import Row, read_rows
 from experiments.script import run
-from sinkscope.generation.decode import decoding, padded, to_end
-from sinkscope.generation.write import write
-from sinkscope.hooks.edit.base import under
+from sinkscope.generation.decode import decode
 from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.loops.guard.steer import DRY
 from sinkscope.models.inputs import end_ids
@@ -85,21 +83,17 @@ def continued(live: Any, texts: Sequence[str], arm: str) -> list[Row]:
     target = target_of(live)
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
-    rows = [live.tokenizer(text, verbose=False)["input_ids"] for text in texts]
-    options = decoding(target, max_new_tokens=NEW, do_sample=False)
+    options: dict[str, Any] = {}
     if arm in SAMPLERS:
         options["logits_processor"] = LogitsProcessorList([SAMPLERS[arm](live.tokenizer, pad)])
     outputs: list[Row] = []
-    for batch in [[row] for row in rows] if arm in GUARDS else [rows]:  # a guard takes tokens back of one text
-        ids, mask = padded(batch, pad, target.device)
-        with under(GUARDS.get(arm), target) as acting:
-            output = write(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
-        acts: list[list[Row]] = [[] for _ in batch]
+    for text in texts:  # one by one: a guard takes tokens back of one text
+        ids = live.tokenizer(text, verbose=False)["input_ids"]
+        (tokens,), acting = decode(target, [ids], NEW, GUARDS.get(arm), **options)
+        acts = []
         for event in () if acting is None else acting.events:
-            acts[event.row].append({key: event.data[key] for key in ("generated", "taken_back", "period", "bad")})
-        for row, own in zip(output[:, ids.shape[1] :].tolist(), acts, strict=True):
-            tokens = to_end(row, ends)
-            outputs.append({"tokens": tokens, "ended": tokens[-1] in ends, "acts": own})
+            acts.append({key: event.data[key] for key in ("generated", "taken_back", "period", "bad")})
+        outputs.append({"tokens": tokens, "ended": tokens[-1] in ends, "acts": acts})
     return outputs
 
 
