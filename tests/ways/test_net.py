@@ -104,6 +104,7 @@ def test_a_draw_can_be_asked_of_another_device(cache, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ten_minutes_of_draws(seed):
     assert walk(300, seed, {}) == 0
