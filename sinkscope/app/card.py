@@ -51,7 +51,6 @@ class SinkCard(Result):
 
     kind = "sink-card"
     page = "scan"
-    tables_on_request = True
     columns = ("about", "name", "share", "value", "control", "note")
 
     quick: bool

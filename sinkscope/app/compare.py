@@ -88,7 +88,6 @@ class Comparison(Result):
 
     kind = "compare"
     columns = ("result", "name", "before", "after", "change", "lower", "upper")
-    tables_on_request = True
     drawing: ClassVar[Any] = "sinkscope.app.compare:draw"
     glossary: ClassVar = {
         "result": "the result that is compared with the first",

@@ -92,7 +92,6 @@ class WhyLoop(Result):
     kind = "why-loop"
     page = "measure/why-loop"
     percent = ("goes_on", "other_loop", "control")
-    table_of = "tried"
 
     prompt_tokens: int
     period: int | None = None

@@ -4,16 +4,14 @@ from sinkscope.files.progress import Progress
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.files.records import Natural, Whole
 from sinkscope.measure.margin import mean_of
-from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, measurement
+from sinkscope.measure.measurement import Measurement, measurement
 from sinkscope.measure.setup import PIECE, Setup
 from sinkscope.models.text import typical_text
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, Row, row_of
 
 __all__ = [
-    "EDIT_PARAMETERS",
     "PIECE",
-    "SETUP_PARAMETERS",
     "Mean",
     "Measurement",
     "ModelInfo",

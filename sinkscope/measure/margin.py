@@ -143,5 +143,5 @@ def share_interval(hits: int, cases: int) -> Interval | None:
 
 def mean_known(values: Iterable[float | int | None]) -> float | None:
     """Return the mean of the values that are neither None nor NaN; None without any."""
-    mean = mean_of(np.asarray([*values]))
-    return None if mean is None else mean.value
+    known = [value for value in values if value is not None and value == value]
+    return sum(known) / len(known) if known else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
@@ -25,17 +25,10 @@ P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
 Loading = Literal["stream", "whole", "fits"]
 
-SETUP_PARAMETERS = {parameter.name: parameter for parameter in parameters_of(Setup.open) if parameter.name != "loading"}
-"""Parameters that every measurement has."""
-EDIT_PARAMETERS = {parameter.name: parameter for parameter in parameters_of(edit_from_options)}
-"""Parameters of a measurement that can run under interventions."""
 TEXT_READ = "text_read"
 """The setting that two results share if they read the same texts."""
-EXAMPLE = """Example in Python:
-    >>> import sinkscope as ss
-    >>> result = {name}()  # or of a name, or of a live model
-    >>> print(result)  # what the command prints, and the meaning of the columns
-    >>> rows = result.rows()  # its table; `result.to_dict()` has everything"""
+_OPENING = parameters_of(Setup.open)
+_EDITING = parameters_of(edit_from_options)
 
 
 @dataclass(eq=False, repr=False)
@@ -54,20 +47,14 @@ class Measurement(Generic[P, R]):
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
         _, *own = inspect.signature(self.function).parameters.values()
-        self._own = [parameter.name for parameter in own]
         shared = dict(inspect.signature(Setup.open).parameters)
-        self._shared = dict(SETUP_PARAMETERS)
         if self.edits:
             shared |= inspect.signature(edit_from_options).parameters
-            self._shared |= EDIT_PARAMETERS
-        for name in self._own:
-            self._shared.pop(name, None)
-        model, *common = [shared[name] for name in self._shared]
+        for name in ("loading", *(parameter.name for parameter in own)):
+            shared.pop(name, None)
+        model, *common = shared.values()
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda parameter: parameter.kind))
-        own_doc = inspect.getdoc(self.function) or ""
-        ours = self.function.__module__.startswith("sinkscope.")
-        example = EXAMPLE.format(name=f"{'ss.' if ours else ''}{self.function.__name__}")
-        self.__doc__ = "\n".join([own_doc, "", example, "", EVERY])
+        self.__doc__ = f"{inspect.getdoc(self.function) or ''}\n\n{EVERY}"
 
     def __repr__(self) -> str:
         """Return what `help` puts above the documentation."""
@@ -81,16 +68,18 @@ class Measurement(Generic[P, R]):
     @functools.cached_property
     def all_parameters(self) -> tuple[Parameter, ...]:
         """Its own parameters, then the parameters of all measurements."""
-        return (*self.parameters, *self._shared.values())
+        known = {parameter.name: parameter for parameter in (*_OPENING, *_EDITING, *self.parameters)}
+        return tuple(known[name] for name in self.__signature__.parameters)
 
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. `help` shows the arguments."""
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
-        edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
-        shared = {name: arguments[name] for name in SETUP_PARAMETERS if name in self._shared and name in arguments}
-        own = {name: arguments[name] for name in self._own if name in arguments}
+        own = _given(self.parameters, arguments)
+        common = {name: value for name, value in arguments.items() if name not in own}
+        edit = edit_from_options(**_given(_EDITING, common))
+        shared = _given(_OPENING, common)
         with ProgressBar() as bar:
             if shared.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
@@ -113,16 +102,13 @@ class Measurement(Generic[P, R]):
             if parameter.name in arguments:
                 parameter.check(arguments[parameter.name])
         if self.check is not None:
-            self.check(
-                **{parameter.name: arguments.get(parameter.name, parameter.default) for parameter in self.parameters}
-            )
+            defaults = {parameter.name: parameter.default for parameter in self.parameters}
+            self.check(**defaults | _given(self.parameters, arguments))
 
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         setup.target.shards.agree("setting", self.function.__name__, plan)
-        target = setup.target
-        alone = held(target)
-        with alone, watched_by(setup.progress), evaluating(target.hf):
+        with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,
@@ -135,14 +121,16 @@ class Measurement(Generic[P, R]):
         for parameter in self.parameters:
             if parameter.name not in PYTHON_ONLY | WRITTEN:
                 settings[parameter.name] = own.get(parameter.name, parameter.default)
-        for name in EDIT_PARAMETERS:
-            if arguments.get(name):
-                settings[name] = str(arguments[name])
-        settings |= setup.settings
-        settings[TEXT_READ] = setup.text_read
+        settings |= {name: str(value) for name, value in _given(_EDITING, arguments).items() if value}
+        settings |= setup.settings | {TEXT_READ: setup.text_read}
         if setup.text_said is not None:
             settings["text_said"] = setup.text_said
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
+
+
+def _given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some arguments that are for these parameters."""
+    return {parameter.name: arguments[parameter.name] for parameter in parameters if parameter.name in arguments}
 
 
 def measurement(

@@ -7,14 +7,12 @@ import sys
 from contextlib import suppress
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Any, ClassVar
+from typing import Any
 
 from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
-ERASE = "\r\x1b[K"
-"""Makes a terminal erase the line."""
 COUNTED = "{desc} {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}"
 WAITED = "{desc} {elapsed}"
 """What a bar shows of a stage, and of one without an end that is known."""
@@ -26,9 +24,6 @@ class ProgressBar:
     It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
     and must end before anything but a note is printed, because it is painted over what stands in its line.
     """
-
-    shown: ClassVar[Any] = None
-    """The one that stands on the screen."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -49,13 +44,13 @@ class ProgressBar:
             options: Any = {"bar_format": COUNTED if total else WAITED, "leave": False, "dynamic_ncols": True}
             options |= {"disable": True if os.environ.get("TERM") == "dumb" else None}  # None: where it is no terminal
             options |= {"desc": visible(stage), "total": total or None, "initial": done}
-            self._bar = ProgressBar.shown = tqdm(**options, mininterval=0.5, file=sys.stderr)
+            self._bar = tqdm(**options, mininterval=0.5, file=sys.stderr)
         self._bar.update(done - self._bar.n)
 
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-            self._bar = ProgressBar.shown = None
+            self._bar = None
 
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""
@@ -92,15 +87,14 @@ def wrapped(text: str, stream: Any) -> str:
 
 def note(message: str) -> None:
     """Print a line for the reader, not for the next program; it is lost if standard error cannot be written."""
-    try:
-        bar = ProgressBar.shown
-        if bar is not None and bar.disable:
-            bar = None
-        print((ERASE if bar is not None else "") + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
-        if bar is not None:
-            bar.refresh()
-    except (OSError, ValueError):
-        drop(sys.stderr)
+    from tqdm import tqdm  # which takes a bar off the screen meanwhile
+
+    with suppress(OSError, ValueError):
+        with tqdm.external_write_mode(sys.stderr):
+            start = "\r\x1b[K" if sys.stderr.isatty() else ""  # erases the line of the bar
+            print(start + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        return
+    drop(sys.stderr)
 
 
 def show(text: str) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from inspect import getdoc
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import WIDTH
 from sinkscope.results.pages import Section, document, plot, render
-from sinkscope.results.row import Card, Row, share_columns, table_of, with_texts
-from sinkscope.results.tables import MOST_ROWS, Grid, Table, glossary, strings
+from sinkscope.results.row import Card, Row, columns_of, table_of, with_texts
+from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
@@ -37,10 +39,8 @@ class Result(Envelope):
         provenance: How, when and on which device it was made.
     """
 
-    percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
-    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
+    percent: ClassVar[tuple[str, ...]] = ()  # columns of its own rows that tables show in per cent
     brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints
-    tables_on_request: ClassVar[bool] = False  # they stand on a page and in a file, and cards in a terminal
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
@@ -82,16 +82,7 @@ class Result(Envelope):
 
     def findings(self) -> list[Row]:
         """Return what was measured, by which results are compared: by default the rows among its fields."""
-        rows: list[Row] = []
-        for value in self.own_fields().values():
-            members = value if isinstance(value, tuple | list) else (value,)
-            rows += [with_texts(member) for member in members if isinstance(member, Row)]
-        return rows
-
-    def summary(self) -> str:
-        """Return the conclusion, the model, the details and warnings, as lines of plain text."""
-        cards = [card.text() for card in self.cards()]
-        return "\n".join([f"Conclusion: {self.conclusion()}", *cards, *self.lines()])
+        return [with_texts(row) for members in self._records() for row in members if isinstance(row, Row)]
 
     def lines(self) -> list[str]:
         """Return the model, the details and warnings: what stands between tables and the conclusion."""
@@ -99,7 +90,7 @@ class Result(Envelope):
         lines = list[str]()
         if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-            lines.append(f"The model is {model.name} ({model.family}, {size}).{self._beginning()}")
+            lines.append(f"The model is {model.name} ({model.family}, {size}).")
         unknown = self.settings.get("unknown_tokens") or 0.0
         if unknown > UNKNOWN_TOKENS_TO_WARN:
             lines.append(
@@ -111,16 +102,6 @@ class Result(Envelope):
             lines.append(about_text)
         return [*lines, *self.details()]
 
-    def _beginning(self) -> str:
-        """Return the ids with which texts begin, and whether BOS is one that the tokenizer does not add."""
-        made = self.provenance
-        if not made.first_ids:
-            return ""
-        sentence = f" Texts begin with the ids {', '.join(map(str, made.first_ids))}"
-        if made.bos_added:
-            sentence += "; the first is BOS, which was added, because the tokenizer adds none"
-        return f"{sentence}."
-
     def closing(self) -> list[str]:
         """Return the lines with which the text ends; a subclass overrides it."""
         return [f"Conclusion: {self.conclusion()}"]
@@ -128,32 +109,25 @@ class Result(Envelope):
     # Its table
 
     def rows(self) -> Table:
-        """Return the result as a table, one dict per row.
-
-        By default, the records of its first field with such are the rows; a result without them has one row of its
-        plain fields.
-        """
+        """Return the result as a table, one dict per row: its findings, or else the records of its first field."""
         records = self._records()
-        if any(isinstance(record, Row) for record in records):
+        if any(isinstance(members[0], Row) for members in records):
             return table_of(self.findings())
-        rows = plain(records)
-        if rows or self.table_of:
-            return rows
-        own = self.own_fields()
-        return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
+        return plain(records[0]) if records else []
 
-    def _records(self) -> Sequence[Any]:
-        for name, value in self.own_fields().items():
-            if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                return value
-        return ()
+    def _records(self) -> list[Sequence[Any]]:
+        """The records in its fields, those of each field together."""
+        fields = [value if isinstance(value, tuple | list) else (value,) for value in self.own_fields().values()]
+        return [members for members in fields if members and is_dataclass(members[0])]
 
     def grids(self) -> list[Grid]:
         """Return the tables that are shown, by default that of `rows`; a subclass with several overrides it."""
-        columns = strings(self.rows(), [*self.percent, *share_columns(self.findings())])
-        if not columns:
-            return []
-        return [Grid(columns, important=self.columns)]
+        is_of_rows = any(isinstance(members[0], Row) for members in self._records())
+        if is_of_rows and type(self).rows is Result.rows:
+            columns = columns_of(self.findings())
+        else:
+            columns = strings(self.rows(), self.percent)
+        return [Grid(columns, important=self.columns)] if columns else []
 
     def to_frame(self) -> Any:
         """Return `rows` as a pandas data frame; whole numbers, such as layers, stay whole where some are missing."""
@@ -162,9 +136,9 @@ class Result(Envelope):
         rows = self.rows()
         frame = pd.DataFrame(rows)
         for name in frame.columns:
-            kinds = {type(row.get(name)) for row in rows}
-            if kinds == {int, type(None)}:
-                frame[name] = pd.array([row.get(name) for row in rows], dtype="Int64")
+            values = [row.get(name) for row in rows]
+            if {*map(type, values)} == {int, type(None)}:
+                frame[name] = pd.array(values, dtype="Int64")
         return frame
 
     def to_csv(self) -> str:
@@ -193,17 +167,18 @@ class Result(Envelope):
             width: Characters per line of the tables. None: every column is shown.
             brief: Whether only the first rows of tables are shown.
         """
-        grids = [] if self.tables_on_request else self.grids()
         parts = [card.text(width) for card in self.cards()]
-        parts += [grid.text(width, self.brief_rows if brief else MOST_ROWS) for grid in grids]
+        if not parts:  # below cards, tables stand on a page and in a file
+            parts = [grid.text(width, self.brief_rows if brief else MOST_ROWS) for grid in self.grids()]
         return "\n\n".join([*parts, "\n".join([*self.lines(), *self.closing()])])
 
     def _meaning(self) -> dict[str, str]:
-        names = [name for grid in self.grids() for name in grid.columns]
-        classes = [type(self)]
-        if type(self).rows is Result.rows:  # a column is what the records of its rows say, before any other of its name
-            classes = [*map(type, self._records()[:1]), *classes]
-        return glossary(classes, names, self.glossary)
+        described = dict(self.glossary)
+        for kind in [*[type(members[0]) for members in self._records()], type(self)]:
+            described = descriptions_of(getdoc(kind) or "", "Attributes") | described
+        names = [name for grid in self.grids() for name in grid.columns if name in described]
+        sentences = {name: described[name].rstrip(".") for name in names}
+        return {name.replace("_", " "): f"{said[:1].upper()}{said[1:]}." for name, said in sentences.items()}
 
     @classmethod
     def link(cls) -> str:

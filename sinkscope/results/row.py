@@ -12,10 +12,12 @@ from textwrap import wrap
 from typing import Any, Literal
 
 from sinkscope.results.notation import percent
-from sinkscope.results.tables import Table
+from sinkscope.results.tables import Table, cell
 
 Kind = Literal["share", "count", "number"]
 """What a number is: a share of a whole, which is said in per cent; a count of things; or any other number."""
+WORDS = ("about", "table", "name", "note")
+"""The columns of a table of rows that are no numbers."""
 _FIELD = re.compile(r"\{(\w+)\}")
 _PLURAL = re.compile(r"\{(\w+)\}[^{}]*?\(s\)")
 
@@ -146,7 +148,7 @@ def table_of(rows: Iterable[Row]) -> Table:
     """Return rows with a column for each number and each margin, as CSV and pages have them."""
     made: Table = []
     for row in rows:
-        columns: dict[str, Any] = {"about": row.about, "table": row.table, "name": row.name, "note": row.note}
+        columns: dict[str, Any] = {name: getattr(row, name) for name in WORDS}
         for name, mean in row.numbers.items():
             columns[name] = mean.value
             if mean.margin is not None:
@@ -156,14 +158,12 @@ def table_of(rows: Iterable[Row]) -> Table:
     return [{name: columns.get(name) for name in names} for columns in made]
 
 
-def share_columns(rows: Iterable[Row]) -> list[str]:
-    """Return the columns of `table_of` that are shares in every row."""
-    kinds: dict[str, set[Kind]] = {}
-    for row in rows:
-        for name, mean in row.numbers.items():
-            kinds.setdefault(name, set()).add(mean.kind)
-    shares = [name for name, own in kinds.items() if own == {"share"}]
-    return [*shares, *(f"{name}_margin" for name in shares)]
+def columns_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return rows as columns of cells, each number with its margin; a column that is empty in every row is left out."""
+    columns: dict[str, list[str]] = {name: [cell(getattr(row, name)) for row in rows] for name in WORDS}
+    for name in dict.fromkeys(name for row in rows for name in row.numbers):
+        columns[name] = [str(row.numbers.get(name, "-")) for row in rows]
+    return {name: cells for name, cells in columns.items() if any(cells)}
 
 
 # --- cards ---

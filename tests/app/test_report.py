@@ -87,4 +87,4 @@ def test_folders_of_runs_are_their_tables(tmp_path):
     text = read_report(page).text
     assert files_shown(page) == ["talks"]
     assert "is no folder of `sinkscope bench`: give what --out was given" in text
-    assert bench_table([str(talks)]).summary().splitlines()[0] in text
+    assert bench_table([str(talks)]).conclusion() in text

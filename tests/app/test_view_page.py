@@ -193,7 +193,7 @@ def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
         time.sleep(0.01)
     chrome.errors.clear()
     chrome.open(addresses[0])
-    chrome.wait("document.querySelector('.part')")  # the circuit has come
+    chrome.wait("document.querySelector('.parts')")  # the circuit has come
     intact = chrome.text("#sentence")
 
     def said(beginning: str):

@@ -57,7 +57,7 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
     halves = halves_of(text)
     assert halves.choose + halves.report == text and halves.choose and halves.report
     setup = replace(SETUP, target=replace(SETUP.target, tokenizer=Pieces(sizes)), text=text, bos=None, own_text=True)
-    read = mock.Mock(side_effect=lambda _target, ids, _kinds: ids)
+    read = mock.Mock(side_effect=lambda _target, ids: ids)
     with mock.patch.multiple(survey, read_survey=read, SURVEYED=chosen):
         try:
             first = survey.survey_of(setup)

@@ -74,10 +74,7 @@ def test_json_comes_back_equal(name, measured, tmp_path):
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     assert result.model.name == "bundled" and result.provenance.seconds > 0
     assert {"bos", "text", "seed", "revision"} <= set(result.settings)
-    first = ", ".join(map(str, result.provenance.first_ids))
     assert result.provenance.first_ids[0] == load().tokenizer.bos_token_id
-    assert f"Texts begin with the ids {first}" in result.summary()
-    assert ("which was added" in result.summary()) == bool(result.provenance.bos_added)
     assert (result.provenance.bos, result.provenance.seed) == (True, result.settings["seed"])
 
 
@@ -183,11 +180,3 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
         stranger.installed(tmp_path, source, name="why_sink"),
     ):
         other_commands()
-
-
-@pytest.mark.slow
-def test_the_example_in_the_help_runs():
-    lines = [line.partition(">>> ")[2] for line in (ss.lines.__doc__ or "").splitlines() if ">>> " in line]
-    names = {}
-    exec("\n".join(lines), names)
-    assert names["rows"] == names["result"].rows() and len(names["rows"]) > 1

@@ -109,7 +109,7 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
     assert found.needed == (Neuron(1, None, 338),)
     assert found.conclusion() == SUFFICES
     again = FindSinks.load(found.save(tmp_path / "sinks.json"))
-    assert again.to_dict() == found.to_dict() and again.summary() == found.summary()
+    assert again.to_dict() == found.to_dict() and again.text() == found.text()
     patch = ss.SinkPatch.from_result(again)
     assert patch.checked_sites == (Neuron(1, None, 338),)
 

@@ -10,8 +10,7 @@ from jaxtyping import Float
 
 from sinkscope.measure import Result
 from sinkscope.results.notation import Head, Neuron
-from sinkscope.results.row import Card, Row, of_table, table_of, with_texts
-from sinkscope.results.tables import Table
+from sinkscope.results.row import Card, Row, of_table, with_texts
 from sinkscope.sinks.spikes import records
 from sinkscope.sinks.spikes.records import SpikeResult, part_of, title_of
 from sinkscope.sinks.spikes.spike import span
@@ -32,7 +31,6 @@ class FindSinks(Result):
 
     kind = "find-sinks"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
-    tables_on_request = True
     columns = ("about", "table", "name", "share", "left", "heads", "loss", "note")
     glossary: ClassVar = {
         "about": "the spike",
@@ -112,10 +110,6 @@ class FindSinks(Result):
             rows.append(Row("spike", "needed parts", {}, " and ".join(spike.needed), title))
             rows += [replace(row, about=title, texts=names) for row in spike.rows]
         return rows
-
-    def rows(self) -> Table:
-        """Return a row for each of these, with a column for each number and its margin."""
-        return table_of(self.findings())
 
 
 @dataclass(frozen=True, kw_only=True)
