@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.loops.text.monitor import Monitor, Settings, WatchedRow
@@ -60,9 +60,3 @@ def monitors(settings: Settings, tokenizer: Any = None) -> Callable[..., Monitor
         return split(tokenizer.decode(ids))
 
     return partial(Monitor, settings, words_of)
-
-
-def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
-    """Return the largest probability of any token, max_v Pr(v), in float32."""
-    logits = logits.detach().float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp()

@@ -38,7 +38,7 @@ from sinkscope.loops.guard.cut import (
     ranges_of,
     tokens_to_keep,
 )
-from sinkscope.loops.guard.detect import GuardedRows, ids_of_setting, largest_probability, monitors
+from sinkscope.loops.guard.detect import GuardedRows, ids_of_setting, monitors
 from sinkscope.loops.guard.steer import LENIENT, Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings, WatchedRow
@@ -147,10 +147,8 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        first, *more = cuts
-        rows = sorted({event.row for event in cuts})
-        then = f"Then {count_of(len(more), 'more alarm')} followed, in rows {word_list(rows)}."
-        return f"{event_in_words(first, self.act)} {then if more else 'No further alarms.'}"
+        rows = word_list(sorted({event.row for event in cuts}))
+        return f"{event_in_words(cuts[0], self.act)} It gave {count_of(len(cuts), 'alarm')} in all, in rows {rows}."
 
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """Return what is kept of a row of `prompt` prompt tokens, if a policy in the run keeps the `first` ones."""
@@ -193,10 +191,8 @@ def event_in_words(event: Event, act: str) -> str:
     data = event.data
     period = "" if data["period"] is None else f" with a period of {count_of(data['period'], 'token')}"
     found = f"After {count_of(data['generated'], 'new token')} of row {event.row} the guard found a loop{period}."
-    if act == "report":
-        return f"{found} It changed nothing."
-    if act == "stop":
-        return f"{found} It ended the row."
+    if act in ("report", "stop"):
+        return f"{found} It {'changed nothing' if act == 'report' else 'ended the row'}."
     return (
         f"{found} It kept {data['kept_count']} of {count_of(data['cached_before'], 'cached token')}, took "
         f"{count_of(data['taken_back'], 'token')} back, and left {data['left_in_text']} repeated ones in the text."
@@ -231,12 +227,12 @@ class GuardActor(Actor):
         rows.count += 1
         largest: list[float | None] = [None] * len(ids)
         if isinstance(self.settings, PaperSettings):
-            largest = largest_probability(logits).tolist()
+            largest = logits.float().softmax(-1).amax(-1).tolist()
         alarms: list[int] = []
         for number, (row, token) in enumerate(zip(rows.rows, ids[:, -1].tolist(), strict=True)):
             if token in rows.ends:
-                row.monitor.end()
-            if not row.monitor.ended and row.add(token, largest[number]):
+                row.ended = True
+            if not row.ended and row.add(token, largest[number]):
                 alarms.append(number)
         back = self._respond(step, rows, alarms) if alarms else None
         if self.guard.act == "stop":
@@ -250,14 +246,14 @@ class GuardActor(Actor):
         for number in alarms:
             rows.rows[number].stops = True
         for number, row in enumerate(rows.rows):
-            if row.stops and not row.monitor.ended:
+            if row.stops and not row.ended:
                 logits[number, rows.stops[0]] = logits[number].amax() + CERTAIN
 
     def _steer(self, steer: Steer, step: Step, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
         steered: dict[int, Steering] = {}
         for number, row in enumerate(rows.rows):
-            if row.steering is not None and not row.monitor.ended:
+            if row.steering is not None and not row.ended:
                 steered[number] = row.steering
         if steered:
             temperature = steer.temperature

@@ -1,7 +1,7 @@
 """What a model wrote, as a source says it: one text, JSON lines with answers, or the stream of a server.
 
-1. The beginning decides: "data:" with JSON begins a stream, a line of JSON records, and anything else is one text,
-   unless its name is that of JSON.
+1. The first line decides: "data:" with JSON begins a stream, JSON begins lines of records, as a name of JSON does, and
+   anything else is one text.
 2. Of a record the field that is named counts, or the first of `FIELDS` that is filled; of a chat, what the assistant
    wrote. Streams are those of OpenAI's completions, and of the servers that speak as it does.
 """
@@ -81,19 +81,14 @@ def pieces_in(source: Any, name: str, field: str | None, skip: Callable[[str], N
 
 
 def _form_of(begin: str, name: str, is_whole: bool) -> str:
-    """What begins so: "text", "lines" of JSON or of a stream, or one "value" of JSON; empty if it may be any."""
+    """What begins so: "text", or "lines" of JSON or of a stream; empty if it may be either."""
     data = _NO_DATA.sub("", begin, count=1)
-    if _STREAM.match(data):
-        return "lines"
     first, line_end, _ = data.partition("\n")
-    if line_end and data[0] in "{[" and _is_json(first):
+    may_be_json = data.startswith(("{", "["))
+    if _STREAM.match(data) or (may_be_json and (line_end or is_whole) and (is_text_file(name) or _is_json(first))):
         return "lines"
-    if is_whole and data.startswith(("{", "[")):
-        return "value" if _is_json(data) else "lines" if is_text_file(name) else "text"
-    may_be_json = data.startswith(("{", "[")) and (is_text_file(name) or not line_end or first.strip() in ("{", "["))
-    if not is_whole and (not data or "data: {".startswith(data[:7]) or may_be_json):
-        return ""
-    return "text" if begin.strip() else ""
+    waits = not data or "data: {".startswith(data[:7]) or (may_be_json and not line_end)
+    return "" if not begin.strip() or (waits and not is_whole) else "text"
 
 
 def _is_json(text: str) -> bool:
@@ -211,10 +206,9 @@ def at_field(row: Any, field: str | None) -> Any:
         ValueError: There is no such field.
     """
     for name in field.split(".") if field else ():
-        there = {str(number): item for number, item in enumerate(row)} if isinstance(row, list) else row
-        if not isinstance(there, dict) or name not in there:
-            raise ValueError(
-                f"no field {field}: there are {', '.join(there) if isinstance(there, dict) else 'none':.200}"
-            )
-        row = there[name]
+        try:
+            row = row[int(name) if isinstance(row, list) else name]
+        except (LookupError, TypeError, ValueError):
+            there = ", ".join(row) if isinstance(row, dict) else "none"
+            raise ValueError(f"no field {field}: there are {there:.200}") from None
     return row

@@ -32,8 +32,7 @@ class LoopCheck(Result):
 
     Attributes:
         records: Results for each answer, in the order of the input.
-        skipped: Number of lines and files that could not be read.
-        problems: What was wrong with the first of them.
+        problems: What was wrong with lines and files that could not be read.
         fail_on: Which verdict has the exit status 3, "loops" with "looped", or these and "suspicious".
     """
 
@@ -41,7 +40,6 @@ class LoopCheck(Result):
     columns = ("name", "verdict", "channel", "tokens", "wasted", "excerpt")
 
     records: tuple[CheckedOutput, ...]
-    skipped: int = 0
     problems: tuple[str, ...] = ()
     fail_on: FailOn = "loops"
 
@@ -51,7 +49,7 @@ class LoopCheck(Result):
         verdicts = {record.verdict for record in self.records}
         if verdicts & {"loops", "looped", self.fail_on}:
             return LOOP_FOUND
-        if self.skipped or "empty" in verdicts:
+        if self.problems or "empty" in verdicts:
             return NO_TEXT
         return 0
 
@@ -61,7 +59,7 @@ class LoopCheck(Result):
 
     def conclusion(self) -> str:
         """Return how many answers have each verdict; of a single one, what repeats."""
-        if len(self.records) == 1 and not self.skipped:
+        if len(self.records) == 1 and not self.problems:
             return f"{replace(self.records[0], name=self.model.name)}."
         counts = Counter(record.verdict for record in self.records)
         parts = [f"{counts[verdict]} {verdict}" for verdict in WORST if counts[verdict]]
@@ -70,8 +68,8 @@ class LoopCheck(Result):
     def closing(self) -> list[str]:
         """Return the conclusion and, of a loop, where to find what ends it."""
         lines = super().closing()
-        if self.skipped:
-            lines.insert(0, f"Skipped {self.skipped}: {'; '.join(self.problems)}.")
+        if self.problems:
+            lines.insert(0, f"Skipped {len(self.problems)}: {self.problems[0]}.")
         if any(record.verdict in ("loops", "looped") for record in self.records):
             lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has more.")
         return lines
@@ -81,7 +79,6 @@ def check_of(watch: Watch, name: str, started: float, fail_on: FailOn = "loops")
     """Return the verdicts on all answers that were read since `started`."""
     return LoopCheck(
         records=tuple(watch.checked),
-        skipped=watch.skipped,
         problems=tuple(watch.problems),
         fail_on=fail_on,
         model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
@@ -113,9 +110,8 @@ def check(
     """
     watch, started = Watch(settings, prompt), time.perf_counter()
     items: Any = id_list(outputs)
-    if isinstance(items, str) or is_ids(items):
-        items = [items]
-    many = [id_list(output) for output in items] if isinstance(items, list | tuple) else []
+    many = [items] if isinstance(items, str) or is_ids(items) else items
+    many = [*map(id_list, many)] if isinstance(many, list | tuple) else []
     if not many or not all(isinstance(output, str) or is_ids(output) for output in many):
         raise SinkscopeError(f"{outputs!r:.80} cannot be checked: give a text, token ids, or several of either")
     for place, output in enumerate(many, 1):

@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from sinkscope.loops.text.copies import MonitorSettings, WordsOf
-from sinkscope.loops.text.signals import IDS, Step, checked_id
+from sinkscope.loops.text.signals import Step, checked_id
 from sinkscope.loops.text.votes import PaperSettings
 
 Settings = MonitorSettings | PaperSettings
@@ -23,7 +23,7 @@ MARKED_EVERY, MARKS = 1024, 4
 
 
 class Monitor:
-    """The monitor of one row: call `update` with every generated token, and `end` when the row is finished.
+    """The monitor of one row: call `update` with every generated token, and with no padding behind the end.
 
     `last` is the last `Step`. A new turn of a conversation needs a new monitor.
 
@@ -40,14 +40,8 @@ class Monitor:
     def __init__(self, settings: Settings | None = None, words_of: WordsOf | None = None, asked: int = 0) -> None:
         self.settings = settings or MonitorSettings()
         self.last = Step()
-        self.ended = False
         self.rule = self.settings.new_rule(words_of, asked)
         self._rests_until = 0
-
-    def end(self) -> None:
-        """Mark the row as finished: later tokens for it are padding and are ignored."""
-        self.ended = True
-        self.last = self.last._replace(trigger=False)
 
     def update(self, token: int, p_max: float | None = None) -> Step:
         """Process the next token, and decide whether to intervene: Trigger(t), Eq. 9.
@@ -58,17 +52,13 @@ class Monitor:
                 None if unknown. Only the paper's rule uses it.
 
         Returns:
-            The signals and whether to intervene; after `end`, the last step again without a trigger.
+            The signals and whether to intervene.
 
         Raises:
             SinkscopeError: The token is no id.
         """
-        if self.ended:
-            return self.last
-        if type(token) is not int or not 0 <= token < IDS:
-            token = checked_id(token)
         step = self.last.step + 1
-        decision = self.rule.add(token, p_max)
+        decision = self.rule.add(checked_id(token), p_max)
         may_trigger = step >= max(self.settings.warmup, self._rests_until)
         self.last = decision._replace(step=step, trigger=decision.trigger and may_trigger)
         if self.last.trigger:
@@ -89,6 +79,7 @@ class WatchedRow:
         ids: Its latest ids, up to the newest that the monitor has seen.
         steering: How a guard steers it since it looped.
         stops: Whether a guard lets it end.
+        ended: Whether it has: later tokens are padding.
     """
 
     def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
@@ -98,7 +89,7 @@ class WatchedRow:
         self.ids = list(prompt_ids)
         self._prompt_ids = len(self.ids)
         self.steering: Any = None  # `guard.steer.Steering`
-        self.stops = False
+        self.stops = self.ended = False
 
     @property
     def written(self) -> int:

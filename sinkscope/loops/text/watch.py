@@ -26,7 +26,6 @@ WORST: tuple[TextVerdict, ...] = ("loops", "looped", "suspicious", "clean", "emp
 SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
 SHOWN = 60  # characters that are shown, or tokens of a loop without a period
-KEPT_PROBLEMS = 64  # lines that could not be read and are named
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,7 @@ class TextWatch:
         """Text of the last copy of the loop, or of the last tokens."""
         last = [*self._recent][-(SHOWN if tail is None else tail.period) :]
         text = in_one_line(" ".join(last).strip())
-        if len(text) <= SHOWN:
-            return text
-        return f"{text[: SHOWN // 2]}...{text[-SHOWN // 2 :]}"
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
     def checked(self, name: str, channel: str = TEXT) -> CheckedOutput:
         """Return the verdict on the text so far."""
@@ -162,8 +159,7 @@ class Watch:
         settings: Settings of the monitors.
         open: The channels of answers that have not ended, by the names of the answers.
         checked: Verdicts on those that have.
-        skipped: Number of lines that could not be read, and of inputs that broke off.
-        problems: What was wrong with the first of them.
+        problems: What was wrong with lines that could not be read, and with inputs that broke off.
 
     Args:
         settings: Settings of the monitors.
@@ -181,14 +177,7 @@ class Watch:
         self._asked = asked_copies(prompt)
         self.open: dict[str, dict[str, TextWatch]] = {}
         self.checked: list[CheckedOutput] = []
-        self.skipped = 0
         self.problems: list[str] = []
-
-    def skip(self, problem: str) -> None:
-        """Count what cannot be read."""
-        self.skipped += 1
-        if len(self.problems) < KEPT_PROBLEMS:
-            self.problems.append(problem)
 
     def take(self, piece: Piece) -> Iterator[CheckedOutput]:
         """Take a piece of an answer; yield the answer once it loops, and before that once it is suspicious."""
@@ -229,14 +218,14 @@ class Watch:
         Raises:
             SinkscopeError: It is empty, is not UTF-8, or holds no answer.
         """
-        checked, skipped = len(self.checked), self.skipped
+        checked, skipped = len(self.checked), len(self.problems)
         try:
-            for piece in pieces_in(source, name, field, self.skip):
+            for piece in pieces_in(source, name, field, self.problems.append):
                 yield from self.take(piece)
         except UnicodeError:
             raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
         except OSError as error:
-            self.skip(f"{name} breaks off: {error}")
+            self.problems.append(f"{name} breaks off: {error}")
         for answer in [*self.open]:
             yield from self.take(Piece(answer, ends=True))
         if len(self.checked) > checked:

@@ -1,0 +1,120 @@
+"""Signals of repetition, and what follows it token by token, against a search of every period."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sinkscope.loops import Tail, compression_ratio, ends_in_loop, is_loop, tail_period, type_token_ratio
+from sinkscope.loops.text import signals
+from sinkscope.loops.text.repetition import CounterRepetition, TailRepetition, asked_copies
+
+# Cycles of few different tokens, which hold repetitions of their own: any stretch of a few tokens comes several times.
+RUNS = st.lists(
+    st.tuples(st.lists(st.integers(0, 13), min_size=1, max_size=5), st.integers(1, 5), st.integers(1, 3)),
+    min_size=1,
+    max_size=6,
+).map(lambda parts: [token % size * 3 for piece, copies, size in parts for token in piece * copies])
+
+
+def searched(ids: list[int], repeats: float, shortest: int, longest: int) -> Tail | None:
+    """Every period, counted backwards token by token."""
+    best = None
+    for period in range(1, min(longest, len(ids) - 1) + 1):
+        start = len(ids) - period
+        while start and ids[start - 1] == ids[start - 1 + period]:
+            start -= 1
+        covered = len(ids) - start
+        if covered >= max(repeats * period, shortest) and (best is None or start < best.start):
+            best = Tail(period, start, covered / period)
+    return best
+
+
+@given(RUNS, st.sampled_from([(2, 0, 40), (2.5, 9, 9), (3, 12, 5), (3, 20, 20)]))
+@example([1, 2, 3, 3, 3] * 3, (3, 0, 40))
+def test_repetitions_are_those_of_a_search(ids, sizes):
+    """At the end of a text, and followed token by token."""
+    repeats, shortest, longest = sizes
+    assert tail_period(ids, repeats=repeats, shortest=shortest, longest=longest) == searched(ids, *sizes)
+    if repeats == 3 and shortest >= 12:
+        follows = TailRepetition(longest, repeats, shortest)
+        for end, token in enumerate(ids, 1):
+            assert follows.add(token) == searched(ids[:end], *sizes)
+
+
+@given(RUNS)
+def test_counters_are_the_repetitions_of_a_text_in_which_all_numbers_are_one(ids):
+    """Tokens below 10 are numbers; several in a row are one."""
+    follows = CounterRepetition(longest=16, copies=3, tokens=8)
+    masked, places = list[int](), list[int]()
+    for place, token in enumerate(ids):
+        tail, is_number = follows.add(token, token < 10), token < 10
+        if is_number and masked[-1:] == [-1]:
+            assert tail is None, "within a number nothing is said"
+            continue
+        masked.append(-1 if is_number else token)
+        places.append(place)
+        wanted = searched(masked, 3, 6, 16)
+        start = None if wanted is None or place + 1 - places[wanted.start] < 8 else places[wanted.start]
+        assert (tail is None) == (start is None) and (tail is None or (tail.start, tail.exact) == (start, False))
+
+
+def test_ratios_of_ids_in_any_form():
+    ids = [1, 2, 1, 1, 300]
+    packed = struct.pack("<5I", *ids)
+    for form in (ids, np.array(ids), torch.tensor(ids)):
+        assert type_token_ratio(form) == 3 / 5
+        assert compression_ratio(form) == len(zlib.compress(packed, 9)) / len(packed)
+        assert tail_period(form) is None and not ends_in_loop(form)
+    assert math.isnan(type_token_ratio([])) and math.isnan(compression_ratio([])) and not is_loop([], None)
+
+
+def test_loop_rule_at_its_thresholds(monkeypatch):
+    """Eq. 7 has <= and >=; the default length is 2,480 of 2,500."""
+    loop = [3, 4, 5, 6] * 625
+    assert is_loop(loop[:2480]) and not is_loop(loop[:2479]) and is_loop(loop[:2479], None)
+    assert is_loop(loop[:992], 1000) and not is_loop(loop[:991], 1000)
+    ids = [*range(20)] * 5
+    ratio = compression_ratio(ids)
+    for ttr, cr, found in ((0.2, ratio, True), (0.2, ratio - 1e-9, False), (0.19, ratio, False)):
+        monkeypatch.setattr(signals, "THETA_TTR", ttr)
+        monkeypatch.setattr(signals, "THETA_CR", cr)
+        assert is_loop(ids, None) == found
+
+
+def test_only_the_last_tokens_decide_whether_an_output_ends_in_a_loop():
+    ids = [*range(2000), *[1, 2] * 128]
+    assert ends_in_loop(ids) and not is_loop(ids, None) and not ends_in_loop([*[1, 2] * 128, *range(200)])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("Repeat the word 'apple' 40 times.", 40),
+        ("Write ten lines of it", 10),
+        ("a dozen times, please", 12),
+        ("In 1945, the city had 30 houses", 0),
+        ("Give me 12 identical lines that say: no", 12),
+        ("Print 30 rows each containing 0,0,0", 30),
+        ("Give me 12 lines after each other: ok", 12),
+        ("Repeat 25 times the sentence: all is well", 25),
+        ("Write out 40 times that he is late", 40),
+        ("List 100 animals.", 0),
+        ("Say it 20 times. This is 1000 times faster", 20),
+        ("It is ten times as large, and 5 times the price", 0),
+        ("It is 10 times that of France, and costs 40 times that.", 0),
+        ("Is it 100 times the mass, and 30 times what it was? He is 30 times better", 0),
+        ("Why do cats sleep 3 times per night, 4 times each day, 5 times daily?", 0),
+        ("Take it 3 times a day, 100 times per second", 0),
+        ("Find the error in the 500 lines below; the file has 900 rows", 0),
+    ],
+)
+def test_copies_that_a_prompt_asks_for(prompt, asked):
+    assert asked_copies(prompt) == asked
