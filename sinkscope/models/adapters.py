@@ -6,7 +6,6 @@ nnsight model, because both wrap modules in place and keep the names, so one row
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -152,12 +151,3 @@ def layers_at(hf: nn.Module, path: str) -> list[nn.Module]:
     """Return the decoder layers of a model, by the path of their list; a module may stand at several places."""
     stack = hf.get_submodule(path)
     return list(stack) if isinstance(stack, nn.ModuleList) else list(stack.children())
-
-
-def layer_kinds(layers: Iterable[nn.Module]) -> list[int]:
-    """Return, for each layer, the number of the first one with parameters of the same names and shapes."""
-    firsts, kinds = dict[str, int](), list[int]()
-    for number, layer in enumerate(layers):
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-        kinds.append(firsts.setdefault(f"{type(layer).__name__} {shapes}", number))
-    return kinds

@@ -14,6 +14,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target
+from sinkscope.models.windows import check_numbering
 from sinkscope.opening.parts import adapter_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
@@ -141,6 +142,7 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
         )
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
     target = replace(target, adapter=adapter_of(target))
+    check_numbering(target)
     if is_misread(target):
         warn(
             f"{label} runs with SDPA attention, which PyTorch gets wrong on {target.device} at the last token of rows "

@@ -16,7 +16,7 @@ from sinkscope.engine.stock import set_attention
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.progress import world_size
-from sinkscope.models.adapters import DRAFT, layer_kinds
+from sinkscope.models.adapters import DRAFT
 from sinkscope.models.checkpoints.checkpoint import (
     Files,
     is_quantised,
@@ -39,7 +39,7 @@ from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target, check_divides
 from sinkscope.opening.live import is_misread, target_of
-from sinkscope.opening.parts import adapter_of
+from sinkscope.opening.parts import adapter_of, kinds_of
 
 
 @checks_arguments
@@ -254,7 +254,7 @@ def open_stream(
         store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
         target = _checked(store.causal, tokenizer, name, store)
         ids = torch.zeros(1, 4, dtype=torch.long)
-        target.forward(ids, last_layer=max(layer_kinds(target.layers)))  # a proof may be known from another object
+        target.forward(ids, last_layer=max(kinds_of(target.layers)))  # a proof may be known from another object
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -16,9 +16,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import dataclass, replace
-from functools import partial
-from types import FunctionType, MethodType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ from sinkscope.models.adapters import (
     Adapter,
     Found,
     NotInferredError,
-    layer_kinds,
     layers_at,
     not_inferred,
     row_of,
@@ -53,19 +50,11 @@ _WEIGHTS = ("q", "k", "v", "fused_qkv", "o", "down", "up", "gate", "experts", "s
 """Parts of a layer that hold weights themselves."""
 _LOCK = threading.RLock()
 
-
-@dataclass(frozen=True)
-class _Places:
-    """Where a class of models has its parts, and what the proof on a small one says."""
-
-    adapter: Found
-    proof: Proof
-
-
 Key = tuple[Any, ...]
-"""A class, a row and a configuration, with or without a structure."""
-_PLACES: dict[Key, _Places] = {}
-_PROVED: dict[Key, Proof] = {}
+_OF_CLASSES: dict[Key, tuple[Found, Proof]] = {}
+"""The adapter of a class of models and what the proof on a small one says, by class, row, configuration and kinds."""
+_KNOWN: dict[Key, Found] = {}
+"""Adapters of objects, by class, row, configuration and structure."""
 
 
 @cpu_by_default()
@@ -83,29 +72,32 @@ def adapter_of(target: Target) -> Found:
     settings = hf.config.to_dict()
     for name in _APART:
         settings.pop(name, None)
-    layers = layers_at(hf, stack_of(hf))
-    numbers = layer_kinds(layers)
-    key = type(hf), row, tuple(numbers), str(sorted(settings.items(), key=str))
+    structure, functions = structure_of(hf)
+    key = type(hf), row, str(sorted(settings.items(), key=str)), structure
     with _LOCK, torch.inference_mode(False), without_autocast(hf.device), without_autocast(torch.device("cpu")):
-        structure, is_own = structure_of(hf)
-        places = _places_of(key, (*key, structure), target, numbers, is_own)
-        target = replace(target, adapter=places.adapter)
-        if places.proof.problem is not None:
-            raise _refusal(target, places.proof.problem)
-        own = _PROVED.get((*key, structure))
-        if own is None:
-            _refuse_shared(target)
-            _refuse_renamed(target)
-        check_numbering(target)
-        if target.processes > 1:  # transformers itself splits plain modules, and each process has a part of the heads
-            own = Proof()
-        if own is None:
-            own = _own_proof(target, structure_kinds(layers))
-            if not is_own:
-                _PROVED[*key, structure] = own
+        if key not in _KNOWN:
+            adapter = _proved(target, key[:3], kinds_of(layers_at(hf, stack_of(hf))), row)
+            if functions:  # which may compute anything, and are not kept alive
+                return adapter
+            _KNOWN[key] = adapter
+        return _KNOWN[key]
+
+
+def _proved(target: Target, key: Key, numbers: list[int], row: Adapter | None) -> Found:
+    """All steps, of objects that are not known."""
+    adapter, proof = _of_class(key, target, numbers, row)
+    target = replace(target, adapter=adapter)
+    if proof.problem is not None:
+        raise _refusal(target, proof.problem)
+    _refuse_shared(target)
+    _refuse_renamed(target)
+    check_numbering(target)
+    own = Proof()
+    if target.processes == 1:  # else transformers has split plain modules, and each process has a part of the heads
+        own = _own_proof(target, numbers)
     if own.problem is not None:
         raise _refusal(target, own.problem, of_object=True)
-    return replace(places.adapter, unproved=tuple(sorted((own.unproved | places.proof.unproved).items())))
+    return replace(adapter, unproved=tuple(sorted((own.unproved | proof.unproved).items())))
 
 
 def _refusal(target: Target, problem: str, *, of_object: bool = False) -> UnsupportedError:
@@ -127,60 +119,54 @@ def _refusal(target: Target, problem: str, *, of_object: bool = False) -> Unsupp
 # -- the class ---------------------------------------------------------------------------------------------------------
 
 
-def _places_of(key: Key, own_key: Key, target: Target, numbers: list[int], is_own: bool) -> _Places:
-    """Steps 1 and 2, of classes that are not known; of an object that stands in for its class, under its own key."""
-    for known in (key, own_key):
-        if known in _PLACES:
-            return _PLACES[known]
-    hf, row = target.hf, row_of(target.hf.config.model_type)
+def _of_class(key: Key, target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, Proof]:
+    """Steps 1 and 2, of classes that are not known.
+
+    Raises:
+        UnsupportedError: Some part was not found; the message says which, and shows the row to write.
+    """
+    hf, key = target.hf, (*key, tuple(numbers))
+    if key in _OF_CLASSES:
+        return _OF_CLASSES[key]
     with suppress(Exception):  # a class may take no configuration alone, or not that of a changed model
         sample = sample_of(hf, max(*numbers, 1) + 1)
         whole, small = (parts_of(layers_at(model, row.layers)[0], row) if row else {} for model in (hf, sample))
         if small.keys() >= whole.keys():
             target = Target(sample, sample, "hf", DRAFT)
-    places = _proposed_and_proved(target, numbers, row)
-    if target.hf is not hf:
-        _PLACES[key] = places
-    elif not is_own:  # functions of a user's are not kept alive
-        _PLACES[own_key] = places
-    return places
-
-
-def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None) -> _Places:
-    """Propose an adapter by one pass over a model, and prove it by the same.
-
-    Raises:
-        UnsupportedError: Some part was not found; the message says which, and shows the row to write.
-    """
-    hf = target.hf
-    draft = replace(DRAFT, model_type=str(hf.config.model_type))
+    draft = Found(**vars(row or DRAFT))
+    draft = replace(draft, model_type=str(hf.config.model_type))
     try:
-        if row is not None:
-            draft = Found(**vars(row))
-        stack = stack_of(hf)
-        draft = replace(draft, base=_base_path(hf, stack), layers=stack)
-        with evaluating(hf), apart():
-            for seen in (True, False):  # attention outside transformers' interface is not seen
-                small = replace(target, adapter=replace(draft, attention_interface=seen))
-                records = {
-                    layer: Record(small, layer) for layer in {*numbers, max(*numbers, min(1, small.n_layers - 1))}
-                }
-                with suppress(*([AttributeError, TypeError, UnsupportedError] if seen else [])):
-                    read(small, records)
-                if any(record.call is not None for record in records.values()):
-                    break
-            adapter = proposed(small, records, numbers, row)
-            if row is not None:
-                adapter = replace(adapter, **vars(row))
-            return _Places(adapter, prove(replace(target, adapter=adapter), numbers, records))
+        draft = replace(draft, layers=stack_of(hf), base=_base_path(hf, stack_of(hf)))
+        with evaluating(target.hf), apart():
+            found = _proposed_and_proved(replace(target, adapter=draft), numbers, row)
     except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
         raise
     except Exception as error:  # a model may do anything in a pass
         if not isinstance(error, NotInferredError):
             error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
-        if row is not None or LATER in str(error):
-            return _Places(draft, Proof(str(error)))
-        raise not_inferred(draft, error) from None
+        if row is None and LATER not in str(error):
+            raise not_inferred(draft, error) from None
+        found = draft, Proof(str(error))
+    if target.hf is not hf:
+        _OF_CLASSES[key] = found
+    return found
+
+
+def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, Proof]:
+    """Propose an adapter by one pass over a model, and prove it by the same."""
+    last = min(max(*numbers, 1), len(layers_at(target.hf, target.adapter.layers)) - 1)
+    records: dict[int, Record] = {}
+    for is_seen in (True, False):  # attention outside transformers' interface is not seen
+        target = replace(target, adapter=replace(target.adapter, attention_interface=is_seen))
+        records = {layer: Record(target, layer) for layer in {*numbers, last}}  # that may read what the first has kept
+        with suppress(*([AttributeError, TypeError, UnsupportedError] if is_seen else [])):
+            read(target, records)
+        if any(record.call is not None for record in records.values()):
+            break
+    adapter = proposed(target, records, numbers, row)
+    if row is not None:
+        adapter = replace(adapter, **vars(row))
+    return adapter, prove(replace(target, adapter=adapter), numbers, records)
 
 
 def _base_path(model: Any, stack: str) -> str:
@@ -243,23 +229,23 @@ def _refuse_renamed(target: Target) -> None:
 # -- the structure -----------------------------------------------------------------------------------------------------
 
 
-def structure_of(module: nn.Module) -> tuple[Key, bool]:
+def structure_of(module: nn.Module) -> tuple[Key, int]:
     """Return the structure of a model, which changes if somebody replaces a module, a size or a function.
 
-    The second value is whether somebody put functions into its modules.
+    The second value is how many functions somebody put into its modules.
     """
-    words, is_own = list[Any](), False
+    words, count = list[Any](), 0
     for path, part in module.named_modules():
         cls: Any = type(part)
         functions = _functions(part)
-        is_own = is_own or bool(functions)
+        count += len(functions)
         words += (path, cls, cls.forward, *functions)
         for name, weight in part.named_parameters(recurse=False):
             words += (name, weight.shape, weight.dtype)
-    return tuple(words), is_own
+    return tuple(words), count
 
 
-def structure_kinds(layers: Iterable[nn.Module]) -> list[int]:
+def kinds_of(layers: Iterable[nn.Module]) -> list[int]:
     """Return, for each layer, the number of the first one of the same structure."""
     firsts = dict[Key, int]()
     return [firsts.setdefault(structure_of(layer)[0], number) for number, layer in enumerate(layers)]
@@ -269,14 +255,13 @@ def _functions(module: nn.Module) -> list[Any]:
     """Functions that stand in the place of what the class has; none of those that only call that."""
     functions = list[Any]()
     for name, value in list(vars(module).items()):  # another thread may enter or leave a block
-        if name[0] == "_" or not (name == "forward" or isinstance(value, FunctionType | MethodType | partial)):
-            continue
+        own = getattr(type(module), name, None)
         if name == "forward" and hasattr(module, "_hf_hook"):  # accelerate brings weights, and calls what stood here
             value = vars(module).get("_old_forward", value)
+        if not callable(own) or not callable(value) or getattr(value, "__func__", value) is own:
+            continue
         packages = {str(getattr(each, "__module__", None)).partition(".")[0] for each in (type(value), value)}
-        if packages.isdisjoint(_WRAPPERS) and getattr(value, "__func__", value) is not getattr(
-            type(module), name, None
-        ):
+        if packages.isdisjoint(_WRAPPERS):
             functions.append(value)
     return functions
 

@@ -22,11 +22,18 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.proof import prove
 
 
+def forget(monkeypatch):
+    """Nothing was opened before, and no row is registered."""
+    for known in ("parts._KNOWN", "parts._OF_CLASSES"):
+        monkeypatch.setattr(f"sinkscope.opening.{known}", {})
+    monkeypatch.setattr(adapters, "ADAPTERS", {})
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "phi3", "gpt_neox", "falcon"])
 def test_what_a_row_does_not_say_is_found_by_passes(model_type, monkeypatch):
     """The row has the paths alone; factors, layouts and the form of attention come out as they are."""
     whole = target_of(tiny_model(model_type)[0]).adapter
-    monkeypatch.setattr("sinkscope.opening.parts._PLACES", {})
+    forget(monkeypatch)
     paths = {field.name: getattr(whole, field.name) for field in fields(Adapter)}
     monkeypatch.setattr(adapters, "ADAPTERS", {model_type: Adapter(**paths)})
     assert target_of(tiny_model(model_type)[0]).adapter == whole
@@ -35,7 +42,7 @@ def test_what_a_row_does_not_say_is_found_by_passes(model_type, monkeypatch):
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", "bridge"), ("gpt2", "bridge"), ("phi3", "nnsight")])
 def test_a_model_that_its_user_wrapped(model_type, kind, monkeypatch):
     plain = target_of(tiny_model(model_type)[0]).adapter
-    monkeypatch.setattr("sinkscope.opening.parts._PLACES", {})
+    forget(monkeypatch)
     target = target_of(KINDS[kind](*tiny_model(model_type)))
     assert target.kind == kind and target.adapter == plain
 
@@ -56,8 +63,7 @@ def test_layers_of_several_kinds_have_parts_of_their_own():
 
 def test_unknown_names_are_refused_with_an_adapter_row_that_works(monkeypatch):
     """An MLP under another name; with its row, the model is served."""
-    monkeypatch.setattr("sinkscope.opening.parts._PLACES", {})
-    monkeypatch.setattr(adapters, "ADAPTERS", {})
+    forget(monkeypatch)
     model = tiny_model("llama")[0]
     for layer in model.model.layers:
         layer.thinker = layer.mlp
@@ -79,8 +85,7 @@ def _with_thinker(layer, hidden_states, **kwargs):
 
 
 def test_a_row_names_the_places_that_a_part_may_have(monkeypatch):
-    monkeypatch.setattr("sinkscope.opening.parts._PLACES", {})
-    monkeypatch.setattr(adapters, "ADAPTERS", {})
+    forget(monkeypatch)
     adapters.register(Adapter("llama", attn="linear_attn|self_attn"))
     assert prove(target_of(tiny_model("llama")[0])).problem is None
 
