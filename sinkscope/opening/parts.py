@@ -180,14 +180,35 @@ def _base_path(model: Any, stack: str) -> str:
 # -- the object --------------------------------------------------------------------------------------------------------
 
 
-def _own_proof(target: Target, kinds: list[int]) -> Proof:
+def _own_proof(target: Target, numbers: list[int]) -> Proof:
     """Step 3: the proof of the user's own model, without hooks of its user."""
     if target.kind == "hf" and target.resident:
-        with suppress(Exception):
-            twin = _without_hooks(target.hf)
+        with suppress(Exception):  # somebody has put something into a module that cannot be copied
+            twin = _twin(target.hf, [target.layers[number] for number in {*numbers}])
             target = replace(target, model=twin, hf=twin)
     with evaluating(target.hf), apart():
-        return Context().run(prove, target, kinds)  # in which no policy of a block sees attention
+        return Context().run(prove, target, numbers)  # in which no policy of a block sees attention
+
+
+def _twin(model: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
+    """A model, or one with the same weights in modules of its own, which have none of the hooks of its user.
+
+    Weights of these layers that were made in inference mode, and have no gradients, are copied.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    if not any(map(has_hooks, model.modules())) and not any(weight.is_inference() for weight in weights):
+        return model
+    copies: dict[int, Any] = {id(weight): weight for weight in weights}
+    for layer in layers:
+        copies |= {id(weight): weight.clone() for weight in layer.buffers() if weight.is_inference()}
+        for weight in layer.parameters():
+            if weight.is_inference():
+                copies[id(weight)] = nn.Parameter(weight.clone(), False)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):  # another thread may enter or leave a block
+            if "_forward_" in name and "hooks" in name:  # another thread's may be among them, which are not copied
+                copies[id(value)] = type(value)()
+    return copy.deepcopy(model, copies)
 
 
 def _refuse_shared(target: Target) -> None:
@@ -264,19 +285,3 @@ def _functions(module: nn.Module) -> list[Any]:
         if packages.isdisjoint(_WRAPPERS):
             functions.append(value)
     return functions
-
-
-def _without_hooks(model: nn.Module) -> nn.Module:
-    """A model, or one with the same weights in modules of its own, which have none of the hooks of its user.
-
-    Raises:
-        Exception: Somebody has put something into a module that cannot be copied.
-    """
-    if not any(has_hooks(module) for module in model.modules()):
-        return model
-    copies: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    for module in model.modules():
-        for name, value in list(vars(module).items()):  # another thread may enter or leave a block
-            if "_forward_" in name and "hooks" in name:  # another thread's may be among them, which are not copied
-                copies[id(value)] = type(value)()
-    return copy.deepcopy(model, copies)
