@@ -11,30 +11,26 @@ from safetensors.torch import save_file
 
 from sinkscope.opening.load import fits, fits_in_memory
 
-GB = 1 << 30
 
-
-def have(monkeypatch, host: int, device: int) -> None:
+@pytest.mark.parametrize(
+    ("host", "device", "size", "on_cpu", "on_cuda"),
+    [
+        (256, 24, 30, True, False),
+        (256, 24, 12, True, True),
+        (16, 80, 12, False, False),  # weights pass through the host
+        (16, 80, 0, False, False),
+    ],
+)
+def test_a_model_takes_half_of_what_is_free_in_each_place(host, device, size, on_cpu, on_cuda, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device, 2 * device))
+    assert [fits(size, torch.device(place)) for place in ("cpu", "cuda")] == [on_cpu, on_cuda]
 
 
-def test_a_model_larger_than_the_gpu_does_not_fit_beside_much_memory_of_the_host(monkeypatch):
-    have(monkeypatch, 256 * GB, 24 * GB)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert fits(30 * GB, cpu) and not fits(30 * GB, cuda) and fits(12 * GB, cuda)
-    have(monkeypatch, 16 * GB, 80 * GB)
-    assert not fits(12 * GB, cuda), "the weights pass through the host"
-    assert not fits(0, cpu)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_counted_as_they_are_stored_or_as_twice_that_in_float32(dtype, tmp_path, monkeypatch):
+def test_weights_are_counted_as_they_are_stored_or_as_twice_that_in_float32(tmp_path, monkeypatch):
     file = tmp_path / "a.safetensors"
-    save_file({"w": torch.zeros(300, 100, dtype=dtype), "b": torch.zeros(100, dtype=dtype)}, file)
-    size = file.stat().st_size
-    have(monkeypatch, 2 * size, 0)
-    assert fits_in_memory(tmp_path, "cpu") and not fits_in_memory(tmp_path, "cpu", "float32")
-    have(monkeypatch, 2 * size - 2, 0)
-    assert not fits_in_memory(tmp_path, "cpu")
+    save_file({"w": torch.zeros(300, 100), "b": torch.zeros(100)}, file)
+    for free, plain in ((2 * file.stat().st_size, True), (2 * file.stat().st_size - 2, False)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        assert fits_in_memory(tmp_path, "cpu") == plain and not fits_in_memory(tmp_path, "cpu", "float32")
     assert not fits_in_memory("gpt2") and not fits_in_memory(tmp_path / "none")
