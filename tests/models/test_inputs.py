@@ -7,9 +7,9 @@ import torch
 from organisms import tiny_model
 from refusals import refused
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
-from sinkscope.errors import SinkscopeError
 from sinkscope.generation.generate import generate
 from sinkscope.hooks.trace import trace
 from sinkscope.kv import H2O
@@ -21,31 +21,23 @@ SITE = "blocks.2.hook_resid_post"
 TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 
 
-def rows_of(tokenizer) -> list[list[int]]:
-    return [tokenizer(text)["input_ids"] for text in TEXTS]
-
-
 @pytest.mark.parametrize(("model_type", "reduce"), [("llama", "raw"), ("gpt2", "norm")])
 def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
     model, tokenizer = tiny_model(model_type)
-    rows = rows_of(tokenizer)
+    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
     sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
     together = trace(model, rows, sites, reduce, batch_size=2)
     for i, row in enumerate(rows):
-        alone = trace(model, [row], sites, reduce)
-        for site in sites:
-            want = alone[site][0]
-            within = tuple(slice(size) for size in want.shape)  # without what stands there for padding
-            assert_close(together[site][i][within], want, atol=1e-5, rtol=1e-4)
+        for site, want in trace(model, [row], sites, reduce).items():
+            within = (i, *(slice(size) for size in want.shape[1:]))  # without what stands there for padding
+            assert_close(together[site][within], want[0], atol=1e-5, rtol=1e-4)
     assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 
 def test_one_look_up_of_the_tokenizer(tmp_path):
     """Given, on the model, or beside the weights that a live model says it came from: the same for all."""
-    from transformers import AutoModelForCausalLM
-
     model, tokenizer = tiny_model("llama")
-    with pytest.raises(SinkscopeError, match="no tokenizer"):
+    with refused("no tokenizer"):
         trace(model, "the dog", [SITE])
     want = trace(model, "the dog", [SITE], tokenizer=tokenizer)[SITE]
     model.save_pretrained(tmp_path)
@@ -54,7 +46,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
     assert not hasattr(live, "tokenizer")
     assert torch.equal(trace(live, "the dog", [SITE])[SITE], want)
     assert generate(live, "the dog", max_new_tokens=2)[0].prompt_tokens == 3
-    assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt == (1, *rows_of(tokenizer)[1][1:])
+    assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt_tokens == 3
     assert ss.find_sinks(live).model.name == tmp_path.name
     vars(model)["tokenizer"] = tokenizer
     assert tokenizer_of(target_of(model)) is tokenizer
@@ -62,19 +54,21 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
 
 def test_interventions_are_joined(tmp_path):
     model, tokenizer = tiny_model("llama")
-    patch = ss.SinkPatch(sites=[(1, 3)], calibrated={(1, 3): 0.5})
-    settings = {"tokenizer": tokenizer, "max_new_tokens": 6}
+    patch, guard = ss.SinkPatch(sites=[(1, 3)], calibrated={(1, 3): 0.5}), LoopGuard(64, anchors=2)
     patch.save(tmp_path / "patch.json")
-    guard = LoopGuard(64, anchors=2)
-    want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
-    given = {"patch": tmp_path / "patch.json", "policy": "h2o:8", "guard": guard}
-    assert [r.tokens for r in generate(model, TEXTS, **given, **settings)] == [r.tokens for r in want]
-    assert [r.tokens for r in generate(model, TEXTS, **settings)] != [r.tokens for r in want]
-    with pytest.raises(SinkscopeError, match="int is no intervention"):
-        generate(model, TEXTS, interventions=5, **settings)
+
+    def read(**options):
+        return generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=6, **options)
+
+    want = read(interventions=patch | H2O(8) | guard)
+    given = read(patch=tmp_path / "patch.json", policy="h2o:8", guard=guard)
+    plain = read()
+    assert [r.tokens for r in given] == [r.tokens for r in want] != [r.tokens for r in plain]
+    with refused("int is no intervention"):
+        read(interventions=5)
     said = want[0].summary
     assert said.startswith("SinkPatch patched ") and "H2O(8) held at most 9 of " in said and "LoopGuard" in said
-    assert generate(model, TEXTS, **settings)[0].summary == ""
+    assert plain[0].summary == ""
 
 
 def masked(ids, mask) -> dict:
@@ -82,28 +76,33 @@ def masked(ids, mask) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "more", "words"),
+    ("tokens", "words"),
     [
-        (None, {}, ["type NoneType", "list of texts"]),
-        ([[1, 2], []], {}, ["without a token id in a row"]),
-        ([[1, -2]], {}, ["token id -2", "expected 0 to"]),
-        (torch.tensor([[1, 96]]), {}, ["token id 96", "0 to 95"]),
-        ([1.0, 2.0], {}, ["token id 1.0", "expected"]),
-        (torch.ones(1, 2, 3, dtype=torch.long), {}, ["token id [1, 1, 1]"]),
-        (object(), {}, ["type object"]),
-        (["the dog", " "], {}, ["prompt 2 is empty"]),
-        (["the dog", 5], {}, ["token id 'the dog'"]),
-        ([1, 2], {"bos": True}, ["bos=True", "texts"]),
-        (masked([[1, 2], [3]], [[1, 1], [1, 0]]), {}, ["several lengths"]),
-        (masked([[1, 2]], [[1, 1, 1]]), {}, ["(1, 3)", "(1, 2)"]),
-        (masked([[1, 2]], [["x", None]]), {}, ["attention_mask", "expected 1 at real tokens"]),
-        (masked([[1, 2]], [[0, 0]]), {}, ["real token in every row"]),
-        ([[1, 2**63]], {}, ["token id 9223372036854775808"]),
+        (None, ["type NoneType", "list of texts"]),
+        ([[1, 2], []], ["without a token id in a row"]),
+        ([[1, -2]], ["token id -2", "expected 0 to"]),
+        (torch.tensor([[1, 96]]), ["token id 96", "0 to 95"]),
+        ([1.0, 2.0], ["token id 1.0", "expected"]),
+        (torch.ones(1, 2, 3, dtype=torch.long), ["token id [1, 1, 1]"]),
+        (object(), ["type object"]),
+        (["the dog", " "], ["prompt 2 is empty"]),
+        (["the dog", 5], ["token id 'the dog'"]),
+        (masked([[1, 2], [3]], [[1, 1], [1, 0]]), ["several lengths"]),
+        (masked([[1, 2]], [[1, 1, 1]]), ["(1, 3)", "(1, 2)"]),
+        (masked([[1, 2]], [["x", None]]), ["attention_mask", "expected 1 at real tokens"]),
+        (masked([[1, 2]], [[0, 0]]), ["real token in every row"]),
+        ([[1, 2**63]], ["token id 9223372036854775808"]),
     ],
 )
-def test_what_cannot_be_read(tokens, more, words):
+def test_what_cannot_be_read(tokens, words):
     model, tokenizer = tiny_model("llama")
     with refused(words=words):
-        trace(model, tokens, [SITE], tokenizer=tokenizer, **more)
+        trace(model, tokens, [SITE], tokenizer=tokenizer)
     with refused(words=words):
-        generate(model, tokens, tokenizer=tokenizer, **more)
+        generate(model, tokens, tokenizer=tokenizer)
+
+
+def test_bos_is_for_texts():
+    model, tokenizer = tiny_model("llama")
+    with refused(words=["bos=True", "texts"]):
+        trace(model, [1, 2], [SITE], tokenizer=tokenizer, bos=True)
