@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from covering import every_nth
-from hypothesis import given
-from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits
 from organisms import MODEL_TYPES, tiny_model
 from raw_kit import zeroed
@@ -18,8 +16,6 @@ from refusals import refused
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.engine.calls import begin_step
-from sinkscope.engine.rows import put_rows
 from sinkscope.hooks.edit import Ablate, Add, Knockout, SinkPatch
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
@@ -69,44 +65,6 @@ def test_up_edits_the_linear_factor():
         assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
     with Ablate(sites="L1.N3", value=0.5, positions=2).on(model):
         assert (logits(model, IDS) - want).abs().max() > 1e-4
-
-
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    cuts=st.lists(st.integers(1, 4), max_size=4),
-    left=st.booleans(),
-)
-def test_true_positions_of_padded_chunks(lengths, cuts, left):
-    width = max(lengths)
-    real = torch.zeros(len(lengths), width, dtype=torch.bool)
-    want = torch.full((len(lengths), width), -1)
-    for row, n in enumerate(lengths):
-        part = slice(width - n, width) if left else slice(0, n)
-        real[row, part] = True
-        want[row, part] = torch.arange(n)
-    held = FakeCache()
-    got, start = [], 0
-    for size in [*cuts, width]:
-        stop = min(width, start + size)
-        if stop == start:
-            break
-        tokens = torch.full((len(lengths), stop - start), 7)
-        told = {"input_ids": tokens, "attention_mask": real[:, :stop].long()}
-        call = begin_step(0, 0, told, held, told)
-        put_rows(held, 0, call.state)
-        got.append(call.index)
-        held.seen = start = stop
-    assert torch.equal(torch.cat(got, 1), want)
-    # A token without mask comes after all real ones.
-    told = {"input_ids": torch.full((len(lengths), 1), 7)}
-    assert begin_step(0, 1, told, held, told).index.flatten().tolist() == lengths
-
-
-class FakeCache:
-    seen = 0
-
-    def get_seq_length(self) -> int:
-        return self.seen
 
 
 def test_a_run_is_entered_once():

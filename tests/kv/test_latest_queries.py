@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,24 +19,17 @@ from sinkscope.kv.keeper import LATEST_QUERIES
 from sinkscope.sparse.serve import LoopServe
 
 
-@dataclass(frozen=True)
-class Looking(Intervention):
-    """Notes what is known about the cache after each call."""
+@dataclass
+class Looking(Intervention, Actor):
+    """Notes what is known of the rows after each call."""
 
-    states: list[Any] = field(default_factory=list)
+    known: Any = None
 
     def enter(self, run: Run, key: int) -> None:
-        run.act(Note(self.states))
-
-
-@dataclass
-class Note(Actor):
-    """Notes the state of the rows after each call."""
-
-    states: list[Any]
+        run.act(self)
 
     def after(self, step: Step) -> None:
-        self.states.append(step.state)
+        self.known = step.state.known
 
 
 @pytest.mark.parametrize(
@@ -50,11 +43,10 @@ def test_only_the_latest_queries_stay_and_they_are_counted(voter, family):
     looking, cache = Looking(), DynamicCache(config=model.config)
     with (voter | looking).on(model) as run:
         decode(model, ids, mask, 600, cache)
-        queries = looking.states[-1].known[LATEST_QUERIES].by_layer.values()
-        kept = sum(latest.query.nbytes for latest in queries)
-        stored = sum(one.untyped_storage().nbytes() for latest in queries for one in (latest.query,))
-        assert len(queries) == 2 and kept == stored
-        assert all(latest.query.shape[2] <= 64 for latest in queries)
+        queries = [latest.query for latest in looking.known[LATEST_QUERIES].by_layer.values()]
+        kept = sum(query.nbytes for query in queries)
+        assert len(queries) == 2 and kept == sum(query.untyped_storage().nbytes() for query in queries)
+        assert all(query.shape[2] <= 64 for query in queries)
         layers = [part for layer in cache.layers for part in (layer, layer.whole_layer) if part is not None]
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-        assert run.usage[0].decoding_bytes >= held + sum(latest.query.nbytes for latest in queries)
+        assert run.usage[0].decoding_bytes >= held + kept

@@ -8,18 +8,13 @@ import random
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .draws import DIMENSIONS, PLAIN, drawn, smaller, text_of
 from .edits import Draw
-from .families import add_real
-from .known import KNOWN
 from .promises import check
 
 
@@ -46,37 +41,26 @@ def breaks(promise: str, seed: int, draw: Draw) -> bool:
     return (check(draw, seed) or "").partition(":")[0] == promise
 
 
-def walk(seconds: float, seed: int, fixed: dict[str, Any], known: bool = False, families: Sequence[str] = ()) -> int:
-    """Draw for so many seconds and print each kind of failure when it is first met; how many there were.
-
-    `known` prints the known causes as well, in their smallest form; `families` are drawn alone, if there are any.
-    """
+def walk(seconds: float, seed: int, fixed: dict[str, Any]) -> int:
+    """Draw for so many seconds and print each kind of failure when it is first met; how many there were."""
     generator, begin = random.Random(seed), time.monotonic()
     kinds: dict[tuple[str, str], list[str]] = {}
-    expected: Counter[str] = Counter()
     count = 0
     while time.monotonic() - begin < seconds:
-        draw = drawn(generator, {"family": generator.choice(families), **fixed} if families else fixed)
+        draw = drawn(generator, fixed)
         if draw is None:
             sys.exit(f"error: --only {fixed}: no draw has these values together")
         count += 1
         said = check(draw, count)
         if said is None:
             continue
-        cause = next((name for name, one in KNOWN.items() if one.explains(draw, said)), None)
-        if cause is not None:
-            if not expected[cause]:
-                print(f"[{count}, {time.monotonic() - begin:.0f} s] known: {cause}", flush=True)
-            expected[cause] += 1
-            if not known:
-                continue
         small = smaller(draw, partial(breaks, said.partition(":")[0], count))
         kind = kind_of(small, said)
         kinds.setdefault(kind, []).append(small["family"])
         if len(kinds[kind]) == 1:
             shown = check(small, count) or said
             print(f"[{count}, {time.monotonic() - begin:.0f} s] {shown} | {text_of(small)}", flush=True)
-    print(f"{count} draws, {len(kinds)} kinds of failures; known causes: {dict(expected)}")
+    print(f"{count} draws, {len(kinds)} kinds of failures")
     for (text, promise), families in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(families):4} {promise} | {text} | {', '.join(sorted(set(families)))}")
     return len(kinds)
@@ -87,16 +71,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="DIMENSION=VALUE")
-    parser.add_argument("--real", type=Path, metavar="FOLDER", help="draw the real models of this folder alone")
-    parser.add_argument("--known", action="store_true", help="show draws of known causes, too")
     chosen = parser.parse_args()
-    families = [] if chosen.real is None else add_real(chosen.real)
-    if chosen.real is not None and not families:
-        sys.exit(f"error: --real {chosen.real}: no model there: python -m experiments.real.models fetches them")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    sys.exit(walk(chosen.seconds, chosen.seed, fixed_by(chosen.only), chosen.known, families) > 0)
+    sys.exit(walk(chosen.seconds, chosen.seed, fixed_by(chosen.only)) > 0)
 
 
 if __name__ == "__main__":

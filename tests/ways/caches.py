@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import threading
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers as tf
 from torch import Tensor
 
-from .calls import SILENT, Use
+from .calls import Use
 from .families import FAMILIES
 
 
@@ -78,18 +77,6 @@ def reordered(use: Use) -> Tensor:
     return torch.cat(found, 1)
 
 
-def selected(use: Use) -> Tensor:
-    """After a token only the last row goes on."""
-    cache, last = use.cache(), torch.tensor([len(use.ids) - 1], device=use.ids.device)
-    with use.inside():
-        found = [use.run(0, use.prompt, cache), use.run(use.prompt, use.prompt + 1, cache)]
-        cache.batch_select_indices(last)
-        for start in range(use.prompt + 1, use.length):
-            rest = use.run(start, start + 1, cache, last)
-            found.append(torch.cat([torch.full_like(found[1][:-1], SILENT), rest]))
-    return torch.cat(found, 1)
-
-
 def repeated(use: Use) -> Tensor:
     """Each row goes on as two, which say the same."""
     cache, order = use.cache(), torch.arange(len(use.ids), device=use.ids.device).repeat_interleave(2)
@@ -126,28 +113,6 @@ def pickled(use: Use) -> Tensor:
         for start in range(use.prompt, use.length):
             found.append(use.run(start, start + 1, cache))
     return torch.cat(found, 1)
-
-
-def in_a_thread(use: Use) -> Tensor:
-    """Another thread does it, as for streaming."""
-    found: list[Any] = []
-    other = copy.copy(use)
-    other.inside = nullcontext
-
-    def work() -> None:
-        try:
-            with torch.no_grad():
-                found.append(steps(other))
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    with use.inside():
-        thread.start()
-        thread.join()
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
 
 
 def static(use: Use) -> Tensor:
@@ -201,18 +166,6 @@ def begun_before(use: Use) -> Tensor:
         with use.inside():
             waiting.go_on()
             return waiting.given()
-    finally:
-        waiting.go_on()
-
-
-def begun_inside(use: Use) -> Tensor:
-    """A call that begins inside the block still runs when the block is left."""
-    waiting = Waiting(use)
-    try:
-        with use.inside():
-            waiting.begin()
-            waiting.go_on(after=0.05)
-        return waiting.given()
     finally:
         waiting.go_on()
 

@@ -12,11 +12,9 @@ from transformers import DynamicCache
 
 from .edits import Draw
 from .families import FAMILIES
-from .masks import MASKS, SECOND, Layout
+from .masks import SECOND, Layout
 
 NEW = 6
-SILENT = -12345.0
-"""Stands where a way says nothing."""
 Inside = Callable[[], AbstractContextManager[Any]]
 
 
@@ -66,37 +64,32 @@ class Use:
         more = self.layout.told(start, stop, order)
         if cache is not None:
             more["past_key_values"] = cache
-        whole: Tensor | None = self.layout.mask(start, stop, order)
-        if MASKS[self.draw["mask"]].bare:
-            more |= {} if cache is not None else {"use_cache": False}
-        elif whole is None:
-            whole = mask
-        return CALLS[self.draw["call"]].make(self, ids, whole, more)
+        return CALLS[self.draw["call"]].make(self, ids, mask, more)
 
 
-def _keyword(use: Use, ids: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+def _keyword(use: Use, ids: Tensor, mask: Tensor, more: dict[str, Any]) -> Tensor:
     return use.call(input_ids=ids, attention_mask=mask, **more).logits
 
 
-def _positional(use: Use, ids: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+def _positional(use: Use, ids: Tensor, mask: Tensor, more: dict[str, Any]) -> Tensor:
     if more or not FAMILIES[use.draw["family"]].mask_second:
         return use.call(ids, attention_mask=mask, **more).logits
     return use.call(ids, mask).logits
 
 
-def _no_mask(use: Use, ids: Tensor, _mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+def _no_mask(use: Use, ids: Tensor, _mask: Tensor, more: dict[str, Any]) -> Tensor:
     return use.call(input_ids=ids, **more).logits
 
 
-def _tuple(use: Use, ids: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+def _tuple(use: Use, ids: Tensor, mask: Tensor, more: dict[str, Any]) -> Tensor:
     return use.call(input_ids=ids, attention_mask=mask, return_dict=False, **more)[0]
 
 
-def _embeds(use: Use, ids: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+def _embeds(use: Use, ids: Tensor, mask: Tensor, more: dict[str, Any]) -> Tensor:
     return use.call(inputs_embeds=use.model.get_input_embeddings()(ids), attention_mask=mask, **more).logits
 
 
-def _everything(use: Use, ids: Tensor, mask: Tensor | None, more: dict[str, Any]) -> Tensor:
+def _everything(use: Use, ids: Tensor, mask: Tensor, more: dict[str, Any]) -> Tensor:
     """Attention and states are asked for as well."""
     return use.call(
         input_ids=ids, attention_mask=mask, output_attentions=True, output_hidden_states=True, **more
@@ -107,7 +100,7 @@ def _everything(use: Use, ids: Tensor, mask: Tensor | None, more: dict[str, Any]
 class Call:
     """In which words a call is made."""
 
-    make: Callable[[Use, Tensor, Tensor | None, dict[str, Any]], Tensor]
+    make: Callable[[Use, Tensor, Tensor, dict[str, Any]], Tensor]
     fits: Callable[[Draw], bool] = lambda draw: True
 
 

@@ -16,7 +16,7 @@ from .knockouts import knockouts
 from .layers import LAYERED
 from .masks import MASKS, POSITIONS
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
-from .texts import ASSISTED, OPTIONS, ROW_ALONE, SAMPLES
+from .texts import ASSISTED, OPTIONS, ROW_ALONE
 from .ways import TEXTS, WAYS
 
 EDITS.update(knockouts())
@@ -82,11 +82,9 @@ def _meet(draw: Draw) -> bool:
         return False
     if draw["options"] != "greedy" and draw["cache"] != "generate":
         return False
-    if draw["options"] == "decay" and draw["ends"] in ("none", "pad is 0"):  # it raises the logit of the end
-        return False
     if draw["options"] in ASSISTED and draw["wrapper"] == "offloaded":  # plain models cannot do it
         return False
-    if draw["dtype"] != "float32" and (draw["cache"] not in ("none", "generate") or draw["options"] in SAMPLES):
+    if draw["dtype"] != "float32" and (draw["cache"] not in ("none", "generate") or draw["options"] == "drawn"):
         return False
     if edit.acts != (draw["cache"] == "looping") or edit.steers != (draw["cache"] in ("steered", "ss.generate")):
         return edit.acts == (draw["cache"] == "looping") and not edit.steers and draw["cache"] != "steered"
@@ -106,13 +104,13 @@ def _has_row_alone(draw: Draw) -> bool:
         return False  # rows end at different times
     if counts_padding(draw) and EDITS[draw["edit"]].budget and family.absolute:
         return False  # policies count real tokens
-    return draw["dtype"] == "float32" and draw["attention"] != "replaced" and draw["mode"] != "autocast"
+    return draw["dtype"] == "float32" and draw["mode"] != "autocast"
 
 
 def counts_padding(draw: Draw) -> bool:
     """Whether a model that is not told positions counts the padding in front of a row, too."""
     takes = FAMILIES[draw["family"]].positions and draw["positions"] == "counted"
-    padded = draw["padding"] == "left" or draw["mask"] in ("hole", "later turn", "block")
+    padded = draw["padding"] == "left" or draw["mask"] in ("hole", "later turn")
     return padded and takes and not WAYS[draw["cache"]].tokens
 
 
@@ -154,34 +152,18 @@ def pairs_of(draw: Draw, names: Iterable[str]) -> set[tuple[str, Any, str, Any]]
 
 RARE = {
     "mode": ("inference", "autocast", "training"),
-    "wrapper": ("compiled", "compiled module", "lora", "offloaded", "dispatched", "recast"),
+    "wrapper": ("compiled", "lora", "offloaded"),
     "call": ("embeds", "everything"),
     "length": (300, 600),
     "other": tuple(OTHERS)[1:],
-    "cache": ("copied from", "repeated", "conversation kept", "pickled", "in a thread", "turns", "prefix"),
-    "options": (
-        "nucleus",
-        "bad words",
-        "stop text",
-        "returned",
-        "penalty",
-        "min",
-        "suppress",
-        "no eos",
-        "dry",
-        "assistant",
-        "static",
-        "encoder grams",
-        "max time",
-    ),
+    "cache": ("copied from", "repeated", "conversation kept", "pickled", "turns", "prefix"),
+    "options": ("dry", "assistant", "static"),
     "edit": (
-        *"guard h2o snapkv streaming tova loopserve zero;full add;zero".split(),
-        *("loopserve 0", "add embed", "trace most"),
-        *("pattern most", "streaming 12", "h2o 12", "tova 12", "adakv 12", "pyramid 12", "progressive 12"),
+        *("guard", "h2o", "snapkv", "loopserve", "zero;full", "add;zero", "loopserve 0", "add embed"),
+        *("streaming 12", "h2o 12", "tova 12", "adakv 12", "pyramid 12", "progressive 12"),
         *("guard steers", "value", "zero first", "add at", "zero|streaming 12", "patch;snapkv 12"),
         *("half snapkv", "a shape", "a shape 12", "minference", "minference 12", "patch up"),
-        *("patch calibrated", "trace zero"),
-        *("trace post", "trace z", "trace logits", "trace norm"),
+        *("patch calibrated", "trace zero", "trace post", "trace z", "trace logits"),
     ),
 }
 """Values that take long or are like others: the suite meets each of them once, and `-m slow` in many draws."""

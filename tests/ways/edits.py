@@ -35,9 +35,8 @@ class Edit:
         by_hand: Changes a copy of the model in the same way, by plain means.
         alone: Right is the same intervention on each row by itself, called in the plainest way: it has a memory.
         budget: Whether it evicts, so that every call after the prompt depends on how the prompt was cut.
-        events: Whether an event is logged where logits change.
+        events: Whether something is counted where logits change.
         site: What a trace reads; None: the edit is none.
-        reduce: How a trace reduces it, and the same by plain means.
         steers: Whether it changes what is written after an alarm.
         acts: Whether it cuts the cache of each row by itself, which is replayed under masks.
         knocked: What a knockout hides, by plain means.
@@ -50,8 +49,6 @@ class Edit:
     budget: bool = False
     events: bool = False
     site: str | None = None
-    reduce: Any = "raw"
-    reduced: Callable[[Tensor], Tensor] = lambda tensor: tensor
     acts: bool = False
     steers: bool = False
     knocked: Any = None
@@ -105,11 +102,6 @@ def zero_expert(model: nn.Module, family: Family) -> None:
 
 def has_experts(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].experts is not None and draw["wrapper"] != "lora"
-
-
-def most(tensor: Tensor) -> Tensor:
-    """The largest over the second dimension: positions, or heads of attention."""
-    return tensor.amax(1)
 
 
 def add_before(model: nn.Module, family: Family) -> None:
@@ -179,7 +171,6 @@ def _has_rows(draw: Draw) -> bool:
 
 # Falcon forgets that it is causal where its attention is switched to eager, which plain means need here.
 ROWS = {"site": PATTERN, "fits": lambda draw: draw["family"] != "falcon"}
-WHOLE = {"fits": lambda draw: draw["padding"] == "none"}
 ZERO = {"by_hand": zero_neurons, "fits": has_mlp, "events": True}
 SOON = MonitorSettings(cooldown=8, tail_shortest=6, tail_beyond=0, tail_repeats=3)
 """Settings of a monitor that sees a repetition early."""
@@ -204,8 +195,6 @@ EDITS = {
     "guard": Edit(lambda: [ss.LoopGuard(budget=BIG)]),
     "h2o": Edit(lambda: [kv.H2O(budget=BIG)]),
     "snapkv": Edit(lambda: [kv.SnapKV(budget=BIG)]),
-    "streaming": Edit(lambda: [kv.StreamingLLM(budget=BIG)]),
-    "tova": Edit(lambda: [kv.TOVA(budget=BIG)]),
     "loopserve": Edit(lambda: [ss.LoopServe(alpha=1.0, budget=BIG)]),
     "rows": Edit(lambda: [kv.Observe(RowsSeen())], site=ROWS_SEEN, fits=_has_rows),
     "observe": Edit(lambda: [kv.Observe(lambda rows: None)]),
@@ -215,10 +204,7 @@ EDITS = {
     "trace post": Edit(_nothing, site=POST, fits=has_mlp),
     "trace z": Edit(_nothing, site=Z),
     "trace logits": Edit(_nothing, site="logits"),
-    "trace norm": Edit(_nothing, site=RESID, reduce="norm", reduced=lambda tensor: tensor.norm(dim=-1)),
-    "trace most": Edit(_nothing, site=RESID, reduce=most, reduced=most, **WHOLE),
     "pattern": Edit(_nothing, **ROWS),
-    "pattern most": Edit(_nothing, **ROWS, reduce=most, reduced=most),
     "zero": Edit(lambda: [_zero()], **ZERO),
     "value": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value=0.5)], set_neurons, fits=has_mlp, events=True),
     "zero first": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, positions="first")], alone=True, fits=has_mlp),

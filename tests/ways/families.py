@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,7 +60,6 @@ class Family:
         shares_keys: Whether layers read the keys of earlier ones.
         masked: Whether transformers makes its mask by the functions that read positions as documents.
         experts: Path of the experts in a layer, if it has any.
-        loaded: Loads a real model, which no configuration makes; it is read at short lengths, and no vector is added.
     """
 
     config: Callable[[], Any]
@@ -76,20 +74,11 @@ class Family:
     shares_keys: bool = False
     masked: bool = True
     experts: str | None = None
-    loaded: Callable[[], nn.Module] | None = None
-
-    def fits(self, draw: Any) -> bool:
-        """Whether a draw has what a real model takes: its logits fit into memory, and sizes are its own."""
-        sizes_of_its_own = draw["other"] in ("nothing", "plain thread") and "nnsight" != draw["wrapper"]
-        takes = sizes_of_its_own and draw["length"] <= 20 and draw["edit"] not in _SIZED and draw["wrapper"] != "recast"
-        return self.loaded is None or takes
 
     def block(self, model: nn.Module, number: int) -> nn.Module:
         return model.get_submodule(self.layer.format(number))
 
 
-_SIZED = ("add", "add embed", "add;zero", "add at", "trace z")
-"""Edits that are as wide or as deep as a small model."""
 _H = "transformer.h.{}"
 FAMILIES = {
     "llama": Family(lambda: tf.LlamaConfig(**_LLAMA)),
@@ -176,25 +165,6 @@ FAMILIES = {
         dispatches=False,
         positions=False,
     ),
-    "gpt_neo": Family(
-        lambda: tf.GPTNeoConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            num_layers=LAYERS,
-            num_heads=4,
-            attention_types=[[["global"], LAYERS]],
-            intermediate_size=96,
-            initializer_range=0.2,
-            max_position_embeddings=2048,
-            **_ENDS,
-        ),
-        _H,
-        "mlp.c_proj",
-        "attn.attention.out_proj",
-        mask_second=False,
-        dispatches=False,
-        absolute=True,
-    ),
     "mixtral": Family(
         lambda: tf.MixtralConfig(**_LLAMA, **_EXPERTS, sliding_window=None), down=None, experts="mlp.experts"
     ),
@@ -230,23 +200,6 @@ FAMILIES = {
         window=24,
         shares_keys=True,
     ),
-    "mpt": Family(
-        lambda: tf.MptConfig(
-            vocab_size=VOCAB,
-            d_model=HIDDEN,
-            n_layers=LAYERS,
-            n_heads=4,
-            max_seq_len=2048,
-            initializer_range=0.2,
-            **_ENDS,
-        ),
-        "transformer.blocks.{}",
-        "ffn.down_proj",
-        "attn.out_proj",
-        mask_second=False,
-        positions=False,
-        dispatches=False,
-    ),
     "gpt_bigcode": Family(
         lambda: tf.GPTBigCodeConfig(**_GPT2), _H, "mlp.c_proj", "attn.c_proj", mask_second=False, absolute=True
     ),
@@ -259,23 +212,13 @@ FAMILIES = {
         dispatches=False,
         absolute=True,
     ),
-    "gptj": Family(
-        lambda: tf.GPTJConfig(**_GPT2, rotary_dim=8),
-        _H,
-        "mlp.fc_out",
-        "attn.out_proj",
-        mask_second=False,
-        dispatches=False,
-        absolute=True,
-    ),
 }
 
 
 IMAGE = ("gemma3 image",)
 """Families that read images."""
-INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
+INSIDE = ("falcon", "bloom", "codegen")
 """Families that compute attention inside their modules."""
-_REAL_WINDOWS = {"smollm2": None, "gemma3": 512}
 ENDS: dict[str, tuple[int | None, int | None]] = {
     "usual": (EOS, PAD),
     "none": (None, PAD),
@@ -285,23 +228,8 @@ ENDS: dict[str, tuple[int | None, int | None]] = {
 """The ids of end and padding."""
 
 
-def add_real(folder: Path) -> list[str]:
-    """Add the models of `experiments.real.models` that are in a folder; their names as families."""
-    from experiments.real.models import MODELS, loaded
-
-    names: list[str] = []
-    for name, like in (("smollm2", "llama"), ("gemma3", "gemma3")):
-        path = folder / MODELS[name].file
-        if path.exists():
-            FAMILIES[f"{name} real"] = replace(FAMILIES[like], loaded=partial(loaded, path), window=_REAL_WINDOWS[name])
-            names.append(f"{name} real")
-    return names
-
-
 @cache
 def _made(name: str, dtype: str) -> Original:
-    if FAMILIES[name].loaded is not None:
-        return Original(FAMILIES[name].loaded().requires_grad_(False).to(getattr(torch, dtype)))
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(FAMILIES[name].config()).eval()
     with torch.no_grad():

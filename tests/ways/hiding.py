@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from .families import HEADS, LAYERS, Family
-from .masks import additive, counted
+from .masks import counted
 
 Hidden = Callable[[int], Tensor]
 """Gives what a layer hides `[row head query key]` (or one head for all), over the columns of the whole text."""
+
+
+def additive(sees: Tensor) -> Tensor:
+    """The mask that is added to scores."""
+    return torch.zeros(sees.shape, device=sees.device).masked_fill(~sees, torch.finfo(torch.float32).min)
 
 
 def hide(model: nn.Module, family: Family, hidden: Hidden) -> None:
@@ -25,7 +30,7 @@ def hide(model: nn.Module, family: Family, hidden: Hidden) -> None:
         def cover(_module: nn.Module, args: Any, kwargs: Any, layer: int = layer) -> Any:
             mask = kwargs["attention_mask"]
             if not mask.is_floating_point():
-                mask = additive(mask, torch.float32)
+                mask = additive(mask)
             queries, keys = mask.shape[-2:]
             more = hidden(layer)[:, :, keys - queries : keys, :keys]
             return args, {**kwargs, "attention_mask": mask.masked_fill(more, torch.finfo(mask.dtype).min)}

@@ -1,46 +1,17 @@
-"""Causes that are known and not mended yet: draws that they reach are expected to fail, and nothing else may.
-
-A cause leaves this table when it is mended: an expected failure that passes is an error.
-"""
+"""What is refused by right, and the smallest draws of causes that were mended."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .draws import draw_of
 from .edits import EDITS, ROWS_SEEN, Draw
 from .families import INSIDE
 from .layers import LAYERED
-from .masks import MASKS, reads_documents
 from .texts import ASSISTED
 
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause of failures.
-
-    Attributes:
-        smallest: The smallest draw that it reaches.
-        reaches: Whether it reaches a draw.
-        says: What the failure says, as a pattern.
-        passes: Draws that it reaches and may leave right all the same; the smallest one fails always.
-        race: Whether it depends on when threads meet, so that even the smallest draw may pass.
-    """
-
-    smallest: Mapping[str, Any]
-    reaches: Callable[[Draw], bool]
-    says: str
-    passes: Callable[[Draw], bool] = lambda draw: False
-    race: bool = False
-
-    def explains(self, draw: Draw, said: str) -> bool:
-        return self.reaches(draw) and re.match(self.says, said) is not None
-
-
-MOVES = ("reordered", "selected", "repeated")
+MOVES = ("reordered", "repeated")
 SHAPES = ("a shape", "minference")
 MEMORIES = ("patch", "patch up")
 READS = tuple(name for name, edit in EDITS.items() if edit.site not in (None, ROWS_SEEN))
@@ -82,30 +53,15 @@ class Refusal:
     always: bool = False
 
 
-WHOLE = tuple(name for name, mask in MASKS.items() if mask.sees is not None)
-"""Masks of queries and keys."""
-
-
-def _changes(draw: Draw) -> bool:
-    """Whether something acts that changes what the model does, and does not only read."""
-    return draw["edit"] not in ("observe", "rows") and (draw["edit"] == "trace zero" or draw["edit"] not in READS)
-
-
-def _changes_several_texts(draw: Draw) -> bool:
-    """Whether something acts on rows in which several texts may stand."""
-    calls_inside = draw["cache"] != "begun before"
-    return _changes(draw) and calls_inside and (draw["mask"] in WHOLE or reads_documents(draw))
-
-
 REFUSED = [
     Refusal(lambda draw: draw["family"] in INSIDE, "computes attention inside its modules"),
     Refusal(
-        lambda draw: draw["family"] in ("gpt_neo", "codegen", "gptj") and draw["edit"] == "head",
+        lambda draw: draw["family"] == "codegen" and draw["edit"] == "head",
         "has no part 'o'",
     ),
     Refusal(lambda draw: draw["cache"] in MOVES and _owns_cache(draw), "rows of the cache changed places"),
     Refusal(
-        lambda draw: (draw["options"] in ("beams", "returned") or draw["cache"] == "beam scores") and _owns_cache(draw),
+        lambda draw: (draw["options"] == "beams" or draw["cache"] == "beam scores") and _owns_cache(draw),
         "rows of the cache changed places",
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and _owns_cache(draw), "use_cache=False"),
@@ -120,17 +76,8 @@ REFUSED = [
     Refusal(lambda draw: draw["family"] == "gemma4", "whose positions are not known"),
     Refusal(lambda draw: draw["family"] == "gemma4" and _attends(draw), "attend to the keys of earlier layers"),
     Refusal(
-        lambda draw: draw["attention"] in ("own", "replaced") and _reads_attention(draw),
+        lambda draw: draw["attention"] == "own" and _reads_attention(draw),
         "attention is a function of your own",
-        always=True,
-    ),
-    Refusal(_changes_several_texts, "several texts may stand in a row", always=True),
-    Refusal(
-        lambda draw: draw["positions"] in ("packed", "jumps") and _changes(draw), "several texts may stand in a row"
-    ),
-    Refusal(
-        lambda draw: draw["cache"] in ("in a thread", "begun inside"),
-        "one thread steers a model at a time",
         always=True,
     ),
     Refusal(
@@ -138,13 +85,19 @@ REFUSED = [
         "tokens were read before this run was entered",
         always=True,
     ),
+    Refusal(
+        lambda draw: (
+            draw["mask"] == "image" and draw["edit"] in (*SHAPES, "a shape 12", "minference 12", "loopserve 12")
+        ),
+        "reads prompts under causal masks",
+    ),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "is padded on the right"),
     *[
         Refusal(lambda draw, name=name: draw["layers"] == name, one.refused)
         for name, one in LAYERED.items()
         if one.refused
     ],
-    Refusal(lambda draw: draw["layers"] == "silent" and draw["edit"] == "knock in heads", "has no softmax attention"),
+    Refusal(lambda draw: draw["layers"] == "passing" and draw["edit"] == "knock in heads", "has no softmax attention"),
     Refusal(lambda draw: LAYERED[draw["layers"]].always(draw), "", always=True),
 ]
 """A refusal that stands here is no failure; any other one is."""
@@ -160,9 +113,6 @@ def may_be_refused(draw: Draw, line: str | None = None) -> bool:
     return any(one.reaches(draw) and (line is None or one.says in line) for one in REFUSED)
 
 
-KNOWN: dict[str, Cause] = {}
-
-
 MENDED = {
     "tokens that may be taken back are read as a prompt": draw_of(
         cache="generate", edit="a shape 12", options="lookup"
@@ -170,27 +120,26 @@ MENDED = {
     "the whole text is read as a prompt at every token": draw_of(
         cache="generate", edit="a shape 12", options="no cache"
     ),
-    "rows are rebuilt from causal, padding and window": draw_of(mask="tree", edit="rows"),
     "the last columns are read as the last queries": draw_of(
         mask="later turn", cache="turns", rows=2, edit="snapkv 12"
     ),
+    "attention of padding among tokens counts": draw_of(mask="hole", cache="steps", rows=3, edit="h2o 12"),
     "padding among tokens parts neighbours in a pooling": draw_of(mask="hole", cache="generate", edit="snapkv 12"),
     "a cache of a model of several parts that was saved is read as new": draw_of(
         family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"
+    ),
+    "rows of a long prompt are shown in parts": draw_of(edit="rows", length=300),
+    "a mask is made before tokens come back": draw_of(family="gemma3 image", cache="turns", edit="loopserve 12"),
+    "a mask is made before tokens leave": draw_of(
+        family="gemma3 image", cache="steps", rows=2, padding="left", edit="streaming 12"
     ),
     "memory of rows that change places": draw_of(cache="reordered", edit="patch", rows=2),
     "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),
     "memory of rows that are repeated": draw_of(cache="repeated", edit="patch"),
     "padding of rows that change places": draw_of(cache="reordered", edit="observe", rows=2, padding="left"),
-    "reduced rows of attention join along a wrong dimension": draw_of(edit="pattern most", length=300),
     "a trace counts the padding": draw_of(edit="trace", family="gpt2", padding="left", rows=2),
     "a vector at the embedding is multiplied": draw_of(edit="add embed", family="granite"),
     "a vector at the embedding is normalised": draw_of(edit="add embed", family="bloom"),
     "a list of interventions is refused": draw_of(cache="ss.generate", edit="zero;full"),
 }
-"""The smallest draws of causes that were mended, but for those that the cover of all pairs holds: they pass."""
-
-
-def causes_of(draw: Draw) -> dict[str, Cause]:
-    """The known causes that reach a draw."""
-    return {name: cause for name, cause in KNOWN.items() if cause.reaches(draw)}
+"""The smallest draws that meet a cause, mended or planted, which the cover of all pairs may miss: they pass."""

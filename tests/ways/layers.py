@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 from .edits import ROWS_SEEN, Draw
 from .families import HIDDEN
@@ -22,13 +22,6 @@ class _Passes(nn.Module):
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden_states
-
-
-class _Silent(nn.Module):
-    """Attention that writes nothing."""
-
-    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
-        return torch.zeros_like(hidden_states), None
 
 
 class _Longer(nn.Module):
@@ -47,16 +40,8 @@ def _moved(model: Any) -> None:
     layers[1], layers[2] = layers[2], layers[1]
 
 
-def _shared(model: Any) -> None:
-    model.model.layers[2] = model.model.layers[1]
-
-
 def _passing(model: Any) -> None:
     model.model.layers[2] = _Passes()
-
-
-def _silent(model: Any) -> None:
-    model.model.layers[2].self_attn = _Silent()
 
 
 def _replaced(model: Any) -> None:
@@ -73,11 +58,6 @@ def _parametrized(model: Any) -> None:
         parametrize.register_parametrization(layer.self_attn.v_proj, "weight", _Longer())
 
 
-def _pruned(model: Any) -> None:
-    for layer in model.model.layers:
-        prune.l1_unstructured(layer.mlp.gate_proj, "weight", amount=0.5)
-
-
 @dataclass(frozen=True)
 class Layered:
     """What was done to the layers.
@@ -86,19 +66,15 @@ class Layered:
         change: Does it.
         refused: What a refusal says; empty: it is served always.
         always: Draws that have to be refused.
-        caches: The only ways in which plain transformers is right; empty: all.
     """
 
     change: Callable[[Any], None] = _usual
     refused: str = ""
     always: Callable[[Draw], bool] = lambda draw: False
-    caches: Sequence[str] = ()
 
     def fits(self, draw: Draw) -> bool:
         if self.change is _usual:
             return True
-        if self.caches and draw["cache"] not in self.caches:
-            return False
         if draw["wrapper"] != "bare" or draw["other"] != "nothing" or draw["mode"] not in ("usual", "inference"):
             return False
         of_all = draw["cache"] != "pickled"
@@ -108,11 +84,7 @@ class Layered:
 LAYERED = {
     "usual": Layered(),
     "moved": Layered(_moved, "calls itself layer", lambda draw: draw["edit"] in ("h2o", ROWS_SEEN)),
-    # A cache would mix the two places.
-    "shared": Layered(_shared, "has one module in layers 1 and 2", lambda draw: True, caches=("none", "generate")),
     "passing": Layered(_passing, "has no attention, and its configuration counts it"),
-    "silent": Layered(_silent, "has no attention, and its configuration counts it"),
     "replaced": Layered(_replaced),
     "parametrized": Layered(_parametrized),
-    "pruned": Layered(_pruned),
 }

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 import sinkscope as ss
 
-from .calls import NEW, SILENT, Use
+from .calls import NEW, Use
 from .draws import counts_padding
 from .edits import EDITS, LAYER, PATTERN, RESID, ROWS_SEEN, Draw, Z, rows_by_hand
 from .families import FAMILIES, model_of
 from .hiding import hide
 from .known import may_be_refused, must_be_refused
 from .layers import LAYERED
-from .masks import MASKS, SECOND, Layout, additive, counted, layout_of
+from .masks import SECOND, Layout, counted, layout_of
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import AS_GREEDY, ASSISTED, BY_TOKENS
 from .ways import WAYS, inputs
@@ -36,7 +36,7 @@ TOLERATED = {"float64": 1e-5, "float32": 2e-3, "bfloat16": 0.4, "float16": 0.04}
 0.011, of interventions that read the attention, and so compute it in another way."""
 EXACT = (
     *("full", "guard", "snapkv", "streaming", "loopserve", "loopserve 0", "zero", "zero|guard", "zero;full", "value"),
-    *("head", "add", "add embed", "add;zero", "trace", "trace zero", "trace most"),
+    *("head", "add", "add embed", "add;zero", "trace", "trace zero"),
 )
 """Interventions under which a CPU computes what it computes by hand, so that not even half precision differs. What is
 forgotten there may change less than rounding does."""
@@ -67,8 +67,6 @@ def _is_a_tie(draw: Draw, said: str, seed: int) -> bool:
     if FAMILIES[draw["family"]].experts is not None:  # which do not run in float64, and are chosen by ranks
         whole = {**draw, "dtype": "float32", "mode": "usual"}
         return _precision(draw) != "float32" and said.startswith("right: o") and _broken(whole, seed) is None
-    if draw["wrapper"] == "recast":  # it goes back to float32
-        quiet["wrapper"] = "bare"
     if not EDITS[draw["edit"]].alone or draw["dtype"] != "float32" or not said.startswith("right: o"):
         return False
     if draw["other"] != "nothing" and _broken(quiet, seed) != said:
@@ -102,7 +100,8 @@ def repeatable(device: str) -> Iterator[None]:
 
 def _broken(draw: Draw, seed: int) -> str | None:
     mode = MODES[draw["mode"]].around(torch.device(draw["device"]))
-    with ATTENTIONS[draw["attention"]].registered(), torch.no_grad(), repeatable(draw["device"]), mode:
+    ATTENTIONS[draw["attention"]].register()
+    with torch.no_grad(), repeatable(draw["device"]), mode:
         ids, mask = inputs(draw, seed)
         try:
             model = _model(draw)
@@ -167,13 +166,11 @@ def _by_hand(draw: Draw, ids: Tensor, mask: Tensor) -> Tensor:
         hide(hand, family, edit.knocked.of(mask, NEW))
     if edit.site == ROWS_SEEN:
         seen = rows_by_hand(hand, family)
-        if MASKS[draw["mask"]].sees is not None and not use.layout.whole.is_floating_point():  # which eager adds
-            use.layout.whole = additive(use.layout.whole, torch.float32)
         WAYS[draw["cache"]].run(use)
         return seen.joined(use.length)
     if edit.site is not None:
         with enter():
-            return edit.reduced(_read(hand, family, edit.site, ids, mask))
+            return _read(hand, family, edit.site, ids, mask)
     return WAYS[draw["cache"]].run(use)
 
 
@@ -209,7 +206,9 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     other positions change logits by 1e-4.
     """
     way = WAYS[WAYS[draw["cache"]].alone]
-    plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword", "mask": _alone_mask(draw)}
+    plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword"}
+    if draw["mask"] in ("hole", "later turn"):  # padding is gone
+        plainer["mask"] = "usual"
     if draw["options"] in AS_GREEDY:
         plainer["options"] = "greedy"
     layout, found = _layout(draw, model, ids, mask), list[Tensor]()
@@ -230,11 +229,6 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
             said = wide
         found.append(said)
     return torch.cat(found)
-
-
-def _alone_mask(draw: Draw) -> str:
-    """How a row that stands alone says who sees whom: padding is gone."""
-    return "usual" if draw["mask"] in ("hole", "later turn") else draw["mask"]
 
 
 def _some(draw: Draw, layout: Layout, row: int, chosen: Tensor) -> Layout:
@@ -282,7 +276,7 @@ def _used(
                 got = edits[0].fn.joined(use.length)
         else:
             with enter():
-                got = ss.trace(wrapped, ids, edit.site, attention_mask=mask, reduce=edit.reduce)[edit.site]
+                got = ss.trace(wrapped, ids, edit.site, attention_mask=mask)[edit.site]
     return got, runs, wrong
 
 
@@ -304,7 +298,7 @@ def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None
     if not got.is_floating_point():
         return None if torch.equal(got, right) else "right: other tokens"
     got, right = got.float(), right.float()
-    counts = ~right.isnan() & (got != SILENT)
+    counts = ~right.isnan()
     precision = _precision(draw)
     writes = WAYS[draw["cache"]].tokens and EDITS[draw["edit"]].site in (None, ROWS_SEEN)  # a trace reads one call
     if precision != "float32" and writes:  # a draw of two equal logits: the texts part there
@@ -348,8 +342,6 @@ def _unseen(draw: Draw, runs: list[Any], plain: Tensor, got: Tensor) -> str | No
     """Whether nothing was counted although logits changed."""
     if EDITS[draw["edit"]].acts:
         return None if any(run.events for run in runs) else "seen: no event although the guard had to act"
-    if FAMILIES[draw["family"]].loaded is not None:  # its neurons are seldom as active as at the first token
-        return None
     if not EDITS[draw["edit"]].events or draw["hooks"] != "none" or got.shape != plain.shape or torch.equal(got, plain):
         return None
     return None if any(run.counts.total() for run in runs) else "seen: nothing was counted where logits changed"

@@ -33,10 +33,6 @@ def _own(*args: Any, **kwargs: Any) -> Any:
     return sdpa_attention_forward(*args, **kwargs)
 
 
-def _flipped(*args: Any, **kwargs: Any) -> Any:
-    return sdpa_attention_forward(*args, **kwargs)[0].flip(-1), None
-
-
 def _dispatches(draw: Draw) -> bool:
     """Whether a family looks its attention function up."""
     return FAMILIES[draw["family"]].dispatches
@@ -53,38 +49,25 @@ class Attention:
         name: Its name in the configuration; None: what the model takes by itself.
         function: What the user registers under this name.
         mask: The function of its masks.
-        instead: What the user puts in the place of the model's own.
         fits: Draws to which it belongs.
     """
 
     name: str | None = None
     function: Callable[..., Any] | None = None
     mask: Callable[..., Any] | None = None
-    instead: Callable[..., Any] | None = None
     fits: Callable[[Draw], bool] = _dispatches
 
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        """Nothing is in another's place any more behind a check."""
+    def register(self) -> None:
+        """Tell transformers of it."""
         if self.function is not None:
             tf.AttentionInterface.register(self.name, self.function)
-        if self.mask is not None:
             tf.AttentionMaskInterface.register(self.name, self.mask)
-        functions = tf.modeling_utils.ALL_ATTENTION_FUNCTIONS
-        if self.instead is not None:
-            functions["sdpa"] = self.instead
-        try:
-            yield
-        finally:
-            if self.instead is not None:
-                del functions["sdpa"]
 
 
 ATTENTIONS = {
     "sdpa": Attention(fits=lambda draw: draw["family"] != "gpt_neo"),
     "eager": Attention("eager", fits=lambda draw: True),
     "own": Attention("ways_own", _own, sdpa_mask),
-    "replaced": Attention(instead=_flipped),
 }
 
 
@@ -126,27 +109,6 @@ def _compiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def _compiled_module(model: nn.Module) -> Any:
-    torch.compiler.reset()
-    return torch.compile(model, backend="eager")
-
-
-def _dispatched(model: nn.Module) -> nn.Module:
-    """By hooks of accelerate, as with `device_map`."""
-    from accelerate import dispatch_model
-
-    device = next(model.parameters()).device
-    return dispatch_model(model, {"": device}, main_device=device, force_hooks=True)
-
-
-def _recast(model: nn.Module) -> nn.Module:
-    """It was edited in float64 before."""
-    model.double()
-    with torch.no_grad(), _nothing().on(model):
-        model(input_ids=torch.full((1, 3), 7, device=next(model.parameters()).device))
-    return model.float()
-
-
 def _nnsight(model: nn.Module) -> Any:
     import nnsight
 
@@ -185,11 +147,6 @@ def tokenizer_of(model: Any) -> Any:
     return getattr(model, "tokenizer", None) or tokenizer()
 
 
-def _in_double(draw: Draw) -> bool:
-    """Whether a model runs in float64, as experts do not."""
-    return draw["dtype"] == "float32" and FAMILIES[draw["family"]].experts is None
-
-
 def _one_call(draw: Draw) -> bool:
     alone = draw["cache"] == "none" and draw["padding"] == "none" and draw["other"] == "nothing"
     return alone and HAS_NNSIGHT
@@ -202,11 +159,6 @@ WRAPPERS = {
     "offloaded": Wrapper(_offloaded, fits=lambda draw: draw["cache"] != "gradients" and draw["other"] == "nothing"),
     "lora": Wrapper(_lora, fits=lambda draw: HAS_PEFT),
     "compiled": Wrapper(_compiled, fits=lambda draw: draw["other"] == "nothing", same_bits=False),
-    "compiled module": Wrapper(
-        _compiled_module, fits=lambda draw: draw["other"] == "nothing" and draw["cache"] != "generate", same_bits=False
-    ),
-    "dispatched": Wrapper(_dispatched, fits=lambda draw: draw["other"] == "nothing"),
-    "recast": Wrapper(_recast, fits=_in_double),
     "nnsight": Wrapper(_nnsight, _traced, fits=_one_call),
 }
 
@@ -268,7 +220,7 @@ class Mode:
 
 def _in_one_thread(draw: Draw) -> bool:
     """Modes of torch are those of a thread."""
-    threads = draw["other"] != "nothing" or draw["cache"] in ("in a thread", "begun before", "begun inside")
+    threads = draw["other"] != "nothing" or draw["cache"] == "begun before"
     return not threads and draw["cache"] != "gradients"
 
 

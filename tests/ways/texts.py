@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import MaxTimeCriteria
 
 import sinkscope as ss
 from sinkscope.loops import DRY
@@ -25,35 +24,20 @@ from .settings import tokenizer_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "min": {"min_new_tokens": NEW},
-    "suppress": {"suppress_tokens": [1, 5]},
     "beams": {"num_beams": 3},
-    "returned": {"num_beams": 2, "num_return_sequences": 2},
     "lookup": {"prompt_lookup_num_tokens": 3},
     "chunked": {"prefill_chunk_size": 7},
     "assistant": {"num_assistant_tokens": 3},
     "static": {"cache_implementation": "static"},
-    "no eos": {"eos_token_id": None},
     "no cache": {"use_cache": False},
     "drawn": {"do_sample": True, "temperature": 0.9, "top_k": 20},
-    "nucleus": {"do_sample": True, "top_p": 0.8},
-    "penalty": {"repetition_penalty": 1.3},
     "dry": {"logits_processor": [DRY(multiplier=4.0, allowed_length=1)]},
-    "bad words": {"bad_words_ids": [[5], [7, 9]]},
-    "stop text": {"stopping_criteria": [MaxTimeCriteria(3_600)]},
-    "begin suppress": {"begin_suppress_tokens": [1, 5, 9]},
-    "decay": {"exponential_decay_length_penalty": (2, 1.5)},
-    "encoder grams": {"encoder_no_repeat_ngram_size": 1},
-    "max time": {"max_time": 3_600.0},
     "second text": {"guidance_scale": 1.5},
 }
-SAMPLES = ("drawn", "nucleus")
 ASSISTED = ("lookup", "assistant")
-BY_TOKENS = ("beams", "returned", *ASSISTED)
+BY_TOKENS = ("beams", *ASSISTED)
 """Options with which the logits of steps are not those of the rows."""
-FROM_PROMPT = ("begin suppress", "decay", "encoder grams", "max time")
-"""Options that count from the prompt."""
-ROW_ALONE = ("greedy", "min", "suppress", "no eos", "no cache", "penalty", "dry", *FROM_PROMPT, *ASSISTED)
+ROW_ALONE = ("greedy", "no cache", "dry", *ASSISTED)
 """Options under which a row says the same alone."""
 AS_GREEDY = ("no cache", "static", *ASSISTED)
 """Options which say the same as none."""
