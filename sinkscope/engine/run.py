@@ -157,8 +157,8 @@ class Run(Calls):
 
     # What parts ask for when they are entered ----------------------------------------------------------------------
 
-    def act(self, actor: Actor, *, first: bool = False) -> None:
-        """Let an actor act in every call from now on, after those that were entered before, or `first` of all.
+    def act(self, actor: Actor) -> None:
+        """Let an actor act in every call from now on, after those that were entered before.
 
         Raises:
             UnsupportedError: The attention of the model is a function of the user's own.
@@ -169,7 +169,7 @@ class Run(Calls):
             self.stack.enter_context(tapped(self.target, self._listener))
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
-        self.actors.insert(0 if first else len(self.actors), actor)
+        self.actors.append(actor)
         self._order()
 
     def begin_generation(self, options: Mapping[str, Any], settings: Any) -> None:

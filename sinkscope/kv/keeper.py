@@ -1,8 +1,8 @@
 """Who keeps the caches of a run: it takes them over, says when a prompt has ended, and counts what they hold.
 
-`CacheKeeper.of(run)` is the keeper of a run, made when the first policy or guard asks. It is the first of the run's
-actors, so the others find in each `Step` the layers that can evict and whether the call decodes. What cannot be served
-is refused when the keeper is made, or when a cache is taken over (`adopt`).
+`CacheKeeper.of(run)` is the keeper of a run, made when the first policy or guard asks. It acts before whoever asked,
+who finds in each `Step` the layers that can evict and whether the call decodes. What cannot be served is refused when
+the keeper is made, or when a cache is taken over (`adopt`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class CacheKeeper(Actor):
             own_attention(run)
             keepers = [cls(run)]
             run.stack.callback(keepers[0]._settle)
-            run.act(keepers[0], first=True)  # others find what it says in the record of the call
+            run.act(keepers[0])  # before who asked: others find what it says in the record of the call
         (keeper,) = keepers
         if policy is not None and keeper._policy_name is not None:
             raise UnsupportedError(

@@ -142,15 +142,6 @@ def test_unsupported_generation_is_refused(edit, settings, said, model):
         assert model.generate(ids, max_new_tokens=4).shape[1] == ids.shape[1] + 4
 
 
-def test_a_cache_is_counted_once_wherever_an_observer_stands(model):
-    used = []
-    for way in (Full() | Observe(ignore), Observe(ignore) | Full()):
-        with way.on(model) as run:
-            decode(model, IDS, MASK, 14)
-        used.append(run.usage)
-    assert used[0] == used[1]
-
-
 def test_a_later_mask_that_hides_tokens_read_before_is_named(model):
     """As `generate` makes it, without a mask, of tokens that equal the padding token."""
     pad_id = model.config.pad_token_id
