@@ -9,8 +9,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from sinkscope.kv import H2O, TOVA, AdaKV, Pyramid, SnapKV, StreamingLLM
-
 FIRST = 4
 
 
@@ -101,30 +99,6 @@ def quantized_cache(config):
     return QuantizedCache("quanto", config, q_group_size=16)
 
 
-def streaming_llm(budget):
-    return StreamingLLM(budget=budget)
-
-
-def h2o(budget):
-    return H2O(budget=budget)
-
-
-def ada_kv(budget):
-    return AdaKV(budget=budget)
-
-
-def snap_kv(budget):
-    return SnapKV(budget=budget)
-
-
-def tova(budget):
-    return TOVA(budget=budget)
-
-
-def pyramid(budget):
-    return Pyramid(budget=budget)
-
-
 def eight_bit_cache(config):
     return QuantizedCache("fp8", config)
 
@@ -167,10 +141,10 @@ RIGHT = (
     quantized_cache,
     eight_bit_cache,
     latest_kept,
-    streaming_llm,
-    h2o,
-    ada_kv,
-    snap_kv,
-    tova,
-    pyramid,
+    "streaming",
+    "h2o",
+    "adakv",
+    "snapkv",
+    "tova",
+    "pyramid",
 )

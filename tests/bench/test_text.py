@@ -20,16 +20,11 @@ from sinkscope.files.store import json_lines
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
 
-def compared(folder: Path, methods: list[str], **options) -> dict[Any, BenchRecord]:
-    """Records by method and prompt."""
-    rows: list[dict[str, Any]] = []
-    for name, (prompt, answer) in LENGTHS.items():
-        rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)]})
-    file = folder / "prompts.jsonl"
-    file.write_text(json_lines(rows))
+def compared(folder: Path, rows: list[Any], methods: list[str]) -> list[BenchRecord]:
+    (folder / "prompts.jsonl").write_text(json_lines(rows))
     model, tokenizer = tiny()
-    records = run_bench(model, TextFidelity(source=str(file)), methods, tokenizer=tokenizer, **options)
-    return {(record.method, record.prompt): record for record in records}
+    task = TextFidelity(source=str(folder / "prompts.jsonl"))
+    return run_bench(model, task, methods, tokenizer=tokenizer, batch_size=3)
 
 
 SEES = {  # of the causal keys, which each query sees after a prompt of n tokens
@@ -42,31 +37,29 @@ SEES = {  # of the causal keys, which each query sees after a prompt of n tokens
 @pytest.mark.parametrize("method", SEES)
 def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: str):
     """What a step can read is known in closed form here, so a dense model with that mask says everything at once."""
-    found = compared(tmp_path, [method], batch_size=3)
-    assert max(value for record in found.values() for value in record.steps["kl"]) > 0.01
-    for name, (prompt, answer) in LENGTHS.items():
-        ids = torch.tensor(tiny()[1](f"{words(prompt)} {words(answer, 3)}")["input_ids"][:-1])
-        n = len(ids) - answer + 1
+    texts = {name: (words(prompt), words(answer, 3)) for name, (prompt, answer) in LENGTHS.items()}
+    rows = [{"id": name, "prompt": prompt, "answers": [answer]} for name, (prompt, answer) in texts.items()]
+    found = compared(tmp_path, rows, [method])
+    assert max(value for record in found for value in record.steps["kl"]) > 0.01
+    for record in found:
+        ids = torch.tensor(tiny()[1](" ".join(texts[record.prompt]))["input_ids"][:-1])
+        n = len(ids) - LENGTHS[record.prompt][1] + 1
         at = torch.arange(len(ids))
         causal = at <= at[:, None]
         seen = causal & SEES[method](at[:, None], at, n)
         full, other = (logits_of(tiny()[0], ids, sees)[n - 1 :] for sees in (causal, seen))
         terms = torch.nn.functional.kl_div(other.log_softmax(-1), full.softmax(-1), reduction="none").sum(-1)
-        record = found[method, name]
         assert list(record.steps["kl"]) == pytest.approx(terms.tolist(), abs=5e-5)
         assert list(record.steps["agree"]) == (full.argmax(-1) == other.argmax(-1)).tolist()
-        read = seen[n:].sum(1).tolist()
+        read, cells = seen[n:].sum(1).tolist(), float(seen[:n, :n].sum()) / (n * (n + 1) / 2)
         assert record.metrics["read"] == (pytest.approx(fmean(read), abs=1e-3) if read else None)
-        cells = float(seen[:n, :n].sum()) / (n * (n + 1) / 2)  # a policy hides none of the prompt, and counts none
+        # a policy hides none of the prompt, and counts none
         assert record.metrics["cells"] == (None if cells == 1 else pytest.approx(cells, abs=1e-4))
 
 
 def test_prompts_without_an_answer_are_refused(tmp_path: Path):
-    file = tmp_path / "p.jsonl"
-    file.write_text(json_lines([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is", "answers": [""]}]))
-    model, tokenizer = tiny()
     with refused("prompt '1' has no answer to compare along: give a text"):
-        run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)
+        compared(tmp_path, [{"prompt": "is it", "answers": ["a"]}, {"prompt": "is", "answers": [""]}], ["full"])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +71,6 @@ def test_prompts_without_an_answer_are_refused(tmp_path: Path):
     ],
 )
 def test_steps_that_read_everything_are_not_averaged(first_lossy: int | None, cells: float | None, expected: float):
-    steps = {"kl": (1.0, 2.0, 3.0, 4.0)}
-    metrics = {"cells": cells, "first_lossy": first_lossy}
+    metrics, steps = {"cells": cells, "first_lossy": first_lossy}, {"kl": (1.0, 2.0, 3.0, 4.0)}
     answer = Answer(tokens=(1, 2, 3, 4), text="", ended="cap", metrics=metrics, steps=steps)
     assert mean_metrics(answer) == {"kl": expected, "first": 1.0}

@@ -47,6 +47,13 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
         (begin, end), whole = event.data["bad"][-1], [*prompt.ids[0].tolist(), *tokens]
         assert end == event.position + 1 and whole[begin : end - period] == whole[begin + period : end]
         assert begin == end - 256 or whole[begin - 1] != whole[begin - 1 + period], "with the copies in the prompt"
+    ends = {"eos_token_id": o.tokenizer.eos_token_id, "pad_token_id": 0, "max_new_tokens": STEPS, "do_sample": False}
+    with LoopGuard(act="stop", monitor=GUARD.monitor).on(o.model) as run:
+        out = o.model.generate(input_ids=ids, attention_mask=mask, **ends)[:, ids.shape[1] :].tolist()
+    for event, tokens in zip(sorted(run.events, key=lambda event: event.row), out, strict=False):
+        found = event.data["generated"]
+        assert tokens[found:] == [ends["eos_token_id"], *[0] * (STEPS - found - 1)], "a row that loops ends"
+    assert out[2] == written[2] and len(run.events) == 2, "and no other"
 
 
 def test_a_loop_is_taken_back_from_the_output_unless_it_is_shown_while_it_is_written():
