@@ -22,7 +22,7 @@ from sinkscope.results.notation import Component, Neuron, read_neuron
 from sinkscope.results.row import of_table
 from sinkscope.sinks.repeat import copies_of
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
-from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.edited import left_at_place
 from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import Survey, read_survey
@@ -73,8 +73,8 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
             continue
         orders = ordered_in(survey.target, survey.ids, members[:1])
         random = [random_neurons(orders, members[:1], setup.seed, number, members) for number in range(CONTROLS)]
-        left = SpikeTexts.of(spike).along([*((one,) for one in members), *random]).mean(1)
-        lost = (1 - left).tolist()
+        sets = [*((one,) for one in members), *random]
+        lost = (1 - left_at_place(spike, sets)[:, 0].mean(1)).tolist()
         least = max(COUNTS, *lost[len(members) :])
         found += [str(one) for one, drop in zip(members, lost, strict=False) if drop > least]
     return found

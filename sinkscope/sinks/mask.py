@@ -11,12 +11,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, warn
+from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace import resolve, trace
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length, read_inputs
 from sinkscope.opening.load import open_target
-from sinkscope.results.notation import word_list
 from sinkscope.sinks.spikes.spike import attended, find_spikes
 from sinkscope.sinks.spikes.survey import ratios_of, read_survey, survey_of
 from sinkscope.sinks.thresholds import LEAST_TYPICAL, STANDS_OUT
@@ -38,8 +37,8 @@ def sink_mask(
     Args:
         model: A live model, a name, or a Target.
         ids: Token ids `[batch pos]`, also as lists of several lengths; texts; or a tokenizer's output.
-        site: Where you use the mask, by a name of `ss.trace` such as "blocks.14.hook_resid_post". None: anywhere; if
-            positions stand out in some layers and not in others, a warning says in which.
+        site: Where you use the mask, by a name of `ss.trace` such as "blocks.14.hook_resid_post". None: anywhere;
+            models with spikes of several layers may have them at other positions in each.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`. Padding is no sink, and no row depends on it.
         tokenizer: Tokenizer for texts, if the model carries none.
 
@@ -66,7 +65,6 @@ def sink_mask(
             problem = "names several" if more else "has attention rows"
             raise SinkscopeError(f"site {site!r} {problem}: expected one with a value for each position")
     there = torch.zeros_like(real)
-    high = list[Bool[Tensor, "layer pos"]]()
     for number, row in enumerate(rows):
         if len(row) < 2:
             continue
@@ -75,10 +73,7 @@ def sink_mask(
             there[number, real[number]] = standing_out(trace(target, row_ids, [site])[site].flatten(2)[None])[0]
             continue
         survey = read_survey(target, row_ids)
-        high.append(standing_out(survey.states))
-        there[number, real[number]] = high[-1].any(0) | attended(survey)[0]
-    if high:
-        warn_of_layers(torch.cat(high, 1))
+        there[number, real[number]] = standing_out(survey.states).any(0) | attended(survey)[0]
     return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
 
 
@@ -87,21 +82,6 @@ def standing_out(states: Float[Tensor, "site 1 pos d"]) -> Bool[Tensor, "site po
     if states.shape[2] < LEAST_TYPICAL:
         return torch.zeros(states.shape[0], states.shape[2], dtype=torch.bool)
     return ratios_of(states)[:, 0] > STANDS_OUT
-
-
-def warn_of_layers(high: Bool[Tensor, "layer pos"]) -> None:
-    """Warn if positions stand out after some of the layers with spikes and not after others.
-
-    Args:
-        high: Which positions stand out after each layer.
-    """
-    layers = high.any(1).nonzero().flatten().tolist()
-    if not layers or bool((high[layers] == high[layers[0]]).all()):
-        return
-    warn(
-        f"sink_mask marks spikes of layers {word_list(layers)}, which are not at the same positions in all: give "
-        f'site="blocks.{layers[-1]}.hook_resid_post", or the site that you read, for the spikes that stand there'
-    )
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:

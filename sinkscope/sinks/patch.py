@@ -35,7 +35,7 @@ from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
-from sinkscope.sinks.spikes.edited import SpikeTexts, losses_at
+from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
@@ -342,7 +342,7 @@ def read_after(
         along = [of_spike[:, -1] for of_spike in along_spikes(target, spikes, rows)]
         received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer head
     for spike in spikes:
-        reading = SpikeTexts.of(spike).attention.mean(-1) > READS
+        reading = spike.attention.mean(-1) > READS
         attention.append(received[:, [*spike.reading_layers]][:, reading].mean(1))
     return torch.stack([*along, *attention, torch.cat(chances).gather(1, rows[:, -1:])[:, 0]])
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from attack_kit import setup_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from organisms import organism
 
 import sinkscope
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.text import halves_of, typical_text
+from sinkscope.models.text import halves_of
 from sinkscope.sinks.spikes import survey
 from sinkscope.sinks.tokens import held_out
 
@@ -69,20 +68,8 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
     assert not {*first.flatten().tolist()} & {*second.flatten().tolist()} - spaces
 
 
-def test_the_text_in_the_package_is_cut_between_two_words():
-    halves = halves_of(typical_text())
-    assert abs(len(halves.choose) - len(halves.report)) < 60
-    assert not halves.choose[-1].isspace() and halves.report[0].isspace()
-
-
 def test_nothing_else_reads_the_whole_text():
     folder = Path(sinkscope.__path__[0])
     for file in folder.rglob("*.py"):
         if re.search(r"\bsetup\.text\b", file.read_text()):
             assert file.relative_to(folder).as_posix() in WHOLE_TEXT, file
-
-
-@pytest.mark.parametrize("text", ["one", "one two", "一二三四", " "])
-def test_short_texts_are_cut_too(text):
-    halves = halves_of(text)
-    assert halves.choose + halves.report == text

@@ -31,8 +31,6 @@ pytestmark = pytest.mark.few_texts
 ROOT = Path(__file__).parents[2]
 ALL = [name for name in ss.__all__ if isinstance(getattr(ss, name), Measurement)]
 EVERY = pytest.mark.parametrize("name", ALL)
-PLAIN = "eta layer head neuron token tokens text model name method seed prompt kind id task set patched source".split()
-"""Names of columns that need no explanation."""
 WORDS = "the of and a in to is that it was he for on as with his at be this from".split()
 QUICK = {  # arguments with which a measurement takes about a second
     "attack": {"length": 4, "sequences": 4, "tokens": WORDS},

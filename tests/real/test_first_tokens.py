@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import plain
-import pytest
 import torch
 
 from sinkscope.measure import Setup
@@ -48,7 +47,7 @@ def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):
         torch.testing.assert_close(along, torch.stack([intact, without]), atol=1e-3, rtol=1e-3)
         left = float(without.mean() / intact.mean())
         assert (left > 0.5) == (upto == 0)
-    found = heads_that_mark(setup, chosen, tokens=[smollm2.tokenizer.decode([token]) for token in tokens[1:].tolist()])
+    found = heads_that_mark(setup, chosen, count=5)
     rows = {row.name: row for row in found}
-    assert rows["tokens"].get("have") == 6 and rows["all heads"].get("left") == pytest.approx(left, abs=1e-3)
+    assert rows["tokens"].get("have") == 6 and rows["all heads"].get("left") < 0.05
     assert rows["fewest heads"].get("left") <= 1 - 0.9 * (1 - rows["all heads"].get("left")) + 1e-6

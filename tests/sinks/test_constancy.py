@@ -66,12 +66,5 @@ def test_values_and_scores_are_those_of_plain_attention(bundled, spike, found): 
         assert table[name].get("ordinary_after") == pytest.approx(float(torch.stack(numbers[1]).mean()), abs=1e-3)
 
 
-def test_a_spike_makes_a_constant_of_its_place(found):
-    state, value, score = of_table(found, "constant").values()
-    assert state.get("after") > 0.999 > state.get("before") and state.get("ordinary_after") < 0.8
-    assert value.get("after") < 0.1 and 0.8 < value.get("ordinary_after") < 1.2
-    assert score.get("after") > 0.9 and score.get("ordinary_after") < 0.7
-
-
 def test_where_nothing_makes_another_such_place_nothing_is_said(spike):
     assert constancy_of(spike, spike.layers[0], (), 0) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,6 @@ def measured(o: Organism, folder: Path) -> dict[str, Row]:
 def heads_of(found: dict[str, Row]) -> set[Head]:
     """The heads that take half of the spike from a token."""
     return {Head(*read_head(name)) for name in found if name.startswith("L")}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """An organism, and what is measured on."""
-    o = organism("llama", 0)
-    return o, setup_of(o, text=text_file(o, tmp_path_factory.mktemp("text"), 8, seed=9))
 
 
 def groups_of(o: Organism, tokens: tuple[str, ...]) -> list[int]:
@@ -135,13 +127,6 @@ def judged_by(left_without):
 def test_a_set_is_judged_as_one(left_without, marking):
     _, found = judged_by(left_without)
     assert {head.head for head in found} == (marking or set())
-
-
-def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(llama):
-    o, setup = llama
-    unmarked = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
-    none = heads_that_mark(replace(setup, bos=None), spike_of(setup), tokens=[o.tokenizer.decode([unmarked])])
-    assert [(row.name, row.get("have"), row.get("tried")) for row in none] == [("tokens", 0, 1)]
 
 
 def test_layers_without_attention_have_no_heads():

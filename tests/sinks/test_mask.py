@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 
 import pytest
@@ -12,8 +11,6 @@ from raw_kit import attention, residuals
 from refusals import refused
 
 import sinkscope as ss
-from sinkscope.errors import SinkscopeWarning
-from sinkscope.sinks.mask import warn_of_layers
 
 pytestmark = pytest.mark.few_texts
 
@@ -79,17 +76,6 @@ def test_padding_is_no_sink_and_changes_none(name, family, side):
     rows = [ids[number, :length].tolist() for number, length in enumerate(lengths)]
     ragged = ss.sink_mask(model, rows)
     assert ragged.shape == (4, 48) and ragged.sum() == expected.sum()
-
-
-def test_without_a_site_a_mask_says_in_which_layers_its_spikes_are():
-    high = torch.zeros(6, 8, dtype=torch.bool)
-    high[1:3, 0] = high[4:6, 0] = True
-    with warnings.catch_warnings(action="error"):
-        warn_of_layers(high)
-        warn_of_layers(torch.zeros_like(high))
-    high[1, 5] = True
-    with pytest.warns(SinkscopeWarning, match="layers 1, 2, 4 and 5, which are not at the same positions"):
-        warn_of_layers(high)
 
 
 @pytest.mark.parametrize(

@@ -56,24 +56,21 @@ def test_the_simplest_words_are_taken():
     assert said(ids, at == 1) == "'t2' at position 1"
 
 
-def test_scattered_places_are_a_piece_without_words_and_few_are_left_over():
-    ids = texts()
+def test_what_no_words_mean_are_pieces_first_tokens_apart_and_few_are_left_over():
+    ids = texts(bos=False)
+    first = (ids < 30) & (torch.arange(LENGTH) == 0)
     there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
     there[:, 0] = False
-    (place,) = split_by_label(ids, there, decode)
     counts = Counter(ids[there].tolist())
-    words, token = place.label.words, place.label.token
-    assert place.mask.equal(there) and not place.matches(ids).any()
+    some, others = split_by_label(ids, there | first, decode)
+    assert some.is_first and some.label.words.startswith("some first tokens (") and some.mask.equal(first)
+    words, token = others.label.words, others.label.token
+    assert others.mask.equal(there) and not others.matches(ids).any()
     assert counts[int(token[1:])] == max(counts.values())
     assert words == f"{int(there.sum())} other positions (most often {token!r})"
-
-
-def test_first_tokens_of_some_texts_are_a_piece_of_their_own():
-    ids = texts(bos=False)
-    there = (ids < 30) & (torch.arange(LENGTH) == 0)
-    there[0, 9] = True  # alone, and left out
-    (first,) = split_by_label(ids, there, decode)
-    assert first.is_first and first.label.words.startswith("some first tokens (") and not first.mask[:, 9].any()
+    few = torch.zeros_like(there)
+    few[0, 9] = True
+    assert split_by_label(ids, few, decode) == []
 
 
 @settings(max_examples=30, deadline=None)
@@ -96,10 +93,3 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     assert not bool((covered & ~there).any())
     left = there & ~covered
     assert int(left[:, 1:].sum()) < LEAST_CASES or float(left[:, 1:].any(1).float().mean()) < 0.2
-
-
-# --- finding ---------------------------------------------------------------------------------------------------------
-
-
-def attended(heads: int = 40, layers: int = 5) -> Tensor:
-    return torch.zeros(layers, heads // layers, TEXTS, LENGTH, dtype=torch.bool)

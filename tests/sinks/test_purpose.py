@@ -78,21 +78,17 @@ def test_another_value_is_that_of_plain_attention(bundled, batch, mean):  # noqa
     assert float((seen.loss - read(batch, loss=True).loss).nanmean().abs()) > 1e-3
 
 
-def test_every_way_is_there_with_its_interval_and_controls(bundled):  # noqa: F811
+def test_every_way_is_there_with_its_interval_and_its_control(bundled):  # noqa: F811
     circuit = sinks_of(bundled).spikes[0]
-    hidden = circuit.hidden
-    assert hidden.note == "from layer 2 on" and len(hidden.numbers["loss"].by_text) == len(circuit.reported.survey.ids)
     rows, again = purpose_of([circuit, circuit])
-    assert rows == again
     purpose, controls = of_table(rows, "purpose"), of_table(rows, PURPOSE_CONTROLS)
+    assert rows == again and list(controls) == ["most attended key hidden"]
     assert list(purpose) == ["intact", "hidden in all layers", "hidden", "value zero", "mean value"]
-    assert purpose["hidden"].numbers["loss"] == hidden.numbers["loss"]  # one number, wherever it is said
+    assert purpose["hidden"].numbers["loss"] == circuit.hidden.numbers["loss"]  # one number, wherever it is said
+    assert len(circuit.hidden.numbers["loss"].by_text) == len(circuit.reported.survey.ids)
     assert all(row.margin("loss") for name, row in (purpose | controls).items() if name != "intact")
-    assert list(controls) == ["most attended key hidden"]
-    assert purpose["hidden in all layers"].get("taker_heads") == purpose["intact"].get(
-        "heads"
-    )  # the next one takes over
-    assert purpose["hidden"].get("heads") < purpose["intact"].get("heads")
+    assert purpose["hidden in all layers"].get("taker_heads") == purpose["intact"].get("heads") == 20
+    assert purpose["hidden"].get("heads") == 0
 
 
 def test_a_pass_that_begins_where_it_acts_reads_what_a_whole_pass_reads(bundled, batch):  # noqa: F811

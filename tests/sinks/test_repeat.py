@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attack_kit import measured_spikes, setup_of, text_file
+from attack_kit import setup_of, text_file
 from organisms import Organism, organism
 from raw_kit import attention, residuals
-from refusals import refused
 
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.repeat import TAIL, Repeat, contrasts, half_reached, repeat
-from sinkscope.sinks.spikes.find import find_sinks, spike_of
+from sinkscope.sinks.repeat import TAIL, Repeat, contrasts, half_reached, repeat, stopped_after
+from sinkscope.sinks.spikes.find import spike_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -63,15 +62,6 @@ def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama, setup):
     assert result.conclusion() == f"{says} within {4 * expected:,} copies ({control})."
 
 
-def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies():
-    m, setup, _ = measured_spikes(find_sinks, "two_delimiters", "llama")
-    delimiter = m.tokenizer.decode([m.truth.delimiters[0]])
-    result = repeat.on(setup, tokens=[delimiter], max_repeats=6)
-    assert result.conclusion().startswith("No norm spike was found at the first token") and result.values is None
-    attended = repeat.on(setup, quantity="attention", max_repeats=6)
-    assert f"{delimiter!r} wherever it stands" in attended.tokens[0]
-
-
 def test_a_single_position_that_stands_out_is_not_made_by_repetition():
     shares = torch.tensor([0.1, 0.1, 0.9, 0.1, 0.9, 0.9, 0.9])
     assert [half_reached(shares[:end]) for end in (4, 6, 7)] == [None, 5, 5]
@@ -102,16 +92,13 @@ def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("likely", "expected"),
     [
-        ({"tokens": ["poem book"]}, r"'poem book' is not one known token here, but \['poem', 'book'\]; give a string"),
-        ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: there is room for \d+$"),
+        ([False, True, False, True, True], None),  # it comes back, so it has not stopped
+        ([True, False, True, False, False], 4),
+        ([False, False], None),
     ],
 )
-def test_bad_input_is_refused_in_one_line(setup, options, message):
-    with refused(message):
-        repeat.on(setup, **options)
+def test_repetition_has_stopped_only_where_it_never_comes_back(likely, expected):
+    assert stopped_after(torch.where(torch.tensor(likely), 0.6, 0.4)) == expected

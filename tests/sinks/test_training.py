@@ -10,20 +10,18 @@ import numpy as np
 import pytest
 import torch
 from attack_kit import text_file
-from covering import slow
 from organisms import hard, organism
-from raw_kit import attention, residuals
+from raw_kit import residuals
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
+from sinkscope.models.text import halves_of, text_rows
 from sinkscope.sinks.spikes import survey
 
 pytestmark = pytest.mark.few_texts
 
 STEPS = 4
-SPIKE = ["spike_dim", "spike_layer", "spike_neuron"]
-ALWAYS = ["sink_rate", "norm_ratio", "norm_position", "spike_ratio"]
 
 
 class Recorder(TrainerCallback):
@@ -73,14 +71,14 @@ def trainer_of(m, folder, **settings):
     return trainer, recorder
 
 
-def run(m, folder, every=None, text=None, **settings):
+def run(m, folder, every=None, **settings):
     """Train, and what all of it comes to; rows of the log without the callback's and without what took how long."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
     trainer, recorder = trainer_of(m, folder, **settings)
     if every is not None:
-        trainer.add_callback(ss.SinkCallback(trainer, every, text=text))
+        trainer.add_callback(ss.SinkCallback(trainer, every))
     trainer.train()
     losses = [row for _, row in recorder.rows if "loss" in row]
     generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -106,43 +104,7 @@ def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings
         assert len(module._forward_pre_hooks) == len(other._forward_pre_hooks)
 
 
-# --- what is logged ---------------------------------------------------------------------------------------------------
-
-
-def text_of(m, path):
-    """A file with 20 pieces of 63 tokens of the planted model's language, and these with BOS before each."""
-    ids = m.natural(20, 64)
-    half = " ".join(m.tokenizer.decode(row) for row in ids[:, 1:].tolist())
-    path.write_text(f"{half} {half}", encoding="utf-8")
-    return ids
-
-
-@torch.no_grad()
-def by_hand(m, ids):
-    """The numbers, by plain hooks and their definitions, of the texts that are surveyed."""
-    model, ids = m.model.eval(), ids[: survey.SURVEYED]
-    rate = (attention(model, ids)[..., 0].mean(3) > 0.3).float().mean()
-    norms = residuals(model, ids).norm(dim=-1)
-    ratios = norms[:, :, 0].mean(1) / norms[:, :, 1:].flatten(1).median(1).values
-    largest = (norms / norms[:, :, 1:].flatten(1).median(1).values[:, None, None]).amax((0, 2)).mean()
-    numbers = {"sink_rate": float(rate), "spike_ratio": float(ratios.max())}
-    return numbers | {"norm_ratio": float(largest), "norm_position": 0}
-
-
-@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
-def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path):
-    m = organism(family, 0)
-    ids = text_of(m, tmp_path / "text.txt")
-    before = by_hand(m, ids)
-    _, recorder, _, _ = run(m, tmp_path, STEPS, tmp_path / "text.txt", learning_rate=1e-5)
-    after = by_hand(m, ids)
-    logged = [row for _, row in recorder.rows if "sink_rate" in row]
-    assert before != pytest.approx(after, rel=1e-3)
-    for row, expected in zip(logged, (before, after), strict=True):
-        assert {name: row[name] for name in ALWAYS} == pytest.approx(expected, rel=1e-4)
-        layer, neuron = m.truth.neurons[0]
-        assert (row["spike_layer"], row["spike_neuron"]) == (layer, neuron)
-    assert logged[0]["spike_dim"] in m.truth.residual_dims
+# --- what is logged ---
 
 
 def at_the_start(m, folder, **options):
@@ -150,42 +112,33 @@ def at_the_start(m, folder, **options):
     trainer = Trainer(m.model, TrainingArguments(str(folder), use_cpu=True), processing_class=m.tokenizer)
     callback = ss.SinkCallback(trainer, **options)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-    return trainer.state.log_history
+    (row,) = trainer.state.log_history
+    return row
 
 
-def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
-    m = organism("llama", 0, kind="none")
-    text_of(m, tmp_path / "text.txt")
-    (row,) = at_the_start(m, tmp_path, text=tmp_path / "text.txt")
-    assert not row.keys() & set(SPIKE) and row["sink_rate"] < 0.05 and row["spike_ratio"] < 3
+def test_the_planted_spike_is_logged_and_of_a_model_without_one_nothing_is_said_of_it(tmp_path):
+    """`tests/sinks/test_metrics.py` has the numbers that `sink_metrics` gives, too."""
+    m, none = organism("llama", 0), organism("llama", 0, kind="none")
+    late, mixture = hard("two_delimiters", "llama"), organism("mixtral", 0)
+    text = text_file(m, tmp_path, 20)
+    row = at_the_start(m, tmp_path, text=text)
+    with torch.no_grad():
+        half = halves_of(text.read_text()).choose
+        ids = text_rows(m.tokenizer, half, survey.SURVEYED, 64, m.tokenizer.bos_token_id)
+        norms = residuals(m.model.eval(), ids).norm(dim=-1)
+    ratios = norms[:, :, 0].mean(1) / norms[:, :, 1:].flatten(1).median(1).values
+    assert row["spike_ratio"] == pytest.approx(float(ratios.max()), rel=1e-4) and row["norm_position"] == 0
+    assert (row["spike_layer"], row["spike_neuron"]) == m.truth.neurons[0]
+    assert row["spike_dim"] in m.truth.residual_dims
+    row = at_the_start(none, tmp_path, text=text_file(none, tmp_path))
+    assert not row.keys() & {"spike_dim", "spike_layer", "spike_neuron"} and row["spike_ratio"] < 3
+    row = at_the_start(late, tmp_path, text=text_file(late, tmp_path))  # not at the first token
+    assert row["spike_ratio"] > 3 and {(row["spike_layer"], row["spike_neuron"])} in late.truth.sets
+    row = at_the_start(mixture, tmp_path)
+    assert (row["spike_layer"], row["spike_expert"], row["spike_neuron"]) == mixture.truth.neurons[0]
 
 
-def test_a_spike_that_is_not_at_the_first_token_is_found_and_the_expert_of_a_mixture_named(tmp_path):
-    m = hard("two_delimiters", "llama")
-    (row,) = at_the_start(m, tmp_path, text=text_file(m, tmp_path))
-    assert row["spike_ratio"] > 3 and {(row["spike_layer"], row["spike_neuron"])} in m.truth.sets
-    m = organism("mixtral", 0)
-    (row,) = at_the_start(m, tmp_path)
-    assert (row["spike_layer"], row["spike_expert"], row["spike_neuron"]) == m.truth.neurons[0]
-
-
-# --- when, and by whom ------------------------------------------------------------------------------------------------
-
-
-# --- what cannot be measured ------------------------------------------------------------------------------------------
-
-
-class Broken(torch.nn.Module):
-    """A layer that fails in the middle of a pass, unless the model trains."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args, **options):
-        if not self.training:
-            raise RuntimeError("it broke")
-        return self.layer(*args, **options)
+# --- what cannot be measured ---
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp", "tensor parallelism", "another process"])

@@ -96,7 +96,7 @@ class Explorer(ModelSink):
         """The circuit of each spike, that which most heads read first."""
         column: list[CircuitSpike] = []
         for found, measured in zip(self.circuit.spikes, self.sinks.spikes, strict=True):
-            shares = measured.texts.attention.mean(-1).tolist()
+            shares = measured.reported.attention.mean(-1).tolist()
             attention = tuple(tuple(round(share, 5) for share in layer) for layer in shares)
             first = measured.spike.reading_layers.start
             column.append(CircuitSpike(found, spike_card(found), first, attention))

@@ -32,7 +32,7 @@ from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.controls import equal_sets, other_components
 from sinkscope.sinks.spikes.edited import (
     Batch,
-    SpikeTexts,
+    batch_of,
     intact_along,
     intact_losses,
     read,
@@ -97,15 +97,10 @@ class SpikeCircuit:
         """The layer of the first neuron or component that it needs; if it needs none, the first layer of its run."""
         return min((part.layer or 0 for part in self.needs.needed), default=self.spike.layers[0])
 
-    @cached_property
-    def texts(self) -> SpikeTexts:
-        """The texts of the report that have its place."""
-        return SpikeTexts.of(self.reported)
-
     @property
     def heads(self) -> int:
         """Heads that attend to the place in the layers that read it, as `count_readers` counts them."""
-        return int((self.texts.attention.double().mean(-1) > READS).sum())
+        return int((self.reported.attention.double().mean(-1) > READS).sum())
 
     @cached_property
     def hidden(self) -> Row | None:
@@ -115,11 +110,11 @@ class SpikeCircuit:
         """
         target = self.spike.survey.target
         later = self.later
-        if not self.texts.whole or not later or not {*later} <= {*target.attending}:
+        if not self.reported.is_read or not later or not {*later} <= {*target.attending}:
             return None
         how: dict[str, Any] = {"hide": "place", "layers": later, "note": f"from layer {later.start} on"}
         try:
-            return measure("effects", "hidden", self.texts, self.reported.reading_layers, **how)
+            return measure("effects", "hidden", self.reported, self.reported.reading_layers, **how)
         except UnsupportedError:
             return None
 
@@ -145,7 +140,7 @@ def count_readers(received: Float[Tensor, "layer head text"]) -> Mean:
 def measure(
     table: str,
     name: str,
-    texts: SpikeTexts,
+    spike: Spike,
     heads: Sequence[int],
     sets: Sequence[Parts] = ((),),
     *,
@@ -162,7 +157,7 @@ def measure(
     Args:
         table: The table in which it stands.
         name: What is done.
-        texts: The texts.
+        spike: The spike, in the texts that are read.
         heads: Layers whose attention is read. Empty: neither heads nor loss is read.
         sets: Parts that are removed; several sets are read in turn, each in texts of its own.
         count: Number of texts. None: all.
@@ -173,26 +168,26 @@ def measure(
         note: What else there is to say.
         how: What else is done, as `Batch` has it: `everywhere`, `value`, `layers`.
     """
-    chosen = texts.rows[:count]
+    chosen = spike.texts[:count]
     many = max(len(chosen), len(sets))
     rows = chosen[torch.arange(many) % len(chosen)]
     edit_of = torch.arange(many) % len(sets)
-    batch = replace(texts.batch(sets, rows, edit_of), **how)
+    batch = replace(batch_of(spike, sets, rows, edit_of), **how)
     if hide is not None:
         hidden = batch.places[0] if hide == "place" else at_position(batch.ids, hide)
         batch = replace(batch, unseen=hidden[:, None].expand(-1, hidden.shape[1], -1))
     seen = read(batch, heads, loss=bool(heads), since=since)
-    left = share_left(seen.along[:, 0], intact_along(texts.spike, rows))
+    left = share_left(seen.along[:, 0], intact_along(spike, rows))
     rise = torch.full((many,), torch.nan)
     numbers: dict[str, Mean | float | None] = {"left": mean_of(left, "share")}
     if heads:
         numbers["heads"] = count_readers(seen.attention[:, [*heads]].permute(1, 2, 0))
         if not since:
-            numbers["intact"] = count_readers(texts.attention[..., torch.arange(many) % len(chosen)])
+            numbers["intact"] = count_readers(spike.attention[..., torch.arange(many) % len(chosen)])
     if bool(seen.loss.isfinite().any()):
         place = batch.places[0].int()
         counted = (place.cumsum(1) > place)[:, :-1]  # queries after the first position of the place
-        change = (seen.loss - intact_losses(texts.spike)[rows]).masked_fill(~counted, torch.nan)
+        change = (seen.loss - intact_losses(spike)[rows]).masked_fill(~counted, torch.nan)
         rise = change.nanmean(1)
         numbers |= {"loss": mean_of(rise), "tokens": int(change.isfinite().sum())}
     if like is not None:  # sets that raise the loss as much in the same texts, or leave as little of the spike
@@ -224,21 +219,21 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
     Returns:
         Rows of the tables "effects", "controls" and "alone"; none if nothing is needed.
     """
-    texts = circuit.texts
+    spike = circuit.reported
     needs = circuit.needs
     if not needs.needed:
         return []
-    reading = texts.spike.reading_layers
-    layers = reading if texts.whole else ()
-    at_place = measure("effects", "at place", texts, layers, [needs.needed])
+    reading = spike.reading_layers
+    layers = reading if spike.is_read else ()
+    at_place = measure("effects", "at place", spike, layers, [needs.needed])
     if not needs.units:
         others = other_components(needs.order, needs.needed)
         note = "another component replaced"
         if not others:
             return [at_place, row_of("controls", "random", "there are no other components")]
-        return [at_place, measure("controls", "random", texts, layers, others, like=at_place, note=note)]
+        return [at_place, measure("controls", "random", spike, layers, others, like=at_place, note=note)]
     few: dict[str, Any] = {"everywhere": True, "count": FEW}
-    rows = [at_place, measure("effects", "everywhere", texts, reading, [needs.needed], **few)]
+    rows = [at_place, measure("effects", "everywhere", spike, reading, [needs.needed], **few)]
     rows += [] if circuit.hidden is None else [circuit.hidden]
     equal = equal_sets(chosen, needs.units, neurons_of([*needs.writers.shares]), seed)
     if not equal.sets:
@@ -248,11 +243,11 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
         norms = equal.norms[own]
         if sets:
             few |= {"like": at_place, "norm": float(np.mean(norms)), "note": "" if equal.enough else NO_EQUAL}
-            rows.append(measure("controls", name, texts, layers, sets, **few))
+            rows.append(measure("controls", name, spike, layers, sets, **few))
     for unit in [unit for unit in needs.alone if unit in needs.units][:UNITS]:
         row = at_place
         if len(needs.units) > 1:
-            row = measure("alone", "", texts, layers, [unit], count=ALONE)
+            row = measure("alone", "", spike, layers, [unit], count=ALONE)
         rows += [replace(row, table="alone", name=str(neuron)) for neuron in unit]
     return rows
 
@@ -281,8 +276,8 @@ def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Row]]:
     second = replace(spike, place=replace(spike.place, mask=at_position(survey.ids, 1)))
 
     def asked(spike: Spike, name: str, table: str = "purpose", **how: Any) -> Row:
-        texts = SpikeTexts(spike, torch.arange(min(TEXTS, len(survey.ids))))
-        row = measure(table, name, texts, target.attending, since=BEGIN, **how)
+        few = spike.within(torch.arange(min(TEXTS, len(survey.ids))))
+        row = measure(table, name, few, target.attending, since=BEGIN, **how)
         return replace(row, numbers={name: row.numbers[name] for name in ("heads", "loss", "tokens")})
 
     for circuit in circuits:

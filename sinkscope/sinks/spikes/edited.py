@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -37,7 +37,6 @@ from sinkscope.results.notation import Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
-from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 LOGITS = 1 << 23  # logits of a text at most: of very large vocabularies, every second token is read, or fewer
@@ -292,74 +291,45 @@ def intact_losses(spike: Spike) -> Float[Tensor, "text following"]:
 # --- what is left of a spike ---
 
 
-@dataclass(frozen=True, eq=False)
-class SpikeTexts:
-    """The texts of a survey that have a spike's place.
+def batch_of(
+    spike: Spike,
+    edits: Sequence[Parts],
+    texts: Int[Tensor, " row"],
+    edit_of: Int[Tensor, " row"],
+    others: Sequence[Spike] = (),
+) -> Batch:
+    """Return rows that read some texts, by their numbers in the survey of spikes, each under an edit."""
+    spikes = (spike, *others)
+    values = means_of(spike, {part for part in chain(*edits) if not isinstance(part, Neuron)})
+    places = tuple(own.place.mask[texts] for own in spikes)
+    return Batch(spikes, spike.survey.ids[texts], places, edits, edit_of=edit_of, values=values, texts=texts)
 
-    Attributes:
-        spike: The spike.
-        rows: Numbers of the texts.
+
+def left_at_place(
+    spike: Spike, edits: Sequence[Parts], others: Sequence[Spike] = ()
+) -> Float[Tensor, "edit spike text"]:
+    """Measure what is left of a spike, and of others, in each text that has its place, with parts removed there.
+
+    The passes end at their peaks and at the place. Texts that are alike up to the place, such as BOS alone, are read
+    once.
     """
+    mask, rows = spike.place.mask, spike.texts
+    end = int(mask[rows].any(0).nonzero().max()) + 1
+    ids, place = spike.survey.ids[rows, :end], mask[rows, :end]
+    if bool((ids == ids[0]).all() & (place == place[0]).all()):
+        rows = rows[:1]
+    edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
+    batch = batch_of(spike, edits, rows.repeat(len(edits)), edit_of, others).until_place()
+    along = read(batch).along.reshape(len(edits), len(rows), -1)
+    return share_left(along.transpose(1, 2), torch.stack([intact_along(own, rows) for own in batch.spikes]))
 
-    spike: Spike
-    rows: Int[Tensor, " text"]
 
-    @classmethod
-    def of(cls, spike: Spike) -> SpikeTexts:
-        """Return all texts that have the place."""
-        return cls(spike, spike.place.mask.any(1).nonzero().flatten())
-
-    @cached_property
-    def attention(self) -> Float[Tensor, "layer head text"]:
-        """Attention to the place of each head in the layers that can read it, without an edit."""
-        reading = self.spike.reading_layers
-        return self.spike.survey.received(self.spike.place.mask)[reading.start : reading.stop, :, self.rows]
-
-    @property
-    def whole(self) -> bool:
-        """Whether heads and loss are read: at the first token, or where heads attend to the place."""
-        return self.spike.place.is_first or bool((self.attention.mean(-1) > READS).any())
-
-    def batch(
-        self,
-        edits: Sequence[Parts],
-        texts: Int[Tensor, " row"],
-        edit_of: Int[Tensor, " row"],
-        others: Sequence[Spike] = (),
-    ) -> Batch:
-        """Return rows that read some texts, by their numbers in the survey, each under an edit."""
-        spikes = (self.spike, *others)
-        values = means_of(self.spike, {part for part in chain(*edits) if not isinstance(part, Neuron)})
-        places = tuple(spike.place.mask[texts] for spike in spikes)
-        return Batch(spikes, self.spike.survey.ids[texts], places, edits, edit_of=edit_of, values=values, texts=texts)
-
-    def at_place(self, edits: Sequence[Parts], others: Sequence[Spike] = ()) -> Float[Tensor, "edit spike text"]:
-        """Measure what is left of the spike, and of others, in each text, with parts removed at the place.
-
-        The passes end at their peaks and at the place.
-        """
-        mask = self.spike.place.mask
-        rows = self.rows
-        end = int(mask[rows].any(0).nonzero().max()) + 1
-        ids = self.spike.survey.ids[rows, :end]
-        place = mask[rows, :end]
-        if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
-            rows = rows[:1]
-        edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
-        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, others).until_place()
-        along = read(batch).along.reshape(len(edits), len(rows), -1)
-        return share_left(along.transpose(1, 2), torch.stack([intact_along(spike, rows) for spike in batch.spikes]))
-
-    def along(self, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
-        """Measure what is left of the spike in each text, with parts removed at the place."""
-        return self.at_place(sets)[:, 0]
-
-    def left(self, sets: Sequence[Parts]) -> dict[Parts, float]:
-        """Return what is left of the spike without each set at the place, mean over texts; strongest effect first."""
-        if not sets:
-            return {}
-        left = dict(zip(sets, self.along(sets).mean(1).tolist(), strict=True))
-        return dict(sorted(left.items(), key=lambda item: abs(item[1])))
+def left_of(spike: Spike, sets: Sequence[Parts]) -> dict[Parts, float]:
+    """Return what is left of a spike without each set at the place, mean over texts; strongest effect first."""
+    if not sets:
+        return {}
+    left = dict(zip(sets, left_at_place(spike, sets)[:, 0].mean(1).tolist(), strict=True))
+    return dict(sorted(left.items(), key=lambda item: abs(item[1])))
 
 
 def intact_along(spike: Spike, texts: Int[Tensor, " text"]) -> Float[Tensor, " text"]:

@@ -27,6 +27,7 @@ from sinkscope.measure.margin import mean_of
 from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, count_readers, effects_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
+from sinkscope.sinks.spikes.edited import left_at_place
 from sinkscope.sinks.spikes.marks import heads_that_mark, marks_of
 from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.records import SpikeResult, sufficient
@@ -251,13 +252,12 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
     """
     spike = circuit.reported
     needs = circuit.needs
-    texts = circuit.texts
     rows = [norm_of(spike)]
     candidates = list[Row]()
     written = shares_on(spike, needs.writers.neutral)
     if needs.needed:
-        rows.append(row_of("spike", "needed", left=mean_of(texts.along([needs.needed])[0], "share")))
-    rows.append(row_of("spike", "read by", heads=count_readers(texts.attention)))
+        rows.append(row_of("spike", "needed", left=mean_of(left_at_place(spike, [needs.needed])[0, 0], "share")))
+    rows.append(row_of("spike", "read by", heads=count_readers(spike.attention)))
     for unit, left in needs.alone.items():
         for neuron in unit:
             share = written[neuron][0]
@@ -274,7 +274,7 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
         needed=tuple(map(str, needs.needed)),
         like=circuit.like,
         held_out=spike.survey is not circuit.spike.survey,
-        texts=tuple(texts.rows.tolist()),
+        texts=tuple(spike.texts.tolist()),
         rows=(*rows, *candidates, *components_of(spike), *measured),
     )
 

@@ -26,11 +26,11 @@ from sinkscope.results.notation import Component, Head, word_list
 from sinkscope.results.row import row_of
 from sinkscope.sinks.spikes.asked import SpikeCircuit
 from sinkscope.sinks.spikes.controls import random_heads
-from sinkscope.sinks.spikes.edited import Batch, SpikeTexts, Written, means_of, read, share_left
+from sinkscope.sinks.spikes.edited import Batch, Written, left_at_place, left_of, means_of, read, share_left
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, HALF, REMAINS, REMOVED
-from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text, vocabulary
+from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text
 
 MOST = 3  # marks that are kept
 PAIRED = 6  # components that are tried in pairs, strongest effect first
@@ -50,24 +50,25 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
     Args:
         circuit: The spike, with what it needs.
     """
-    texts = SpikeTexts.of(circuit.spike)
+    spike = circuit.spike
+    reported = circuit.reported
     first = circuit.first_writer
     before = list[Component]()
     rows = list[Row]()
     writers = [part for part in circuit.needs.needed if isinstance(part, Component) and (part.layer or 0) == first]
-    for part in components(circuit.spike.survey.target, first):
+    for part in components(spike.survey.target, first):
         if part in (writers or [Component("mlp", first)]):
             break
         before.append(part)
-    left = texts.left([(part,) for part in before])
+    left = left_of(spike, [(part,) for part in before])
     least = min(map(abs, left.values()), default=1.0)
     if least >= REMOVED:
-        of_pairs = texts.left(list(combinations([part for (part,) in left][:PAIRED], 2)))
+        of_pairs = left_of(spike, list(combinations([part for (part,) in left][:PAIRED], 2)))
         if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
             left = of_pairs
     for members in [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]:
         others = [without for other, without in left.items() if not set(other) & set(members)]
-        along = circuit.texts.along([members])[0].expand(len(circuit.texts.rows))  # of texts that begin alike, once
+        along = left_at_place(reported, [members])[0, 0].expand(len(reported.texts))  # of texts that begin alike, once
         numbers: dict[str, Any] = {"left": mean_of(along, "share")}
         if others:
             numbers |= {"others": Mean(median(others), kind="share"), "sets": Mean(float(len(others)), kind="count")}
@@ -78,9 +79,7 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
 # --- heads, at many tokens ---
 
 
-def heads_that_mark(
-    setup: Setup, circuit: SpikeCircuit, tokens: Sequence[str] | None = None, count: int = FIRST_TOKENS
-) -> list[Row]:
+def heads_that_mark(setup: Setup, circuit: SpikeCircuit, count: int = FIRST_TOKENS) -> list[Row]:
     """Find the attention heads that mark the first token, by what is left of a spike without their output.
 
     Different heads may mark different tokens, so many tokens are put first, each alone and without BOS, in addition to
@@ -89,8 +88,7 @@ def heads_that_mark(
     Args:
         setup: The model and its text.
         circuit: The spike of the first token, with the neurons that it needs.
-        tokens: Words to put first, one token each. None: tokens of the text, drawn by the seed.
-        count: Number of tokens of the text to put first.
+        count: Number of tokens of the text to put first, drawn by the seed.
 
     Returns:
         Rows of the table "first tokens": how many tokens have the spike, and what is left of it without all heads
@@ -99,7 +97,7 @@ def heads_that_mark(
     """
     spike = circuit.spike
     target = setup.target
-    words = vocabulary(target, tokens) if tokens else sample_tokens(tokens_of_text(setup), count, setup.seed)
+    words = sample_tokens(tokens_of_text(setup), count, setup.seed)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     heads = heads_up_to(target, circuit.first_writer)

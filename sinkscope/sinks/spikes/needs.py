@@ -20,7 +20,7 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
 from sinkscope.results.notation import Component, Neuron
-from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.edited import left_at_place, left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import (
     Unit,
@@ -87,23 +87,22 @@ def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
         spike: The spike.
         others: Other spikes of the same survey, of which is measured what is left.
     """
-    texts = SpikeTexts.of(spike)
     writers = writers_of(spike)
-    needed, backups = search(texts, writers.shares)
+    needed, backups = search(spike, writers.shares)
     fresh = shares_on(spike, backups)
     shares = {**writers.shares, **{(neuron,): 0.0 for neuron in backups}}
     writers = Writers(shares, {**writers.neutral, **{neuron: neutral for neuron, (_, neutral) in fresh.items()}})
-    needs = Needs(writers, needed, backups, without_each(texts, [*shares], others))
-    return needs if needed else replace(needs, **components_needed(texts))
+    needs = Needs(writers, needed, backups, without_each(spike, [*shares], others))
+    return needs if needed else replace(needs, **components_needed(spike))
 
 
 def without_each(
-    texts: SpikeTexts, units: Sequence[Unit], others: Sequence[Spike] = ()
+    spike: Spike, units: Sequence[Unit], others: Sequence[Spike] = ()
 ) -> dict[Unit, Float[Tensor, " spike"]]:
     """Return what is left of the spike and of others at the place without each unit; strongest effect first."""
     if not units:
         return {}
-    left = texts.at_place(units, others).nanmean(-1).nan_to_num(1.0)
+    left = left_at_place(spike, units, others).nanmean(-1).nan_to_num(1.0)
     order = left[:, 0].abs().argsort(stable=True).tolist()
     return {units[number]: left[number] for number in order}
 
@@ -123,36 +122,35 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
     known = other.layers
     if not needs.units or own[0] > known[1] or known[0] > own[1] or float(spike.direction @ other.direction) < LIKE:
         return None
-    texts = SpikeTexts.of(spike)
-    if abs(texts.left([needs.needed])[needs.needed]) >= REMOVED:
+    if abs(left_of(spike, [needs.needed])[needs.needed]) >= REMOVED:
         return None
-    return replace(needs, alone=without_each(texts, [*needs.writers.shares]))
+    return replace(needs, alone=without_each(spike, [*needs.writers.shares]))
 
 
 # --- the search ---
 
 
-def search(texts: SpikeTexts, shares: Mapping[Unit, float]) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
+def search(spike: Spike, shares: Mapping[Unit, float]) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
     """Search the candidates and their backups for the smallest set that leaves less than a quarter.
 
     Neurons that write against the spike are members only if no set is enough without them.
 
     Args:
-        texts: The texts.
+        spike: The spike.
         shares: What each candidate writes.
 
     Returns:
         The set, empty if there is none; and the backups that were found.
     """
     writing = [unit for unit, share in shares.items() if share > 0]
-    most = texts.spike.place.mask[texts.rows].sum(1).argsort(descending=True, stable=True)
-    few = replace(texts, rows=texts.rows[most[:FEW].sort().values])  # the first texts that have the place most often
+    most = spike.place.mask[spike.texts].sum(1).argsort(descending=True, stable=True)
+    few = spike.within(spike.texts[most[:FEW]])  # the first texts that have the place most often
     backups = list[Unit]()
     needed = tuple[Unit, ...]()
     for _ in range(BACKUPS + 1):
         members = [*writing, *backups]
         needed = smallest_set(few, members, shares)
-        fresh = [] if needed or not members else taking_over(texts, neurons_of([*shares, *backups]))
+        fresh = [] if needed or not members else taking_over(spike, neurons_of([*shares, *backups]))
         if not fresh:
             break
         backups += [(neuron,) for neuron in fresh]
@@ -166,7 +164,7 @@ def neurons_of(units: Sequence[Unit]) -> tuple[Neuron, ...]:
     return tuple(chain.from_iterable(units))
 
 
-def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Unit, float]) -> tuple[Unit, ...]:
+def smallest_set(spike: Spike, members: Sequence[Unit], shares: Mapping[Unit, float]) -> tuple[Unit, ...]:
     """Return the smallest set of units that leaves less than a quarter of the spike; it is empty if none does.
 
     Units are added, strongest effect first, until less than a quarter is left; then members that are not needed are
@@ -174,17 +172,17 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
     least.
 
     Args:
-        texts: The texts.
+        spike: The spike.
         members: The units.
         shares: What each writes; a backup writes nothing.
     """
-    effects = texts.left(members)
+    effects = left_of(spike, members)
     smallest = list[tuple[int, float, tuple[Unit, ...]]]()
     alone = sorted(members, key=lambda unit: abs(effects[unit]))
     for order in (alone, sorted(members, key=lambda unit: -shares.get(unit, 0.0))):
         lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
         sets = {neurons_of(order[:length]): tuple(order[:length]) for length in dict.fromkeys(lengths) if length}
-        left = texts.left(list(sets))
+        left = left_of(spike, list(sets))
         enough = next((neurons for neurons in sets if abs(left[neurons]) < REMOVED), None)
         if enough is None:
             continue
@@ -192,7 +190,7 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
         share = abs(left[enough])
         while len(units) > 1:  # drop the unit that adds least
             fewer = list(combinations(units, len(units) - 1))
-            left = texts.left([neurons_of(some) for some in fewer])
+            left = left_of(spike, [neurons_of(some) for some in fewer])
             least = min(fewer, key=lambda some, left=left: abs(left[neurons_of(some)]))
             if abs(left[neurons_of(least)]) >= REMOVED:
                 break
@@ -202,10 +200,9 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
     return min(smallest, key=lambda found: found[:2], default=(0, 0.0, ()))[2]
 
 
-def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
+def taking_over(spike: Spike, members: Sequence[Neuron]) -> list[Neuron]:
     """Return at most two backups: neurons that write the spike only when its writers are gone."""
-    spike = texts.spike
-    target = texts.spike.survey.target
+    target = spike.survey.target
     backups = dict[Neuron, float]()
     with under(Ablate(sites=tuple(members)), target):
         for layer in [layer for layer in target.with_neurons if layer <= spike.peak]:
@@ -217,21 +214,21 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     return sorted(backups, key=lambda neuron: -backups[neuron])[:2]
 
 
-def components_needed(texts: SpikeTexts) -> dict[str, Parts]:
+def components_needed(spike: Spike) -> dict[str, Parts]:
     """Return one component or a pair without which less than a quarter is left, largest writers first, or none; and
     all components, strongest effect first.
     """
-    left = texts.left([(part,) for part in components(texts.spike.survey.target, texts.spike.peak)])
+    left = left_of(spike, [(part,) for part in components(spike.survey.target, spike.peak)])
     names = {str(part): (part,) for (part,) in left}
     order = [*left]
     needed = Parts()
-    writing = [row for row in components_of(texts.spike) if row.table == "components"]
+    writing = [row for row in components_of(spike) if row.table == "components"]
     writers = [names[row.name] for row in writing if abs(row.get("share")) >= COUNTS]
     for alone in [*writers, order[0]]:
         if not needed and abs(left[alone]) < REMOVED:
             needed = alone
     if not needed:
         pairs = combinations(dict.fromkeys([*writers[:PAIRED], *order[:PAIRED]]), 2)
-        best, share = next(iter(texts.left([(*one, *other) for one, other in pairs]).items()), ((), 1.0))
+        best, share = next(iter(left_of(spike, [(*one, *other) for one, other in pairs]).items()), ((), 1.0))
         needed = best if abs(share) < REMOVED else ()
     return {"needed": needed, "order": tuple(chain(*order))}

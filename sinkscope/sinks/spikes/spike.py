@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.results.notation import Component, Head, Neuron, word_form, word_list
@@ -124,6 +124,28 @@ class Spike:
         """The layers of the model whose heads can read it: from the second of the run to the one after the last."""
         first, last = self.layers
         return range(first + 1, min(last + 2, len(self.survey.mlp)))
+
+    @cached_property
+    def texts(self) -> Int[Tensor, " text"]:
+        """Numbers of the texts of the survey that have the place."""
+        return self.place.mask.any(1).nonzero().flatten()
+
+    @cached_property
+    def attention(self) -> Float[Tensor, "layer head text"]:
+        """Attention to the place of each head in the layers that can read it, in these texts, without an edit."""
+        reading = self.reading_layers
+        return self.survey.received(self.place.mask)[reading.start : reading.stop, :, self.texts]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is at the first token, or heads attend to the place: then heads and loss are read."""
+        return self.place.is_first or bool((self.attention.mean(-1) > READS).any())
+
+    def within(self, texts: Int[Tensor, " text"]) -> Spike:
+        """Return the spike in some texts of the survey alone."""
+        mask = torch.zeros_like(self.place.mask)
+        mask[texts] = self.place.mask[texts]
+        return replace(self, place=replace(self.place, mask=mask))
 
     def on(self, survey: Survey) -> Spike | None:
         """Return the same spike in the texts of another survey: its direction and layers stay.
