@@ -16,7 +16,6 @@ import torch
 from experiments.reproduce.published import Published
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.inputs import check_site
-from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import Component, Neuron, read_neuron
 from sinkscope.results.row import of_table
@@ -26,7 +25,7 @@ from sinkscope.sinks.spikes.edited import left_at_place
 from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import Survey, read_survey
-from sinkscope.sinks.spikes.writers import components_of, of_layer
+from sinkscope.sinks.spikes.writers import components_of, neuron_at, of_layer
 from sinkscope.sinks.thresholds import COUNTS, NAMED
 from sinkscope.sinks.tokens import single_token
 
@@ -68,13 +67,13 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
         members: list[Neuron] = []
         for number in written.topk(min(CANDIDATES, len(written))).indices.tolist():
             if float(written[number]) >= NAMED:
-                members.append(Neuron(layer, *expert_and_neuron(survey.target, layer, number)))
+                members.append(neuron_at(survey.target, layer, number))
         if not members:
             continue
         orders = ordered_in(survey.target, survey.ids, members[:1])
         random = [random_neurons(orders, members[:1], setup.seed, number, members) for number in range(CONTROLS)]
-        sets = [*((one,) for one in members), *random]
-        lost = (1 - left_at_place(spike, sets)[:, 0].mean(1)).tolist()
+        left = left_at_place(spike, [*((one,) for one in members), *random])
+        lost = (1 - left[:, 0].mean(1)).tolist()
         least = max(COUNTS, *lost[len(members) :])
         found += [str(one) for one, drop in zip(members, lost, strict=False) if drop > least]
     return found
