@@ -32,7 +32,7 @@ def _is_served(hf: Any, kind: ModelKind) -> bool:
     return kind == "hf" and settings is not None and max(settings.dp_size, settings.ep_size) <= 1
 
 
-def _inside(model: object) -> tuple[nn.Module, ModelKind]:
+def _inside(model: Any) -> tuple[nn.Module, ModelKind]:
     """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
 
     Weights of a model of nnsight that was made by name are loaded.
@@ -40,28 +40,23 @@ def _inside(model: object) -> tuple[nn.Module, ModelKind]:
     Raises:
         SinkscopeError: `model` is none of the three kinds.
     """
-    inside = getattr(model, "_orig_mod", None)  # of a compiled model
+    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        inside = model.module
-    if isinstance(inside, nn.Module):
-        return _inside(inside)
-    original = getattr(model, "original_model", None)
-    if isinstance(original, nn.Module):
-        return original, "bridge"
-    peft_configs: Any = getattr(model, "peft_config", None)
-    if peft_configs and hasattr(model, "get_base_model"):
-        if any(getattr(config, "is_prompt_learning", False) for config in peft_configs.values()):
+        return _inside(model.module)
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # compiled
+        return _inside(model._orig_mod)
+    if isinstance(getattr(model, "original_model", None), nn.Module):
+        return model.original_model, "bridge"
+    if getattr(model, "peft_config", None) and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
             raise UnsupportedError(
                 f"this {type(model).__name__} puts learned tokens before the text, which sinkscope does not see: "
                 "measure the model without it, or an adapter in the weights, such as LoRA"
             )
-        wrapper: Any = model
-        return _inside(wrapper.get_base_model())
-    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
+        return _inside(model.get_base_model())
     if "nnsight" in packages:
-        load_weights: Any = getattr(model, "dispatch", None)
-        if callable(load_weights):
-            load_weights()  # one made by name has none before its first trace; this does nothing afterwards
+        if callable(getattr(model, "dispatch", None)):
+            model.dispatch()  # one made by name has none before its first trace; this does nothing afterwards
         inner = getattr(model, "_module", None) or getattr(model, "_model", None)
         if isinstance(inner, nn.Module):
             return inner, "nnsight"
