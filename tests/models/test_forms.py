@@ -100,8 +100,7 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path, typed, beside):
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
     save_file({"base_model.model.lora_A.weight": torch.ones(4, 8)}, folder / "adapter_model.safetensors")
     words = ["holds an adapter", "sinkscope.load(", "peft.PeftModel.from_pretrained(base", "without the adapter"]
-    with hub(tmp_path / "cache") as server:
-        server.add("org/name", folder)
+    with hub(tmp_path / "cache", {("org/name", "main"): folder}):
         for read in READERS:
             for name in (str(folder), "org/name"):
                 with refused(words=[name, *words]):

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import shard_kit
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from organisms import organism, tiny_model
 from refusals import refused
 
@@ -64,23 +62,22 @@ def compared(folder: Path, calls: dict[str, list[str]]) -> tuple[dict[str, dict[
     return json.loads((folder / "report.json").read_text()), printed
 
 
-def planted(family: str, folder: Path) -> str:
-    made = organism(family)
-    made.model.save_pretrained(folder / family)
-    made.tokenizer.save_pretrained(folder / family)
-    return str(folder / family)
-
-
-def random(family: str, folder: Path, **sizes: Any) -> str:
-    for part in tiny_model(family, **sizes):
+def saved(folder: Path, family: str, *parts: Any) -> str:
+    """A folder with a model and its tokenizer."""
+    for part in parts:
         part.save_pretrained(folder / family)
     return str(folder / family)
+
+
+def planted(family: str, folder: Path) -> str:
+    made = organism(family)
+    return saved(folder, family, made.model, made.tokenizer)
 
 
 @pytest.mark.few_texts
 def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path, typed):
     qwen3 = planted("qwen3", tmp_path)
-    phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
+    phi3 = saved(tmp_path, "phi3", *tiny_model("phi3", intermediate_size=63))  # two parts of unequal width
     mixtral = planted("mixtral", tmp_path)
     calls = {
         qwen3: ["repeat", "barcode", "lines", "SinkPatch", "LoopGuard", "h2o", "snapkv", *REFUSED],
@@ -119,7 +116,7 @@ def test_an_attack_and_larger_models_are_equal_too(tmp_path):
 
 @pytest.mark.slow
 def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
-    folder = random("llama", tmp_path, num_key_value_heads=1)
+    folder = saved(tmp_path, "llama", *tiny_model("llama", num_key_value_heads=1))
     failed = started("-m", "sinkscope", "find-sinks", "--model", folder)
     assert failed.returncode != 0 and failed.stdout == ""
     assert failed.stderr.count("error: 2 processes cannot share the 1 heads (num_key_value_heads)") == 1
@@ -149,14 +146,12 @@ def test_heads_must_divide():
         check_divides(config, "m", 4)
 
 
-@given(size=st.integers(1, 50), count=st.integers(1, 8))
+@pytest.mark.parametrize(("size", "count"), [(7, 2), (8, 2), (3, 4), (50, 8), (1, 1)])
 def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
-    chunks = torch.arange(size).chunk(count)
-    for rank in range(count):
+    for rank, chunk in enumerate(torch.arange(size).chunk(count)):
         shards = Shards()
         shards.size, shards.rank = count, rank
-        part = shards._axis(size)
-        assert list(part) == (chunks[rank].tolist() if rank < len(chunks) else [])
+        assert list(shards._axis(size)) == chunk.tolist()
 
 
 def test_one_process_holds_whole_tensors():
