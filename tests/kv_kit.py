@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import flash_attention_mask
 
 from sinkscope.conformance.masked import attending, plain_logits, positions_of, window_of
+from sinkscope.engine.step import TokenPositions
 from sinkscope.engine.stock import set_attention
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.keeper import own_layers
@@ -229,3 +230,10 @@ def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> 
 def allocated_slots(layer: Any) -> int:
     """Slots in memory: those in use, and room for new tokens."""
     return layer.keys.shape[-2] if layer.room is None else layer.room.keys.shape[-2]
+
+
+def append(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Append tokens to a layer, all of which are real, as a call does inside a block."""
+    columns = torch.arange(layer.seen + keys.shape[-2])
+    layer.upcoming = TokenPositions.of(columns.expand(len(keys), -1))
+    return layer.update(keys, values)

@@ -269,23 +269,16 @@ class CacheLayer(Slots):
         """Append keys and values; transformers calls this in every attention layer.
 
         Raises:
-            UnsupportedError: Tokens were evicted, and it is called outside of a block, where all tokens count as real.
+            UnsupportedError: It is called outside of a block, where nothing says which tokens are real.
         """
         new = key_states.shape[-2]
         columns = self.upcoming
         self.upcoming = None
-        before = self.columns
-        if columns is None or columns.seen != new + (0 if before is None else before.seen):
-            if self.slot_positions is not None:
-                raise UnsupportedError(
-                    "this cache had tokens evicted and is used outside of the `with` that did it: stock masks would be "
-                    "wrong; go on inside it, or start from a new cache"
-                )
-            later = torch.arange(new, device=key_states.device).expand(len(key_states), -1)
-            if before is None:
-                columns = TokenPositions.of(later)
-            else:
-                columns = TokenPositions.of(torch.cat([before.pos, before.length[:, None] + later], 1))
+        if columns is None or columns.seen != new + (0 if self.columns is None else self.columns.seen):
+            raise UnsupportedError(
+                "this cache is used outside of the `with` in which it was filled, where nothing says which tokens are "
+                "real: go on inside it, or start from a new cache"
+            )
         self.columns = columns
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
             gapless = self.gapless or not self.is_initialized

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from kv_kit import Drawn, allocated_slots, decode, model_of, prompts
+from kv_kit import Drawn, allocated_slots, append, decode, model_of, prompts
 from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -200,7 +200,7 @@ def test_fixed_orders_of_cache_operations(seed: int, names: list[str]):
 
 def test_a_layer_of_which_all_is_taken_back_is_empty():
     layer = CacheLayer()
-    layer.update(torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
+    append(layer, torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
     layer.evict(torch.tensor([True, False, True, True]).expand(2, 2, 4))
     layer.crop(-4)
     assert not layer.is_initialized and layer.seen == layer.slots == 0
@@ -220,7 +220,7 @@ def test_caches_that_cannot_be_taken_over():
             inside(input_ids=ids[:, :1], past_key_values=cache)
 
 
-def test_an_edited_cache_is_refused_outside(model):
+def test_a_cache_is_refused_outside(model):
     ids, mask = prompts([12], 2)
     cache = DynamicCache()
     with StreamingLLM(budget=6).on(model):

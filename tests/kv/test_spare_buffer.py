@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv_kit import allocated_slots
+from kv_kit import allocated_slots, append
 from torch import Tensor
 
 from sinkscope.kv import cache as room
@@ -26,11 +26,11 @@ def short(monkeypatch):
 def test_nothing_is_written_into_what_gradients_need():
     """Attention has kept the keys of every step: those of 8 and of 9 slots."""
     layer, query = CacheLayer(), torch.ones(4, requires_grad=True)
-    layer.update(*_tokens(6))
-    layer.update(*_tokens(1))
+    append(layer, *_tokens(6))
+    append(layer, *_tokens(1))
     assert allocated_slots(layer) > layer.slots
     with torch.enable_grad():
-        scores = [(layer.update(*_tokens(1))[0] @ query).sum() for _ in range(2)]
+        scores = [(append(layer, *_tokens(1))[0] @ query).sum() for _ in range(2)]
         sum(scores).backward()
     assert allocated_slots(layer) == layer.slots == 9
     torch.testing.assert_close(query.grad, (layer.keys[:, :, :8].sum((0, 1, 2)) + layer.keys.sum((0, 1, 2))))
@@ -40,10 +40,10 @@ def test_what_was_filled_in_inference_mode_is_not_written_outside_of_it():
     layer = CacheLayer()
     given = [_tokens(6), _tokens(1), _tokens(1)]
     with torch.inference_mode():
-        layer.update(*given[0])
-        layer.update(*given[1])
+        append(layer, *given[0])
+        append(layer, *given[1])
         assert allocated_slots(layer) > layer.slots
     with torch.no_grad():
-        layer.update(*given[2])
+        append(layer, *given[2])
     keys, values = zip(*given, strict=True)
     assert torch.equal(layer.keys, torch.cat(keys, 2)) and torch.equal(layer.values, torch.cat(values, 2))
