@@ -31,21 +31,5 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / "tests/fixtures" / name).read_text(encoding="utf-8").splitlines()]
 
 
-def _texts(name: str) -> dict[str, str]:
-    return {row["id"]: row["prompt"] for row in rows_of(name)}
-
-
-HONEST = _texts("honest.jsonl")
+HONEST = {row["id"]: row["prompt"] for row in rows_of("honest.jsonl")}
 """Tables, data, code, refrains, lists and logs."""
-TABLES = _texts("tables.jsonl")
-"""Tables and matrices whose rows follow a rule; some of their rows, or of their diagonals, are equal."""
-
-
-def novelty(ids: list[int], *, window: int = 256, n: int = 4, span: int = 64) -> float:
-    """Share of the last `span` tokens that completed an n-gram that their window does not contain earlier."""
-    new = []
-    for i in range(max(0, len(ids) - span), len(ids)):
-        seen = ids[max(0, i - window + 1) : i + 1]
-        grams = [tuple(seen[j : j + n]) for j in range(len(seen) - n + 1)]
-        new.append(not grams or grams[-1] not in grams[:-1])
-    return sum(new) / len(new) if new else float("nan")

@@ -67,14 +67,10 @@ def openings_of(half: str) -> list[tuple[str, str]]:
     return [(kind, text) for kind, texts in KINDS.items() for text in texts[HALVES.index(half) :: len(HALVES)]]
 
 
-def outputs_of(works: Sequence[Path], **where: Any) -> list[Row]:
-    """The outputs in the runs.jsonl of folders that have these values; where one was made again, the last counts."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for work in works:
-        for row in read_rows(work / "runs.jsonl"):
-            if all(row[name] == value for name, value in where.items()):
-                found[row["model"], row["arm"], row["half"], row["number"]] = row
-    return list(found.values())
+def outputs_of(work: Path, **where: Any) -> list[Row]:
+    """The outputs in the runs.jsonl of a folder that have these values."""
+    rows = read_rows(work / "runs.jsonl")
+    return [row for row in rows if all(row[name] == value for name, value in where.items())]
 
 
 @torch.no_grad()
@@ -118,7 +114,7 @@ def main(
     file.touch()
     for arm, half in product(only, halves):
         where = {"model": Path(model).stem, "new": NEW, "arm": arm, "half": half}
-        if outputs_of([work], **where):
+        if outputs_of(work, **where):
             continue
         kinds, texts = zip(*openings_of(half), strict=True)
         with file.open("a") as out:

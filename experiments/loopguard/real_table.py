@@ -115,7 +115,7 @@ def main(work: Path, *, models: Sequence[Path], out: Path = Path("figures/loopgu
     result = earlier(out)
     for file in models:
         tokenizer = load(str(file), device="cpu").tokenizer
-        for half, rows in table(outputs_of([work], model=file.stem), tokenizer).items():
+        for half, rows in table(outputs_of(work, model=file.stem), tokenizer).items():
             result.setdefault(file.stem.split("-")[0], {}).setdefault(half, {}).update(rows)
     write_record(out, "loopguard-real", result, {"new": 400})
 

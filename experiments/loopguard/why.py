@@ -28,7 +28,7 @@ NAME = "loopguard_why.json"
 def loops_of(work: Path, model: str, half: str) -> list[Row]:
     """The outputs of a real model that end in a loop, with their openings: as many as are asked for, evenly spread."""
     openings, looping = openings_of(half), list[Row]()
-    for row in outputs_of([work], model=model, arm=FULL, half=half):
+    for row in outputs_of(work, model=model, arm=FULL, half=half):
         if end_loop(row["tokens"]) is not None:
             looping.append({**row, "opening": openings[row["number"]][1]})
     count = min(COUNTS[half], len(looping))

@@ -12,11 +12,10 @@ import torch
 from organisms import loop_organism, tiny_model
 from raw_kit import attention
 from refusals import refused
-from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.kv import Observe
-from sinkscope.loops.barcode import LOCK_GAIN, HeadTracks, barcode
+from sinkscope.kv import StreamingLLM
+from sinkscope.loops.barcode import LOCK_GAIN, barcode
 from sinkscope.loops.text.signals import end_loop
 
 PROMPT = [1, *range(10, 30)]
@@ -31,41 +30,33 @@ def measured(seed: int, period: int, new: int, delay: int = 0, **settings):
         return barcode(organism.model, ids, max_new_tokens=new, tokenizer=organism.tokenizer), organism.truth
 
 
-def test_pictures_are_the_last_steps_of_an_eager_run(monkeypatch):
-    """With a size for which few tokens are enough."""
+def test_scores_and_pictures_are_those_of_an_eager_run(monkeypatch):
+    """With sizes for which few tokens are enough; read in one pass, and token by token where an intervention acts."""
     monkeypatch.setattr("sinkscope.loops.barcode.PICTURE_STEPS", 8)
+    monkeypatch.setattr("sinkscope.loops.barcode.SUFFIX", 9)
     model, tokenizer = tiny_model("gpt_oss")
     model.generation_config.eos_token_id = None
-    result = barcode(model, PROMPT, heads=[(0, 1), (2, 3)], max_new_tokens=15, tokenizer=tokenizer)
+    options = {"heads": [(0, 1), (2, 3)], "max_new_tokens": 15, "tokenizer": tokenizer}
+    result = barcode(model, PROMPT, **options)
     assert (result.shown, result.layers, result.steps) == (("L0.H1", "L2.H3"), (0, 2), 15)
-    with torch.no_grad():
-        out = model.generate(torch.tensor([PROMPT]), max_new_tokens=15, do_sample=False, pad_token_id=3)[0].tolist()
     words = tokenizer((Path(ss.__file__).parent / "models/text/typical.txt").read_text()[:4000])["input_ids"]
-    ordinary = [tokenizer.bos_token_id, *[i for i in words if i != tokenizer.bos_token_id]][: len(out)]
-    for ids, whole in ((out, result.attention), (ordinary, result.control_attention)):
-        dense = attention(model, torch.tensor([ids]))[:, 0, :, -9:-1, -25:-1]  # the last of all chose no token
-        np.testing.assert_allclose(whole, torch.stack([dense[0, 1], dense[2, 3]]).numpy(), atol=6e-4)
-        assert (whole.sum(2) < 1).all(), "a learned sink takes part and is dropped"
-
-
-@torch.no_grad()
-def test_the_score_of_a_text_in_pieces_equals_its_definition():
-    model, _ = tiny_model("mistral")
-    ids, shift, suffix = torch.randint(4, 90, (1, 40)), 4, 9
-    tracks = HeadTracks(4, 41, 20, shift, suffix)
-    with Observe(tracks.add, [1]).on(model):
-        cache = None
-        for start in range(0, 40, 3):
-            cache = model(ids[:, start : start + 3], past_key_values=cache, use_cache=True).past_key_values
-    dense = attention(model, ids)[1, 0]
-    rows = torch.zeros(4, 40, suffix)  # head query offset
-    for t in range(40):
-        for offset in range(min(suffix, t)):  # the first position belongs to no suffix
-            rows[:, t, offset] = dense[:, t, t - offset]
-    score = torch.cat(tracks.scores, 1)
-    assert_close(score[:, shift:], torch.minimum(rows[:, shift:], rows[:, :-shift]).sum(-1), rtol=1e-3, atol=1e-5)
-    assert (score[:, :shift] == 0).all()
-    assert_close(torch.cat(tracks.pictures, 1), dense[:, 20:], rtol=1e-3, atol=1e-5)
+    ordinary = [tokenizer.bos_token_id, *[i for i in words if i != tokenizer.bos_token_id]][: len(result.ids)]
+    shift, late = result.period or 1, ((result.onset or result.prompt_tokens) + len(result.ids) - 1) // 2
+    whole = (result.ids, result.attention, result.score), (ordinary, result.control_attention, result.control_score)
+    for ids, picture, score in whole:
+        dense = attention(model, torch.tensor([ids]))[[0, 2], 0]  # layer head query key
+        drawn = dense[:, :, -9:-1, -25:-1]  # the last of all chose no token
+        np.testing.assert_allclose(picture, torch.stack([drawn[0, 1], drawn[1, 3]]).numpy(), atol=6e-4)
+        assert (picture.sum(2) < 1).all(), "a learned sink takes part and is dropped"
+        rows = torch.zeros(*dense.shape[:3], max(9, 3 * shift))
+        for t in range(len(ids)):
+            for offset in range(min(rows.shape[3], t)):  # the first position belongs to no suffix
+                rows[:, :, t, offset] = dense[:, :, t, t - offset]
+        shared = torch.minimum(rows[:, :, shift:], rows[:, :, :-shift]).sum(-1)[:, :, late - shift : -1]
+        np.testing.assert_allclose(score, shared.mean(-1).numpy(), atol=1e-4)
+    again = barcode(model, PROMPT, **options, interventions=StreamingLLM(budget=1000))
+    np.testing.assert_allclose(again.score, result.score, atol=1e-4)
+    np.testing.assert_allclose(again.attention, result.attention, atol=2e-3)
 
 
 @pytest.mark.parametrize(("period", "delay", "new"), [(9, 4, 70), (1, 0, 48)])

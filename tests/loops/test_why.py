@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import close, decode, logits_of, prompts, shallow_of
 from organisms.kept_loops import CASES, kept_loop
 from refusals import refused
 
 from sinkscope.hooks.edit import Knockout
-from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import FROM_START, LoopedText, RemovalEffect, WhyLoop, why_loop
 from sinkscope.opening.load import load
@@ -91,38 +89,17 @@ def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text(
     assert found.details() == [f"{found.added} tokens of ordinary text stand before the prompt here, for a control."]
 
 
-@torch.no_grad()
-def test_removed_tokens_are_those_that_a_mask_hides():
-    model = shallow_of("llama")
-    ids, mask = prompts([20, 20], 4)
-    removed = torch.zeros(2, 20, dtype=torch.bool)
-    removed[0, [1, 2, 7, 18]] = True
-    removed[1, 3:] = True
-    with RemoveTokens(removed).on(model):
-        found = decode(model, ids, mask, 20)
-    for row in range(2):
-        sees = torch.ones(24, 24, dtype=torch.bool).tril()
-        sees[20:, :20] &= ~removed[row]
-        close(found[row], logits_of(model, ids[row], sees)[19:])
-
-
 @pytest.mark.parametrize(
-    ("before", "controlled"), [(1, []), (9, ["sink"]), (10, ["copies", "sink"]), (40, ["copies", "sink"])]
+    ("before", "controlled"), [(1, []), (9, ["sink"]), (10, BOTH := ["copies", "sink"]), (40, BOTH)]
 )
 def test_removals_are_the_named_tokens_or_as_many_random_ones_before_the_loop(before: int, controlled: list[str]):
-    drawn = []
-    for cut in (before + 9, before + 8):
-        removals = looped(before).removals(cut)
-        named = {name: removals[name] for name in ("sink", "copies", "context")}
-        assert named == {"sink": [0], "copies": [*range(max(1, before), cut)], "context": [*range(1, cut)]}
-        for cause in controlled:
-            places = removals[f"random {cause}"]
-            assert len({*places}) == len(named[cause]) and {*places} <= {*range(1, before)}
-        drawn.append(removals.get("random copies"))
-    assert [name for name in looped(before).removals(before + 9) if "random" in name] == [
-        f"random {one}" for one in controlled
-    ]
-    assert before < 40 or drawn[0][:6] != drawn[1][:6], "others at each cut"
+    removals, earlier = (looped(before).removals(before + more) for more in (9, 8))
+    named = {name: removals.pop(name) for name in ("sink", "copies", "context", "nothing")}
+    wanted = {"sink": [0], "copies": [*range(max(1, before), before + 9)], "context": [*range(1, before + 9)]}
+    assert named == wanted | {"nothing": []} and list(removals) == [f"random {one}" for one in controlled]
+    for name, places in removals.items():
+        assert len({*places}) == len(wanted[name.split()[1]]) and {*places} <= {*range(1, before)}
+    assert before < 40 or removals["random copies"][:6] != earlier["random copies"][:6], "others at each cut"
 
 
 def test_a_loop_goes_on_from_any_of_its_tokens():
