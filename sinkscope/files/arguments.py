@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinkscope.errors import SinkscopeError
@@ -108,18 +109,12 @@ def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
 
 def member_of(hint: Any) -> tuple[Any, bool]:
     """Return the type of a value without `Annotated` and None, and whether it may hold several values."""
-    many = False
-    while True:
-        origin, parts = get_origin(hint), get_args(hint)
-        if origin is Annotated:
-            hint = parts[0]
-        elif type(None) in parts:  # a union with None: the None is only the default
-            others = tuple(part for part in parts if part is not type(None))
-            hint = Union[others]  # noqa: UP007 - made of a tuple
-        elif isinstance(origin, type) and issubclass(origin, Sequence) and parts[1:] in ((), (...,)) and not many:
-            many = True
-            hint = parts[0]
-        elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
-            hint = parts[1]
-        else:
-            return hint, many
+    origin: Any = get_origin(hint)
+    parts = tuple(part for part in get_args(hint) if part is not NoneType)
+    is_union = origin in (Union, UnionType)
+    if origin is Annotated or (is_union and len(parts) == 1):  # a None is only the default
+        return member_of(parts[0])
+    is_sequence = isinstance(origin, type) and issubclass(origin, Sequence) and parts[1:] in ((), (...,))
+    if is_sequence or (is_union and parts[1:] == (Sequence[parts[0]],)):  # or one value, or several
+        return member_of(parts[0])[0], True
+    return (Union[parts] if is_union else hint), False  # noqa: UP007 - made of a tuple
