@@ -114,7 +114,7 @@ def member_of(hint: Any) -> tuple[Any, bool]:
     is_union = origin in (Union, UnionType)
     if origin is Annotated or (is_union and len(parts) == 1):  # a None is only the default
         return member_of(parts[0])
-    is_sequence = isinstance(origin, type) and issubclass(origin, Sequence) and parts[1:] in ((), (...,))
+    is_sequence = isinstance(origin, type) and issubclass(cast(Any, origin), Sequence) and parts[1:] in ((), (...,))
     if is_sequence or (is_union and parts[1:] == (Sequence[parts[0]],)):  # or one value, or several
         return member_of(parts[0])[0], True
     return (Union[parts] if is_union else hint), False  # noqa: UP007 - made of a tuple

@@ -55,7 +55,7 @@ def test_repetitions_are_those_of_a_search(ids):
 @given(RUNS)
 def test_counters_are_the_repetitions_of_a_text_in_which_all_numbers_are_one(ids):
     """Two of three tokens are numbers; several in a row are one."""
-    follows = CounterRepetition(longest=16, copies=3, tokens=8)
+    follows = CounterRepetition(longest=7, copies=3, tokens=8)
     masked, places = list[int](), list[int]()
     for place, token in enumerate(ids):
         is_number = token < 2
@@ -65,7 +65,7 @@ def test_counters_are_the_repetitions_of_a_text_in_which_all_numbers_are_one(ids
             continue
         masked.append(-1 if is_number else token)
         places.append(place)
-        wanted = searched(masked, 3, 6, 16)
+        wanted = searched(masked, 3, 6, 7)
         start = None if wanted is None or place + 1 - places[wanted.start] < 8 else places[wanted.start]
         assert (tail is None) == (start is None) and (tail is None or (tail.start, tail.exact) == (start, False))
 
