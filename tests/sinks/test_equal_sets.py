@@ -25,11 +25,6 @@ def test_the_last_digits_of_norms_decide_no_order():
     assert bool((falling[1:] <= falling[:-1] * (1 + controls.DIGITS)).all())
 
 
-def test_what_writes_more_comes_first():
-    norms = torch.tensor([1.0, 3.0, 2.0, 1e-6, 1e6])
-    assert by_norm(torch.tensor([0, 1, 2, 3, 4]), norms).tolist() == [4, 1, 2, 0, 3]
-
-
 @pytest.mark.parametrize(("most", "enough"), [(MOST, False), (1.0, True)])
 def test_two_thirds_of_a_layer_are_the_most_that_is_a_control(bundled, monkeypatch, most, enough):  # noqa: F811
     """The neuron of the model in the package writes more than two thirds of the others."""
