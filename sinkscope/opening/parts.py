@@ -260,7 +260,7 @@ def structure_of(module: nn.Module) -> tuple[Key, int]:
         cls: Any = type(part)
         functions = _functions(part)
         count += len(functions)
-        words += (path, cls, cls.forward, *functions)
+        words += (path, cls, cls.forward, getattr(part, "is_causal", None), *functions)
         for name, weight in part.named_parameters(recurse=False):
             words += (name, weight.shape, weight.dtype)
     return tuple(words), count

@@ -16,7 +16,9 @@ from experiments import train_bundled
 from experiments.bundled import card, facts, stories
 
 ROOT = Path(__file__).resolve().parents[2]
-BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
+BUNDLED = ROOT / "sinkscope/models/bundled"
+PAGE = ROOT / "docs/bundled_model.md"
+RECORD = json.loads((ROOT / "figures/bundled_model.json").read_text())["result"]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,8 @@ def test_shipped_model_is_what_its_truth_says(shipped):
     assert sum(f.stat().st_size for f in BUNDLED.iterdir()) <= 16_000_000
 
 
-RECORD = json.loads((ROOT / "figures" / "bundled_model.json").read_text())["result"]
-
-
 def test_the_page_has_the_tables_of_the_record():
-    page = (ROOT / "docs" / "bundled_model.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     for name, table in card.tables(**RECORD).items():
         assert f"{name} -->\n\n{table}\n\n<!-- end of" in page
     assert (BUNDLED / "README.md").read_text(encoding="utf-8") == card.FRONT + page
@@ -50,31 +49,27 @@ def test_the_page_has_the_tables_of_the_record():
 @pytest.mark.slow
 def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
     survey = facts.surveyed(shipped, facts.typical_windows(AutoTokenizer.from_pretrained(BUNDLED), 256))
-    found = facts.norms_by_layer(survey)
-    for name, values in RECORD["planted"]["norms"].items():
-        assert found[name] == pytest.approx(values, rel=1e-3), name
+    assert facts.norms_by_layer(survey) == {
+        name: pytest.approx(values, rel=1e-3) for name, values in RECORD["planted"]["norms"].items()
+    }
     assert facts.sink_heads(survey).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
 
 
 @pytest.mark.slow
 def test_stories_end_by_themselves_and_a_second_call_goes_on(tmp_path):
     """The teacher has random weights, so that it ends about one story in a hundred tokens."""
-    model, tokenizer = tiny_model("llama")
-    model.save_pretrained(tmp_path / "teacher")
-    tokenizer.save_pretrained(tmp_path / "teacher")
-    told = tmp_path / "told.txt"
-
-    def size(count: int) -> int:
-        stories.main(teacher=str(tmp_path / "teacher"), out=told, tokens=count, rows=16)
+    for part in tiny_model("llama"):
+        part.save_pretrained(tmp_path / "teacher")
+    told, tokenizer = tmp_path / "told.txt", AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    begun = ""
+    for least in (20, 20, 200):
+        stories.main(teacher=str(tmp_path / "teacher"), out=told, tokens=least, rows=16)
         texts = stories.read_stories(told)
-        assert texts and all(tokenizer.eos_token not in text for text in texts)
-        return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
-
-    assert size(20) >= 20
-    first = told.read_text()
-    told.write_text(first + "A story that was never")
-    assert size(20) >= 20 and told.read_text() == first
-    assert size(len(first) * 2) >= len(first) * 2 and told.read_text().startswith(first)
+        assert not any(tokenizer.eos_token in text for text in texts)
+        assert sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts) >= least
+        assert told.read_text().startswith(begun)
+        begun = told.read_text()
+        told.write_text(begun + "A story that was never")
 
 
 @pytest.mark.slow
@@ -88,10 +83,10 @@ def test_a_trained_model_is_measured_and_its_card_is_written(tmp_path, monkeypat
     for name in ("planted", "unplanted"):
         train_bundled.main(out=tmp_path / name, unplanted=name == "unplanted", **options)
     (tmp_path / "docs").mkdir()
-    shutil.copy(ROOT / "docs/bundled_model.md", tmp_path / "docs")
+    shutil.copy(PAGE, tmp_path / "docs")
     card.main(planted=tmp_path / "planted", unplanted=tmp_path / "unplanted", repository=tmp_path)
     text = (tmp_path / "docs/bundled_model.md").read_text(encoding="utf-8")
-    assert text != (ROOT / "docs/bundled_model.md").read_text(encoding="utf-8")
+    assert text != PAGE.read_text(encoding="utf-8")
     found = json.loads((tmp_path / "figures/bundled_model.json").read_text())["result"]["planted"]
     assert found["fixed"]["unchanged"] and found["fixed"]["count"] > 10_000
     assert (tmp_path / "sinkscope/models/bundled/README.md").read_text(encoding="utf-8").endswith(text)

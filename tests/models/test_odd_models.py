@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import pytest
 import torch
 from checkpoints import spoiled
-from organisms import Organism, organism
-from transformers import (
-    BertConfig,
-    BertLMHeadModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from organisms import organism, tiny_model
+from refusals import refused
+from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
 
 import sinkscope as ss
 from sinkscope.engine.stock import attention_name
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.opening.live import target_of
 
-
-@cache
-def planted() -> Organism:
-    return organism("llama", 3)
+IDS = torch.arange(3, 15)[None]
 
 
 def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path):
@@ -50,20 +38,19 @@ def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path):
     ],
 )
 def test_arguments_from_python(use, says):
-    model = planted().model
-    model.tokenizer = planted().tokenizer
-    with pytest.raises(SinkscopeError, match=says) as caught:
-        use(model, planted().tokenizer)
+    planted = organism("llama", 3)
+    with refused(says) as caught:
+        use(planted.model, planted.tokenizer)
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
 
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-LLAMA = {**SMALL, "hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
-IDS = torch.arange(3, 15)[None]
 
 
-def bidirectional() -> LlamaForCausalLM:
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+def bidirectional():
+    """The model was known when it was causal."""
+    model = tiny_model("llama")[0]
+    target_of(model)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     return model
@@ -72,36 +59,24 @@ def bidirectional() -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, **SMALL)),
-         "is an encoder-decoder model"),
-        (lambda: BertLMHeadModel(BertConfig(**LLAMA)), "is not causal"),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, **SMALL)),
+            "is an encoder-decoder model",
+        ),
+        (lambda: BertLMHeadModel(BertConfig(hidden_size=32, intermediate_size=64, **SMALL)), "is not causal"),
         (bidirectional, "is not causal"),
     ],
-)  # fmt: skip
+)
 def test_models_that_are_no_decoders_are_refused_with_what_is_true(make, said):
     """There is no row to write for them, and no argument to rename."""
-    for use in (
-        lambda model: ss.trace(model, IDS, "hook_embed"),
-        lambda model: ss.Ablate(layer=1, neurons=[3]).on(model),
-    ):
-        with pytest.raises(UnsupportedError, match=said) as refusal, use(make()):
-            pass
+    model = make()
+    for use in (lambda: ss.trace(model, IDS, "hook_embed"), lambda: ss.Ablate(layer=1, neurons=[3]).on(model)):
+        with pytest.raises(UnsupportedError, match=said) as refusal:
+            use()
         assert "decoder-only" in str(refusal.value)
         assert not re.search("register|rename|write its row", str(refusal.value))
 
 
 @pytest.mark.parametrize("positions", [8, 16, 19])
 def test_a_context_that_is_shorter_than_the_text_of_the_proof_is_read_as_far_as_it_goes(positions):
-    config = GPT2Config(
-        vocab_size=64, n_layer=2, n_head=2, n_embd=32, n_positions=positions, bos_token_id=0, eos_token_id=0
-    )
-    assert target_of(GPT2LMHeadModel(config)).adapter.unproved == ()
-
-
-def test_weights_that_are_nan_are_refused(tmp_path):
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0] = torch.nan
-    model.save_pretrained(tmp_path)
-    with pytest.raises(SinkscopeError, match="NaN or infinite; download the checkpoint again"):
-        ss.load(tmp_path)
+    assert target_of(tiny_model("gpt2", n_positions=positions)[0]).adapter.unproved == ()
