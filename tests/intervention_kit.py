@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -88,26 +88,3 @@ def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
     for layer, neuron in sites:
         model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= 8
     return model, tokenizer, sites
-
-
-@torch.no_grad()
-def generated(model, ids: Tensor, **settings: Any) -> Tensor:
-    """What any kind of model generates greedily, each called in its own way."""
-    settings = {"do_sample": False, **settings}
-    target = target_of(model)
-    if target.kind == "bridge":
-        return model.generate(ids, **settings, stop_at_eos=False, verbose=False)
-    if target.kind == "hf":
-        return model.generate(ids, **settings)
-    with model.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **settings):
-        out = model.generator.output.save()
-    return out
-
-
-@torch.no_grad()
-def greedy(model, ids: Tensor, steps: int, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
-    """Greedy decoding the slow way: the whole sequence again for every token, under an edit done by hand."""
-    for _ in range(steps):
-        with around():
-            ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    return ids

@@ -27,10 +27,6 @@ from sinkscope.kv.keeper import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
 
-FAMILIES = (
-    "gpt2 gpt_neox opt phi phi3 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 gpt_oss"
-).split()
-
 
 def model_of(family: str, **overrides):
     if family == "phi3":

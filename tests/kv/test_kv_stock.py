@@ -6,8 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from covering import every_nth
-from kv_kit import FAMILIES, Drawn, attends_by, close, decode, prompts
+from kv_kit import Drawn, attends_by, close, decode, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
@@ -36,7 +35,7 @@ def test_under_each_attention_of_transformers(name, attention):
     close(scores_under(name, attention, padded), scores_under(name, "sdpa", padded), 1e-4)
 
 
-@pytest.mark.parametrize("family", every_nth(FAMILIES, 4))
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "mixtral", "gemma3_text", "gpt_oss"])
 def test_with_nothing_to_evict_the_logits_are_equal_bit_for_bit(family):
     model, (ids, mask) = model_of_family(family), prompts([9], 3)
     run = partial(decode, model, ids, mask, 9)
