@@ -77,10 +77,7 @@ def test_guard_keeps_the_plan(model):
         held = [*range(length + 9)]
         for level, event in enumerate(event for event in run.events if event.row == row):
             seen, data = length + 9 * level + 9, event.data
-            assert (data["generated"], event.step, event.position, data["level"]) == (seen - length,) * 2 + (
-                seen - 1,
-                level,
-            )
+            assert data["generated"] == event.step == seen - length and event.position == seen - 1
             made = tokens_to_keep(held, seen, range(*(data["bad"] or [(0, 0)])[-1]), always.retention(length), level)
             assert data["kept"] == ranges_of(made) and (data["cached_before"], data["level"]) == (len(held), level)
             assert data["kept_count"] == len(made) <= SMALL["budget"]
