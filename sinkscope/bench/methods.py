@@ -17,18 +17,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_settings, setting_types
+from sinkscope.files.records import Budget
 from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
-from sinkscope.kv.registry import import_object, policies
+from sinkscope.kv.registry import PAPER, policies, read_named
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
 
 FULL, SAMPLING = "full", "sampling"
 GUARD = "loopguard"
-PAPER = "paper"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +58,10 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 of that name. "-0": without steps that read everything first; "-p", "-d": one half alone."""
 
 
-def method_classes() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Return the class of every method, and the fields that its name determines.
-
-    The class of None applies nothing.
-    """
+def method_classes() -> dict[str, Any]:
+    """Return the class of every method; that of None applies nothing."""
     own = {FULL: NoneType, SAMPLING: NoneType, "random": RandomSlots, GUARD: LoopGuard}
-    return {name: (cls, {}) for name, cls in (policies() | own).items()} | VARIANTS
+    return policies() | own | {name: cls for name, (cls, _) in VARIANTS.items()}
 
 
 def read_method(text: str, budget: Budget | None = None) -> str:
@@ -106,21 +102,10 @@ def make_method(text: str) -> Intervention | None:
 
 def _parsed(text: str) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
     """The name of a method, its class or what else makes it, the types of its settings, and those that it has."""
-    name, *parts = text.split(":")
-    classes = method_classes()
-    if name not in classes and parts and parts[0].isidentifier() and parts[0] != PAPER:
-        name = f"{name}:{parts.pop(0)}"  # package.module:name
-    if name not in classes and ":" not in name:
-        raise SinkscopeError(
-            f"method {name!r} is unknown: expected some of {', '.join(classes)}, or package.module:name of a policy "
-            "class or of a function that makes a policy"
-        )
-    make, fixed = classes[name] if name in classes else (import_object(name, f"method {name!r}"), {})
-    types = setting_types(make) if isinstance(make, type) else {"budget": Budget}
-    if PAPER in parts and hasattr(make, PAPER):
-        parts.remove(PAPER)
-        make = make.paper
-    return name, make, types, {**fixed, **read_settings(parts, types, f"method {text!r}", "budget")}
+    name, make, types, given = read_named(text, method_classes(), "method")
+    if name in VARIANTS:
+        given = VARIANTS[name][1] | given
+    return name, make, types, given
 
 
 def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[str, ...]:

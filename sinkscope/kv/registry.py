@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +15,7 @@ from sinkscope.hooks.edit.base import Intervention
 
 ENTRY_POINTS = "sinkscope.policies"
 _REGISTERED: dict[str, type[Intervention]] = {}
+PAPER = "paper"
 GUARDS = "sinkscope.guards"
 """Group of entry points of guards, by the names that commands take in place of a policy."""
 PolicyClass = TypeVar("PolicyClass", bound=type[Intervention])
@@ -71,29 +72,42 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512:first=2"), policy_named("sinkscope.kv.published:H2O:0.25").budget
         (StreamingLLM(budget=512, first=2, last=0, every=1), 0.25)
     """
-    name, *parts = text.split(":")
-    guards = {entry.name: entry for entry in installed(GUARDS)}
-    by_name = policies()
-    if name in guards:
-        policy: Any = guards[name].load()
-    elif name in by_name:
-        policy = by_name[name]
-    elif parts and parts[0].isidentifier():
-        policy = _import_policy(f"{name}:{parts.pop(0)}")
-    else:
-        raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(by_name)}, or package.module:Class")
-    make = policy
-    if name in guards and parts[:1] == ["paper"]:
-        make = policy.paper
-        parts = parts[1:]
-    types = {"budget": Budget}
-    if any("=" in part for part in parts):
-        types |= setting_types(policy)
-    given = read_settings([part for part in parts if part], types, f"policy {text!r}", "budget")
+    guards = {entry.name: entry.load() for entry in installed(GUARDS)}
+    _, make, _, given = read_named(text, policies() | guards, "policy")
     try:
-        return make(**given)
+        policy = make(**given)
     except TypeError as error:  # a setting is missing, or a method
         raise SinkscopeError(f"policy {text!r} cannot be made: {error}") from None
+    if not isinstance(policy, Intervention):
+        raise SinkscopeError(f"policy {text!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
+    return policy
+
+
+def read_named(text: str, classes: Mapping[str, Any], what: str) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
+    """Read the name of a class and its settings, such as `h2o:0.25` or `package.module:name:first=2`.
+
+    Args:
+        text: The text. `name:paper` calls the class method `paper` of the class.
+        classes: Classes by name.
+        what: What has such names, for errors.
+
+    Returns:
+        The name, what is to be called, the types of its settings, and those that are given.
+
+    Raises:
+        SinkscopeError: The name or a setting is unknown, or a value has the wrong type.
+    """
+    name, *parts = text.split(":")
+    if name not in classes and parts and parts[0].isidentifier() and parts[0] != PAPER:
+        name = f"{name}:{parts.pop(0)}"
+    if name not in classes and ":" not in name:
+        raise SinkscopeError(f"{what} {name!r}: expected one of {', '.join(classes)}, or package.module:name")
+    make = classes[name] if name in classes else import_object(name, f"{what} {name!r}")
+    types = setting_types(make) if isinstance(make, type) else {"budget": Budget}
+    if PAPER in parts and hasattr(make, PAPER):
+        parts.remove(PAPER)
+        make = make.paper
+    return name, make, types, read_settings([part for part in parts if part], types, f"{what} {text!r}", "budget")
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:

@@ -57,7 +57,7 @@ def bleu(metric: str) -> float:
 @pytest.mark.parametrize(
     ("read", "text", "says"),
     [
-        (made, "h20", "method 'h20' is unknown: expected some of adakv, full"),
+        (made, "h20", "method 'h20': expected one of adakv, full"),
         (made, "streaming:sinks=3", "'sinks=3' is no setting, or is given twice: it has"),
         (made, "full:0.5", "'0.5' is no setting, or is given twice: it has none"),
         (made, "h2o:0.5:budget=8", "'budget=8' is no setting, or is given twice"),

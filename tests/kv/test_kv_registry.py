@@ -92,7 +92,7 @@ def test_the_budget_is_the_first_field_of_each_policy(module):
     [
         (
             "lru",
-            f"policy 'lru': expected one of {', '.join(policies())}, or package",
+            f"policy 'lru': expected one of {', '.join(policies())}, loopguard, or package",
         ),
         ("h2o:many", "policy 'h2o:many': budget='many': expected a number of tokens"),
         (
