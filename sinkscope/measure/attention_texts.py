@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, is_device
-from sinkscope.files.records import build, check_values, read_rows
+from sinkscope.files.output import PathName
+from sinkscope.files.records import check_values
+from sinkscope.files.texts import read_texts
 from sinkscope.generation.decode import decode
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length, read_row
@@ -64,13 +64,6 @@ def prompt_and_continuation(
     return [*start, *answer], len(start)
 
 
-@dataclass(frozen=True)
-class TextRecord:
-    """A line of a file of texts."""
-
-    text: str
-
-
 def texts_of(
     setup: Setup,
     texts: Any,
@@ -95,7 +88,7 @@ def texts_of(
     if length is not None and not SHORTEST_TEXT <= length <= context:
         raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
     if data is not None:
-        texts = [record.text for record in records_of(data)[:count]]
+        texts = [record.text for record in islice(read_texts(data), count)]
     if isinstance(texts, str):
         texts = [texts]
     if texts is not None:
@@ -109,16 +102,10 @@ def texts_of(
     return rows
 
 
-def records_of(data: PathName) -> list[TextRecord]:
-    """Return the lines of a file of JSON lines, each with a "text"."""
-    expected = 'JSON lines, each with a "text"'
-    return [build(TextRecord, row, where, expected) for where, row in read_rows(data, expected)]
-
-
 def check_data(*, data: PathName | None, **_: Any) -> None:
     """Refuse a file that is missing or holds something else before a model is opened; what flows is read but once."""
-    if data is not None and data != "-" and not is_device(Path(data)):
-        records_of(data)
+    if data is not None and data != "-":
+        list(read_texts(data))
 
 
 def _row(setup: Setup, text: str | Sequence[int], most: int) -> Int[Tensor, " pos"]:
