@@ -136,7 +136,8 @@ def _of_class(key: Key, target: Target, numbers: list[int], row: Adapter | None)
     draft = Found(**vars(row or DRAFT))
     draft = replace(draft, model_type=str(hf.config.model_type))
     try:
-        draft = replace(draft, layers=stack_of(hf), base=_base_path(hf, stack_of(hf)))
+        stack = stack_of(target.hf)  # which a wrapper of the object lends
+        draft = replace(draft, layers=stack, base=_base_path(target.hf, stack))
         with evaluating(target.hf), apart():
             found = _proposed_and_proved(replace(target, adapter=draft), numbers, row)
     except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
