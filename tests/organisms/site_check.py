@@ -31,9 +31,15 @@ class SiteReport:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers: the list of modules of the configured depth with most parameters."""
+    """The decoder layers: the list of modules of the configured depth, with most parameters, that runs over text."""
+    ran: set[torch.nn.Module] = set()
+    handles = [m.register_forward_hook(lambda module, *_: ran.add(module)) for m in model.modules()]
+    with torch.no_grad():
+        model(input_ids=torch.arange(20, 20 + LENGTH)[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
     depth = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth and m[0] in ran]
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
 
 
