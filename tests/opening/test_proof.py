@@ -18,6 +18,7 @@ import sinkscope.engine.attention as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
 from sinkscope.models.adapters import PATHS, Adapter
+from sinkscope.models.experts import Experts
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.proof import prove
@@ -142,6 +143,12 @@ def test_wrong_attention_is_found(model_type, change, monkeypatch):
     real, target = attention.attention_probs, target_of(model_of(model_type))
     monkeypatch.setattr(attention, "attention_probs", lambda *args, **kwargs: change(real, args, kwargs))
     assert re.search("differs from the model's own|later tokens", prove(target).problem or "")
+
+
+def test_experts_that_give_something_else_are_found(monkeypatch):
+    target, post = target_of(model_of("mixtral")), Experts.post
+    monkeypatch.setattr(Experts, "post", lambda self, expert, hidden: 1.1 * post(self, expert, hidden))
+    assert prove(target).problem == "the experts do not give what their weights say"
 
 
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():

@@ -13,7 +13,8 @@ import torch
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.keeper import cache_layers
-from sinkscope.models.target import Target
+from sinkscope.models.hooks import first_tensor, on_output
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.opening.live import target_of
 
 from .decoders import byte_tokenizer, decoder
@@ -86,6 +87,7 @@ def examine(model_type: str) -> TypeReport:
     report.sites = {"right": len(sites.right), "not offered": sorted({s.split(".", 2)[2] for s in sites.refused})}
     before = model_state(model)
     _check_attention(report, target)
+    _check_starts(report, target)
     _check_generation(report, target)
     report.must(model_state(model) == before, "the model was not left as it was")
     found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer))
@@ -120,6 +122,20 @@ def _check_attention(report: TypeReport, target: Target) -> None:
             shown, own = shown / shown.sum(-1, keepdim=True), own / own.sum(-1, keepdim=True)
         off = float((shown - own).abs().max())
         report.must(off < 1e-4, f"{site} is off by {off:.2g}")
+
+
+def _check_starts(report: TypeReport, target: Target) -> None:
+    """A pass that begins at a layer, with what entered it, ends as a whole pass."""
+    starts = list[LayerInput]()
+
+    def keep(output: Any) -> None:
+        starts.append(LayerInput(len(starts) + 1, first_tensor(output).clone(), isinstance(output, tuple)))
+
+    with target.hooks(*[(layer, "post", on_output(keep)) for layer in target.layers]):
+        whole = target.forward(IDS)[0]
+    for start in starts[:-1] if target.skips_layers else ():
+        off = float((target.forward(IDS, start=start)[0] - whole).abs().max())
+        report.must(off < 1e-4 * float(whole.abs().max()), f"a pass from layer {start.layer} on is off by {off:.2g}")
 
 
 def _check_generation(report: TypeReport, target: Target) -> None:
