@@ -31,10 +31,7 @@ Ids = Sequence[int] | Any  # arrays and tensors of one dimension are taken as we
 
 def id_list(ids: Any) -> Sequence[int]:
     """Return arrays and tensors as lists, and anything else unchanged."""
-    to_list = getattr(ids, "tolist", None)
-    if to_list is None:
-        return ids
-    return to_list()
+    return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
 class Tail(NamedTuple):
