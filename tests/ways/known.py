@@ -85,6 +85,8 @@ REFUSED = [
         "tokens were read before this run was entered",
         always=True,
     ),
+    # A tensor that was made in inference mode, and is no weight of a module.
+    Refusal(lambda draw: (draw["layers"], draw["mode"]) == ("replaced", "inference"), "Inference tensors"),
     Refusal(
         lambda draw: (
             draw["mask"] == "image" and draw["edit"] in (*SHAPES, "a shape 12", "minference 12", "loopserve 12")
