@@ -135,6 +135,8 @@ MENDED = {
     "a mask is made before tokens leave": draw_of(
         family="gemma3 image", cache="steps", rows=2, padding="left", edit="streaming 12"
     ),
+    "a wrapper's own names of arguments": draw_of(wrapper="nnsight", family="gpt2", edit="zero"),
+    "a copy shares what is known of its rows": draw_of(cache="copied", edit="snapkv 12"),
     "memory of rows that change places": draw_of(cache="reordered", edit="patch", rows=2),
     "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),
     "memory of rows that are repeated": draw_of(cache="repeated", edit="patch"),
