@@ -39,7 +39,8 @@ def test_repairs_repetition_and_nothing_else(family, seed):
         assert_close(after[0], before[0])  # the first token's sink stays
         # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
         assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
-    assert run.summary() == f"SinkPatch patched {run.counts['patched']:,} values." and run.counts["patched"] > repeats
+    assert run.summary() == f"SinkPatch patched {run.counts['patched']:,} values."
+    assert run.counts["patched"] > repeats / 2  # copies of which a neuron had another value
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("gate", 0), ("up", 1)])

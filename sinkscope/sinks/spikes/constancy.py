@@ -79,7 +79,9 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
 
     def see(seen: AttentionRows) -> None:
         assert seen.call is not None
-        values[seen.layer], common[seen.layer] = values_of(seen.call, keys), common_of(seen.call, keys)
+        for by_layer, read in ((values, values_of), (common, common_of)):
+            here = read(seen.call, keys).to(target.device)  # of the heads that this process holds
+            by_layer[seen.layer] = target.whole_heads(here, target.n_heads).cpu()
 
     with attention_rows(target, see, layers=[first, *reading], rows_per_chunk=ids.shape[1]):
         target.forward(ids, last_layer=depth - 1)

@@ -243,7 +243,8 @@ def other_value(target: Target, layers: Sequence[int], position: int, *, mean: b
 
     def keep(rows: AttentionRows) -> None:
         assert rows.call is not None
-        values = per_query_head(rows.call.value, rows.call.query.shape[1])
+        here = per_query_head(rows.call.value, rows.call.query.shape[1])  # of the heads that this process holds
+        values = target.whole_heads(here, target.n_heads)
         new = values[:, :, ORDINARY:].mean((0, 2)) if mean else values.new_zeros(())
         given = rows.probs[..., position].clone()
         given[..., : position + 1] = 0
