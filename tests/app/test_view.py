@@ -47,7 +47,7 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     text = found.texts[0]
     edited = [one for one in text.variants if not one.name.startswith("token ")]
     intact, zeroed, *heads, patched, control = edited
-    assert [one.name for one in heads] in (["marking heads zeroed"], [])  # of GPT-2, no head marks
+    assert [one.name for one in heads] in (["marking heads replaced"], [])  # of GPT-2, no head marks
     marks = tuple(row.name for row in one.circuit.marking if ".H" in row.name)
     assert found.marks == marks and bool(heads) == bool(marks)
     assert found.layer >= o.truth.sink_layer and text.spikes == (0,)

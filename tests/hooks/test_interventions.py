@@ -11,8 +11,9 @@ import torch
 from covering import every_nth
 from intervention_kit import bridge_of, count_hooks, logits
 from organisms import MODEL_TYPES, tiny_model
-from raw_kit import zeroed
+from raw_kit import inputs_edited, zeroed
 from refusals import refused
+from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
@@ -134,3 +135,17 @@ def test_the_neurons_of_a_result_are_zeroed_and_the_run_says_so():
     with torch.no_grad(), made.on(model) as run:
         model(torch.tensor([[0, 35, 1956]]))
     assert str(run) == "Ablate on bundled: Ablate ablated 3 values."
+
+
+def test_mean_ablation():
+    """The mean of each row, without its first token."""
+    model, _ = tiny_model("llama")
+
+    def averaged(values: Tensor) -> Tensor:
+        values[:, :, 3] = values[:, 1:, 3].mean(1, keepdim=True)
+        return values
+
+    with inputs_edited(model.model.layers[1].mlp.down_proj, averaged):
+        want = logits(model, IDS)
+    with Ablate(layer=1, neurons=3, value="mean").on(model):
+        assert_close(logits(model, IDS), want)

@@ -251,4 +251,6 @@ EDITS = {
         lambda: [ss.SinkPatch(sites=[(LAYER, 3)], calibrated={(LAYER, 3): 0.25})], alone=True, fits=has_mlp, events=True
     ),
     "patch": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3])], alone=True, fits=has_mlp, events=True),
+    "mean": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean")], alone=True, fits=has_mlp),
+    "head mean": Edit(lambda: [ss.Ablate(heads=[(LAYER, HEAD)], value="mean")], alone=True),
 }

@@ -13,7 +13,7 @@ from .texts import ASSISTED
 
 MOVES = ("reordered", "repeated")
 SHAPES = ("a shape", "minference")
-MEMORIES = ("patch", "patch up")
+MEMORIES = ("mean", "head mean", "patch", "patch up")
 READS = tuple(name for name, edit in EDITS.items() if edit.site not in (None, ROWS_SEEN))
 KNOCKS = tuple(name for name, edit in EDITS.items() if edit.knocked is not None)
 LEAVES_CACHE = (

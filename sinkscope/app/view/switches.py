@@ -66,8 +66,8 @@ def switches_of(sink: ModelSink) -> list[Switch]:
             meaning = f"Set to 0 at each token: as many random neurons of the layers of {names}. This is the control."
             switches.append(Switch(RANDOM_SWITCH, zeroed.control, meaning=meaning))
     if sink.marks:
-        meaning = f"Output set to 0 at each token: {word_list(sink.marks)}."
-        switches.insert(1, switch_off(sink, "marking heads zeroed", (), sink.marks, meaning))
+        meaning = f"Replaced by their mean output at each token: {word_list(sink.marks)}."
+        switches.insert(1, switch_off(sink, "marking heads replaced", (), sink.marks, meaning))
     return switches
 
 
@@ -161,10 +161,10 @@ def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
 
 
 def _off(neurons: tuple[Neuron, ...], heads: Sequence[Head]) -> Intervention:
-    """Zero neurons and the outputs of heads."""
+    """Zero neurons and replace heads by their mean output."""
     edits: list[Intervention] = []
     if neurons:
         edits.append(Ablate(sites=neurons))
     if heads:
-        edits.append(Ablate(heads=[(head.layer, head.head) for head in heads]))
+        edits.append(Ablate(heads=[(head.layer, head.head) for head in heads], value="mean"))
     return reduce(or_, edits)

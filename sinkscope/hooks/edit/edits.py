@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -56,6 +56,23 @@ class Values:
     def index(self) -> Int[Tensor, "batch pos"]:
         """True position of each token in its row; -1 at padding."""
         return self.step.on(self.old.device)
+
+    def check_read(self, what: str, remedy: str) -> None:
+        """Refuse a call that continues tokens which the edit had to see and did not.
+
+        Args:
+            what: What is not known.
+            remedy: What to do instead of entering the run first.
+
+        Raises:
+            SinkscopeError: Such tokens were read before the run was entered.
+        """
+        past = self.step.past
+        if self.step.state.partial and past > 1:  # the first token is edited by itself
+            raise SinkscopeError(
+                f"the first {past} tokens were read before this run was entered, so {what} is not known: enter the run "
+                f"first, or {remedy}"
+            )
 
 
 class PlacedEdit(Intervention):
@@ -193,7 +210,8 @@ class Ablate(NeuronEdit):
 
     Args:
         heads: Query heads whose output (`hook_z`) is switched off: (layer, head), or names such as "L0.H4".
-        value: The number that the values become.
+        value: A number, "zero", or "mean": the row's mean over its real positions after the first, in the first call
+            that has any. The first token is left out because a sink there would distort the mean.
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
             numbers, or a slice.
 
@@ -206,7 +224,7 @@ class Ablate(NeuronEdit):
         ((0, 4), (2, 1))
     """
 
-    value: float = 0.0
+    value: Literal["zero", "mean"] | float = "zero"
     positions: Positions = None
     heads: Any = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -215,7 +233,8 @@ class Ablate(NeuronEdit):
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
-        object.__setattr__(self, "value", checked_value(Finite, python_numbers(self.value), "value"))
+        value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
+        object.__setattr__(self, "value", value)
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     @classmethod
@@ -223,10 +242,31 @@ class Ablate(NeuronEdit):
         """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`)."""
         return cls(spike_of(result, spike).needed_neurons)
 
+    def enter(self, run: Run, key: int) -> None:
+        """Register hooks; a mean is remembered from call to call, on the cache."""
+        if self.value == "mean":
+            run.uncached = "Ablate remembers the mean of the prompt, and without a cache each call is a first one"
+        super().enter(run, key)
+
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """Return the number at the chosen positions."""
+        """Return the number, or the mean of the row where there is one, at the chosen positions."""
+        new: Any = 0.0 if self.value == "zero" else self.value
+        if new == "mean":
+            new = self._mean(values)
         chosen = chosen_positions(values.index, self.positions)
-        return torch.where(chosen[..., None], self.value, values.old)
+        return torch.where(chosen[..., None], new, values.old)
+
+    def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
+        """The mean of the first call that has one; before it nothing changes."""
+        values.check_read("the mean of the row", "give a number as value")
+        old, known, key = values.old, values.step.state.known, (*values.key, "mean")
+        there = (values.index > 0)[..., None]
+        exact = torch.promote_types(old.dtype, torch.float32)
+        mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
+        earlier = known.get(key, mean)
+        mean = torch.where(earlier.isnan(), mean, earlier)
+        known[key] = mean.detach()  # for later calls
+        return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
 
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")

@@ -149,11 +149,7 @@ class SinkPatch(NeuronEdit):
         Gradients flow through it within the call; for later calls it is a constant.
         """
         step, key = values.step, (*values.key, "second")
-        if step.state.partial and step.past > 1:  # the first token is edited by itself
-            raise SinkscopeError(
-                f"the first {step.past} tokens were read before this run was entered, so the neuron's value at the "
-                "second one is not known: enter the run first, or give calibrated values"
-            )
+        values.check_read("the neuron's value at the second one", "give calibrated values")
         at = values.index == 1
         # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
         here = torch.where(at[..., None], values.old, 0).sum(1)
