@@ -64,7 +64,9 @@ REFUSED = [
         lambda draw: (draw["options"] == "beams" or draw["cache"] == "beam scores") and _owns_cache(draw),
         "rows of the cache changed places",
     ),
-    Refusal(lambda draw: draw["options"] == "no cache" and _owns_cache(draw), "use_cache=False"),
+    Refusal(
+        lambda draw: draw["options"] == "no cache" and (_owns_cache(draw) or "mean" in draw["edit"]), "use_cache=False"
+    ),
     Refusal(lambda draw: draw["options"] == "second text" and "guard" in draw["edit"], "guidance_scale", always=True),
     Refusal(lambda draw: draw["options"] in ASSISTED and _owns_cache(draw), "assisted generation"),
     Refusal(lambda draw: "static" in (draw["cache"], draw["options"]) and _attends(draw), "the cache is StaticCache"),
