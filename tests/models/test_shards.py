@@ -109,7 +109,7 @@ def test_an_attack_and_larger_models_are_equal_too(tmp_path):
     every = ["find_sinks", *READ, "why_sink", *EDITS, *POLICIES]
     of_mixture = [name for name in every if name != "Ablate, up factor"]  # which experts do not have
     llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
-    calls = {llama: every, qwen3: ["attack", "patch", "why_loop", "probability"], mixtral: of_mixture}
+    calls = {llama: every, qwen3: ["attack", "why_loop", "probability"], mixtral: of_mixture}
     report, _ = compared(tmp_path, calls)
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
 

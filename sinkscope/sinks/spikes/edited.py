@@ -243,7 +243,8 @@ def other_value(target: Target, layers: Sequence[int], position: int, *, mean: b
 
     def keep(rows: AttentionRows) -> None:
         assert rows.call is not None
-        here = per_query_head(rows.call.value, rows.call.query.shape[1])  # of the heads that this process holds
+        heads = rows.call.query.shape[1]  # those that this process holds
+        here = per_query_head(rows.call.value, heads).expand(-1, heads, -1, -1)
         values = target.whole_heads(here, target.n_heads)
         new = values[:, :, ORDINARY:].mean((0, 2)) if mean else values.new_zeros(())
         given = rows.probs[..., position].clone()
