@@ -410,6 +410,8 @@ def _is_linear(target: Target, record: Record) -> bool:
     paths, layer = target.paths[record.layer], record.layer
     if "up" not in paths or "down" not in paths or layer in target.mixtures:
         return True
+    if _is_bridge(target) and paths["up"] not in record.output:  # it has parts of its own in place of a fused one
+        return True
     up, post = first_tensor(record.output[paths["up"]]), record.into[paths["down"]]
     width = post.shape[-1]
     change = _dependence(post, up)
