@@ -133,7 +133,7 @@ def _attend(
         key,
         value,
         attention_mask,
-        *_placed(listeners, module, query.shape[2], key.shape[2], attention_mask, function, kwargs),
+        *_placed(listeners, has_gaps, module, query.shape[2], key.shape[2], attention_mask, function, kwargs),
         kwargs,
         stock,
         float(scaling),
@@ -148,6 +148,7 @@ def _attend(
 
 def _placed(
     listeners: list[Listener],
+    has_gaps: bool,
     module: Any,
     queries: int,
     keys: int,
@@ -156,11 +157,9 @@ def _placed(
     settings: dict[str, Any],
 ) -> tuple[MaskSource, int, int]:
     """What says who sees whom in an attention, and the columns of its first key and query."""
-    has_gaps = False
     is_whole = isinstance(mask, Tensor) and mask.ndim == 4  # it has a column for each token so far
     first_query = keys - queries
     for listener in listeners:
-        has_gaps = has_gaps or listener.has_gaps
         if listener.first_query is not None:
             first_query = listener.first_query
         if function is None and not is_whole and listener.functions:

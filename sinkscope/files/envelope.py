@@ -108,9 +108,8 @@ class Envelope:
             )
         schema = data.get("schema")
         if schema != SCHEMA:
-            raise SinkscopeError(
-                f"{name} has schema {schema!r}, and this version reads {SCHEMA}: run the command again"
-            )
+            remedy = f"{'read it with sinkscope 0.2.0, or ' if schema == 5 else ''}run the command again"
+            raise SinkscopeError(f"{name} has schema {schema!r}, and this version reads {SCHEMA}: {remedy}")
         kind_class = result_class(str(data.get("kind")), name)
         if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")

@@ -33,8 +33,12 @@ def open_regular(file: Path, shown: str, remedy: str) -> BinaryIO:
     """
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(file).st_mode))  # before it is opened, which some devices take as an act
-        if kind is None:  # should it be replaced in between, this does not wait
-            return open(os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+        if kind is None:
+            descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+            kind = _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode))  # it may have been replaced in between
+            if kind is None:
+                return open(descriptor, "rb")
+            os.close(descriptor)
     except OSError as error:
         raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
     raise SinkscopeError(f"cannot read {shown}: it is {kind}, not a regular file; {remedy}")

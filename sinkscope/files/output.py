@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -100,6 +101,8 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
         with suppress(FileNotFoundError):
             target.lstat()  # asks the file system about the name itself: too long, below a file, no permission
         home = next(place for place in (target, *target.parents) if place.is_dir())
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, "permission denied")
         tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
         raise cannot_write(name, error) from None

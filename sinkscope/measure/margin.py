@@ -65,8 +65,8 @@ def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float
         finite = np.append(finite, bounds)
     degrees = len(finite) - 1
     half = float(stdtrit(degrees, (1 + SURE) / 2) * finite.std(ddof=1)) / sqrt(len(finite))
-    low = float(finite.mean()) - half
-    high = float(finite.mean()) + half
+    centre = float(finite.mean())
+    low, high = centre - half, centre + half
     if bounds is not None:
         low = max(low, bounds[0])
         high = min(high, bounds[1])

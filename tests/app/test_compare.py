@@ -86,7 +86,7 @@ def test_other_kinds_one_result_and_empty_folders_are_refused_in_one_line(tmp_pa
     assert printed.err == "error: base holds find-sinks, and circuit holds why-sink: give results of one kind\n"
     before = json.loads(path.read_text()) | {"schema": 5}
     (tmp_path / "before.json").write_text(json.dumps(before))
-    said = "before.json has schema 5, and this version reads 6: run the command again"
+    said = "before.json has schema 5, and this version reads 6: read it with sinkscope 0.2.0, or run the command again"
     assert typed(f"compare {path} {tmp_path}/before.json", 2).err == f"error: {said}\n"
     assert "1 result to compare: give two or more" in typed(f"compare {path}", 2).err
     (tmp_path / "empty").mkdir()

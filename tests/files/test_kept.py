@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from sinkscope.files.output import write_atomic, write_output
+from sinkscope.files.output import check_writable, write_atomic, write_output
 from sinkscope.files.store import Keyed, kept_in
 
 
@@ -68,6 +68,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomic(path, "new")
     assert os.listdir(path.parent) == ["x.json"] and path.read_bytes() == b"second"
+
+
+def test_a_folder_without_permission_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "old").write_text("kept")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with refused("permission denied"):
+        check_writable(tmp_path / "old")
 
 
 def test_pipes_are_written_in_place():

@@ -138,6 +138,7 @@ REFUSED = {
     "loops.Monitor().update(1 << 32)": ["the token is 4294967296", TOKEN],
     "loops.Monitor().update('a')": ["the token is 'a'", TOKEN],
     "loops.PaperSettings(votes=4)": ["votes=4: expected less than or equal to 3"],
+    "loops.PaperSettings(window=3)": ["window is 3: expected greater than or equal to 4, the value of novelty_n"],
     "loops.compression_ratio([1, -2])": ["the token is -2: expected a whole number"],
     "loops.tail_period([1, 1], repeats=1)": ["at least 2 copies"],
     "loops.check([])": ["cannot be checked"],

@@ -78,6 +78,8 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         assert norm.numbers[case].by_text == pytest.approx(last.tolist(), rel=1e-3, abs=1e-4)
         assert given_to.get(case) == pytest.approx(float(given), rel=1e-3, abs=1e-5)
         assert likely.numbers[case].by_text == pytest.approx(chances.tolist(), rel=1e-3, abs=1e-6)
+    again = made_of(o, tmp_path, file=patch)
+    assert again.proof == made.proof and again.findings() == made.findings()
 
 
 def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):

@@ -96,6 +96,12 @@ def test_a_pass_that_begins_where_it_acts_reads_what_a_whole_pass_reads(bundled,
     unseen = batch.places[0][:, None].expand(-1, length, -1)
     late = replace(batch, unseen=unseen, layers=range(2, target.n_layers))
     asked = {"heads": [2, 3], "loss": True}
-    for name, one in read(late, **asked)._asdict().items():
+    ran = []
+    with target.sub(0, "mlp").register_forward_hook(lambda *_: ran.append(0)):
+        begun = read(late, **asked)
+        assert not ran  # in the first layer
+        read(replace(late, texts=None), **asked)
+        assert ran
+    for name, one in begun._asdict().items():
         other = getattr(read(replace(late, texts=None), **asked), name)
         torch.testing.assert_close(one, other, equal_nan=True, atol=1e-5, rtol=1e-5, msg=name)

@@ -30,7 +30,7 @@ const readersOf = (one) => numberOf(rowOf(one, "spike", "read by"), "heads");
 
 /** The neurons that a spike needs, or that write a tenth of it, each with its share and what remains without it alone. */
 function writingNeurons(spike) {
-  const named = rowsOf(spike, "writers").filter(({ note, numbers }) => note === "needed" || Math.abs(numbers.share.value) >= NAMED);
+  const named = rowsOf(spike, "writers").filter((row) => row.note === "needed" || Math.abs(numberOf(row, "share")) >= NAMED);
   return named.map((row) => ({ name: row.name, share: numberOf(row, "share"), left: numberOf(rowOf(spike, "alone", row.name), "left"), needed: row.note === "needed" }));
 }
 

@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from sinkscope.loops.text.copies import MonitorSettings, WordsOf
-from sinkscope.loops.text.signals import Step, checked_id
+from sinkscope.loops.text.signals import IDS, Step, checked_id
 from sinkscope.loops.text.votes import PaperSettings
 
 Settings = MonitorSettings | PaperSettings
@@ -57,8 +57,10 @@ class Monitor:
         Raises:
             SinkscopeError: The token is no id.
         """
+        if type(token) is not int or not 0 <= token < IDS:  # every token comes here, and is nearly always one
+            token = checked_id(token)
         step = self.last.step + 1
-        decision = self.rule.add(checked_id(token), p_max)
+        decision = self.rule.add(token, p_max)
         may_trigger = step >= max(self.settings.warmup, self._rests_until)
         self.last = decision._replace(step=step, trigger=decision.trigger and may_trigger)
         if self.last.trigger:

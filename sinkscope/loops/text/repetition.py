@@ -193,7 +193,8 @@ class EarlierCopies:
 
 def copy_length(ids: Sequence[int], place: int, longest: int) -> int:
     """Return how many of the last ids stand before an earlier place as well, up to `longest`."""
+    most = min(place, longest)
     length = 0
-    while length < min(place, longest) and ids[place - 1 - length] == ids[~length]:
+    while length < most and ids[place - 1 - length] == ids[~length]:
         length += 1
     return length

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, Strict
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, Whole, check_fields
 from sinkscope.loops.text.copies import CopyCount, WordsOf
 from sinkscope.loops.text.repetition import TailRepetition
@@ -74,6 +75,9 @@ class PaperSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.window < self.novelty_n:
+            least = f"expected greater than or equal to {self.novelty_n}, the value of novelty_n"
+            raise SinkscopeError(f"window is {self.window}: {least}")
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
         """Return the rule for one row, which needs no words."""
@@ -94,7 +98,7 @@ class VoteRule:
         s = self.settings = settings
         self.looped = False
         self._window = deque[int](maxlen=s.window)
-        self._novelty = WindowNovelty(max(s.window, s.novelty_n), s.novelty_n, s.novelty_span)
+        self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
         self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest)
         self._step = 0
         self._cr = math.nan
