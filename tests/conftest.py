@@ -109,7 +109,6 @@ FIRST = (
     "test_scan_bounds.py",
     "test_check_cache.py",
     "test_loopguard_organism.py",
-    "test_reproduce.py",
     "test_cards.py",
     "test_policies.py",
     "test_marking_heads.py",

@@ -114,9 +114,6 @@ CASES = {
         lambda made: {"full", "h2o"} <= {*made["96 tokens, batch 1"]},
         "x.json",
     ),
-    "make_shape": Case(
-        "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/circuit.json", quick=True
-    ),
     "make_recall": Case("--out {out}/m", lambda config: config == packaged_recall(), "m/config.json"),
     "loopbench.build": Case(
         "dc experiments/loopbench/news.jsonl --count 4 --target-tokens 200 --out {out}/x.jsonl",

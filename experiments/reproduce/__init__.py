@@ -1,1 +1,0 @@
-"""Published results, measured again by their own protocols."""
