@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Row
-from sinkscope.files.kinds import kind_modules
+from sinkscope.files.envelope import kind_modules
 from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
 from sinkscope.results.result import Result

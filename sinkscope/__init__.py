@@ -32,7 +32,7 @@ _stated, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def _measurements() -> Mapping[str, Any]:
-    from sinkscope.files.kinds import other_measurements
+    from sinkscope.files.envelope import other_measurements
 
     return other_measurements()
 

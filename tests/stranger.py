@@ -9,8 +9,7 @@ from importlib import invalidate_caches
 from pathlib import Path
 
 import sinkscope
-from sinkscope.files.envelope import _CLASSES
-from sinkscope.files.kinds import kind_modules, measurements, other_measurements
+from sinkscope.files.envelope import _CLASSES, kind_modules, measurements, other_measurements
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
 KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"

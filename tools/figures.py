@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Lock
 
 from experiments.drawn import write_png
-from sinkscope.files.kinds import kind_modules
+from sinkscope.files.envelope import kind_modules
 from sinkscope.files.provenance import CODE
 from sinkscope.results.result import Result
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import html
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from typing import Any, ClassVar
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.kinds import measurements
-from sinkscope.files.output import natural_key, path_of
+from sinkscope.files.envelope import measurements
+from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
 from sinkscope.files.store import begun_by
@@ -306,6 +307,11 @@ def expanded(thing: Any) -> list[Any]:
             "of checkpoints"
         )
     return list(inside)
+
+
+def natural_key(path: Path) -> str:
+    """Return the key that sorts step9 before step10."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)
 
 
 def name_of(thing: Any) -> str:

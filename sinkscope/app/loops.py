@@ -14,8 +14,7 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.opener import open_regular
-from sinkscope.files.output import path_of
+from sinkscope.files.output import open_regular, path_of
 from sinkscope.files.plain import in_one_line, visible
 from sinkscope.loops import LoopCheck, Watch
 from sinkscope.loops.text.check import FailOn, check_of

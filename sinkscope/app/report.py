@@ -9,7 +9,7 @@ from pathlib import Path
 from sinkscope.app.card import CARD
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.output import check_output, paths_below, write_output
+from sinkscope.files.output import check_output, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
 from sinkscope.results.notation import count_of
@@ -112,7 +112,9 @@ def report(
 def _listed(root: Path) -> list[Path]:
     """The JSON files and the folders of runs in `root`, sorted; a folder with a card is shown by its files."""
     listed: list[Path] = []
-    for path in (root, *paths_below(root)):
+    for path in (root, *sorted(root.rglob("*"))):
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            continue
         if path.is_file():
             of_run = path.name == SETTINGS and (path.parent / RECORDS).is_file()
             if path.suffix.lower() == ".json" and not of_run:

@@ -21,7 +21,7 @@ from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.kinds import measurements, other_measurements
+from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
 from sinkscope.files.store import Kept, Keyed, kept_in
 from sinkscope.measure import Setup

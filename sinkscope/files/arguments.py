@@ -1,25 +1,66 @@
-"""Arguments of Python callers: what a signature and a docstring say of each, and refusals in one line."""
+"""Arguments of functions: what a signature and a docstring say of each, and refusals in one line.
+
+`docstring_at` reads a docstring from the source of sinkscope, so that a help need not import what it describes.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.docstrings import descriptions_of
-from sinkscope.files.records import checked_value
 
 C = TypeVar("C", bound=Callable[..., Any])
 PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files"})
 """Parameters that no command has as an option."""
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""
+_TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")
+_PACKAGE = Path(__file__).parents[1]
+
+
+# --- docstrings ---
+
+
+@cache
+def docstring_at(place: str) -> str:
+    """Return the docstring of a function of sinkscope, without importing it.
+
+    Args:
+        place: Its module within sinkscope and its name, such as "sinks.repeat:repeat" or "measure.setup:Setup.open".
+    """
+    module, _, name = place.partition(":")
+    path = _PACKAGE.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    definition: Any = ast.parse(path.read_text(encoding="utf-8"))
+    for word in name.split("."):
+        definition = next(node for node in definition.body if getattr(node, "name", None) == word)
+    return ast.get_docstring(definition) or ""
+
+
+def descriptions_of(doc: str, title: str) -> dict[str, str]:
+    """Return the description of each name in a section of a docstring, such as "Args" or "Attributes"."""
+    parts = _TITLE.split(doc)
+    section = dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def introduction(doc: str) -> str:
+    """Return a docstring without its sections."""
+    return _TITLE.split(doc)[0]
+
+
+# --- parameters ---
 
 
 @dataclass(frozen=True)
@@ -42,27 +83,22 @@ class Parameter:
     many: bool
     hint: Any
 
-    def check(self, value: Any, *, in_python: bool = False) -> None:
+    def check(self, value: Any) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
         Nothing is converted, except a whole number to a float. None is accepted if it is the default.
 
-        Args:
-            value: The value.
-            in_python: Whether only callers from Python can have given it, whom the error does not tell an option.
-
         Raises:
             SinkscopeError: The value is of another type or word, too small, too large, or not a number.
         """
+        from sinkscope.files.records import checked_value  # loads pydantic, for which no help need wait
+
         if value is None and self.default is None:
             return
-        name, then = f"--{self.name.replace('_', '-')} ", f" ({self.name}=... in Python)"
-        if in_python or self.name in PYTHON_ONLY:
-            name, then = f"{self.name}=", ""
-        checked_value(self.hint, value, name, strict=True, then=then)
-        for number in value if self.many and isinstance(value, list | tuple) else [value]:
+        checked_value(self.hint, value, f"{self.name}=", strict=True)
+        for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, int | float) and not abs(number) <= LARGEST:
-                raise SinkscopeError(f"{name}{number!r:.80}: expected a number up to {LARGEST}{then}")
+                raise SinkscopeError(f"{self.name}={number!r:.80}: expected a number up to {LARGEST}")
 
 
 def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C:
@@ -77,13 +113,14 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        known = (*(() if others is None else parameters_of(others)), *parameters_of(function))
         arguments = dict(kwargs)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments
             arguments |= inspect.signature(function).bind(*args, **kwargs).arguments
-        for name, parameter in {parameter.name: parameter for parameter in known}.items():
-            if name in arguments:
-                parameter.check(arguments[name], in_python=True)
+        known = {} if others is None else {parameter.name: parameter for parameter in parameters_of(others)}
+        for parameter in parameters_of(function):
+            known[parameter.name] = parameter
+        for name in known.keys() & arguments.keys():
+            known[name].check(arguments[name])
         return function(*args, **kwargs)
 
     return cast(C, call)
@@ -110,11 +147,14 @@ def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
 def member_of(hint: Any) -> tuple[Any, bool]:
     """Return the type of a value without `Annotated` and None, and whether it may hold several values."""
     origin: Any = get_origin(hint)
-    parts = tuple(part for part in get_args(hint) if part is not NoneType)
-    is_union = origin in (Union, UnionType)
-    if origin is Annotated or (is_union and len(parts) == 1):  # a None is only the default
+    parts = [part for part in get_args(hint) if part not in (NoneType, ...)]
+    if origin is Annotated:
         return member_of(parts[0])
-    is_sequence = isinstance(origin, type) and issubclass(cast(Any, origin), Sequence) and parts[1:] in ((), (...,))
-    if is_sequence or (is_union and parts[1:] == (Sequence[parts[0]],)):  # or one value, or several
+    if origin in (Union, UnionType):
+        members = [member_of(part) for part in parts]
+        kinds = list(dict.fromkeys(kind for kind, _ in members))
+        one = kinds[0] if len(kinds) == 1 else hint
+        return one, any(many for _, many in members)
+    if inspect.isclass(origin) and issubclass(origin, Sequence) and len(parts) == 1:
         return member_of(parts[0])[0], True
-    return (Union[parts] if is_union else hint), False  # noqa: UP007 - made of a tuple
+    return hint, False

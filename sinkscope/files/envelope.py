@@ -1,24 +1,26 @@
-"""How results are stored: an envelope of JSON around the fields of a frozen dataclass, checked when it is read."""
+"""How results are stored: an envelope of JSON around the fields of a frozen dataclass, checked when it is read.
+
+Every result has a kind. A measurement is registered once: its command, its kind of result, its part of a scan and its
+name in Python follow from its place.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.kinds import kind_modules
 from sinkscope.files.output import PathName, read_json, write_output
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
-from sinkscope.files.records import build
 
 SCHEMA = 6
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
-ANY_KIND = "result"
-"""Kind of a class that states none."""
 _CLASSES: dict[str, type[Envelope]] = {}
 
 E = TypeVar("E", bound="Envelope")  # the shape checks of the tests refuse typing.Self
@@ -35,7 +37,7 @@ class Envelope:
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}  # arrays
-    kind: ClassVar[str] = ANY_KIND
+    kind: ClassVar[str] = "result"  # of a class that states none
 
     model: ModelInfo = UNKNOWN_MODEL
     settings: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +56,8 @@ class Envelope:
             SinkscopeError: The kind belongs to another class.
         """
         owner = _CLASSES.get(kind, cls)
-        if (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise SinkscopeError(f"kind {kind!r} already belongs to {owner.__qualname__}: give the new result its own")
+        if (owner.__module__, owner.__name__) != (cls.__module__, cls.__name__):
+            raise SinkscopeError(f"kind {kind!r} already belongs to {owner.__name__}: give the new result its own")
         cls.kind = kind
         _CLASSES[kind] = cls
 
@@ -102,6 +104,8 @@ class Envelope:
         Raises:
             SinkscopeError: `data` is not such an envelope.
         """
+        from sinkscope.files.records import build  # loads pydantic, for which no help need wait
+
         if not isinstance(data, dict) or type(data.get("result")) is not dict:
             raise SinkscopeError(
                 f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
@@ -114,6 +118,53 @@ class Envelope:
         if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
         return build(kind_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
+
+
+# --- kinds ---
+
+MEASUREMENTS = "sinkscope.measurements"
+"""Group of entry points by which other packages add measurements."""
+OWN = {
+    "attack": "sinks.attack:attack",
+    "barcode": "loops.barcode:barcode",
+    "find-sinks": "sinks.spikes.find:find_sinks",
+    "lines": "sparse.lines:lines",
+    "patch": "sinks.patch:patch",
+    "repeat": "sinks.repeat:repeat",
+    "why-loop": "loops.why:why_loop",
+    "why-sink": "sinks.spikes.find:why_sink",
+}
+"""Sinkscope's own measurements, by the word of the command, which is their kind: the function, within sinkscope."""
+KINDS = {
+    "bench": "sinkscope.bench.table",
+    "check-cache": "sinkscope.conformance.check_cache",
+    "compare": "sinkscope.app.compare",
+    "loops": "sinkscope.loops.text.check",
+    "sink-card": "sinkscope.app.card",
+    "view": "sinkscope.app.view.result",
+}
+"""Kinds of results that no measurement gives."""
+
+
+@cache
+def other_measurements() -> dict[str, EntryPoint]:
+    """Return the measurements of other packages, by the names of their functions."""
+    return {point.attr: point for point in sorted(entry_points(group=MEASUREMENTS))}
+
+
+@cache
+def measurements() -> dict[str, EntryPoint]:
+    """Return all measurements, by the words of their commands."""
+    points = {name.replace("_", "-"): point for name, point in other_measurements().items()}
+    for words, place in OWN.items():
+        points[words] = EntryPoint(words, f"sinkscope.{place}", MEASUREMENTS)
+    return points
+
+
+@cache
+def kind_modules() -> dict[str, str]:
+    """Return each kind of result that can be read, with the module that registers it."""
+    return {words: point.module for words, point in measurements().items()} | KINDS
 
 
 def result_class(kind: str, name: str = "data") -> type[Envelope]:

@@ -1,4 +1,8 @@
-"""Files of commands: written beside and renamed, never in place of a foreign file, and read with one-line errors."""
+"""Files of commands: written beside and renamed, never in place of a foreign file, and read with one-line errors.
+
+What a user or another file names is opened by one opener: regular files within a bound. A named pipe waits for a
+writer, and a device need not end, so neither is opened.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,16 @@ import errno
 import os
 import re
 import secrets
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from io import BytesIO
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PureWindowsPath
+from typing import Any, BinaryIO
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.opener import open_regular, reason_of
 from sinkscope.files.plain import parse_json, pathless
 
 PathName = str | os.PathLike[str]
@@ -28,6 +32,9 @@ KIND_MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
 )
+
+
+# --- written ---
 
 
 def write_output(path: PathName, data: bytes | str) -> Path:
@@ -59,12 +66,11 @@ def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
     target = check_writable(path)
     if not target.is_file() or target.stat().st_size == 0:
         return target
-    present, content = None, "something that sinkscope did not write"
+    present = None
     with suppress(OSError), target.open("rb") as file:
         present = kind_in_file(file.read(1 << 12))
-    if present is not None:
-        content = f"an output of kind {present}"
     if present is None or present not in kinds:
+        content = f"an output of kind {present}" if present else "something that sinkscope did not write"
         raise SinkscopeError(f"{path} is there already and holds {content}: give another name, or remove it first")
     return target
 
@@ -152,6 +158,14 @@ def cannot_write(path: PathName, error: OSError, remedy: str = "choose another p
     return SinkscopeError(f"cannot write {os.fspath(path):.120}: {reason_of(error)}; {remedy}")
 
 
+def reason_of(error: Exception) -> str:
+    """Return what the file system reported, in lower case."""
+    return (getattr(error, "strerror", None) or str(error)).lower().rstrip(".")
+
+
+# --- read ---
+
+
 def path_of(name: PathName, remedy: str = "give the path of a file or folder") -> Path:
     """Return the path of a file or folder to read, with ~ as the home folder.
 
@@ -167,18 +181,54 @@ def path_of(name: PathName, remedy: str = "give the path of a file or folder") -
     return path
 
 
-def paths_below(folder: Path) -> list[Path]:
-    """Return the files and folders below a folder, sorted, without hidden ones and what they hold."""
-    paths: list[Path] = []
-    for path in sorted(folder.rglob("*")):
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            paths.append(path)
-    return paths
+def open_regular(file: Path, shown: str, remedy: str) -> BinaryIO:
+    """Open a regular file to read bytes, also through links. The call never waits.
+
+    Args:
+        file: The file.
+        shown: Its name in the message.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        SinkscopeError: It is a folder, a pipe, a socket or a device, or cannot be read.
+    """
+    try:
+        if stat.S_ISREG(os.stat(file).st_mode):  # before it is opened, which some devices take as an act
+            opened = open(file, "rb", opener=_without_waiting)
+            if stat.S_ISREG(os.fstat(opened.fileno()).st_mode):  # it may have been replaced in between
+                return opened
+            opened.close()
+    except OSError as error:
+        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
+    raise SinkscopeError(f"cannot read {shown}: it is a folder, a pipe or a device, not a regular file; {remedy}")
 
 
-def natural_key(path: Path) -> str:
-    """Return the key that sorts step9 before step10."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)
+def _without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def inside(folder: Path, name: str, said_by: str, roots: tuple[Path, ...] = ()) -> Path:
+    """Return the path of a file that another file names, which has to be inside the folder of that file.
+
+    Args:
+        folder: The folder.
+        name: The name, relative to it.
+        said_by: The file that names it, for the message.
+        roots: Further folders in which links may end.
+
+    Raises:
+        SinkscopeError: The name is absolute or leads out, by itself or through a link.
+    """
+    steps = PureWindowsPath(name)  # knows both separators
+    if not (steps.drive or steps.root or ".." in steps.parts or "\0" in name):
+        path = folder / name
+        end = Path(os.path.realpath(path))
+        if any(end.is_relative_to(os.path.realpath(root)) for root in (folder, *roots)):
+            return path
+    raise SinkscopeError(
+        f"{said_by} names {name!r:.120}, which leads out of {folder.name or folder}: only files of that folder are "
+        "read, so put it there, as a file and not as a link"
+    )
 
 
 def read_bytes(path: PathName, remedy: str) -> bytes:

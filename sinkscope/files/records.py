@@ -72,7 +72,7 @@ def _type_adapter(kind: Any) -> Any:
         return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
 
 
-def checked_value(kind: Any, value: Any, name: str, *, strict: bool | None = None, then: str = "") -> Any:
+def checked_value(kind: Any, value: Any, name: str, *, strict: bool = False) -> Any:
     """Return `value` if it is of the type `kind`.
 
     Args:
@@ -80,7 +80,6 @@ def checked_value(kind: Any, value: Any, name: str, *, strict: bool | None = Non
         value: Any object.
         name: Name of the value, for the error; a setting's ends in "=", an option's in a space.
         strict: Whether nothing is converted, except a whole number to a float.
-        then: End of the error.
 
     Raises:
         SinkscopeError: It is not; the message says what was expected.
@@ -88,7 +87,7 @@ def checked_value(kind: Any, value: Any, name: str, *, strict: bool | None = Non
     try:
         return _type_adapter(kind).validate_python(value, strict=strict)
     except ValidationError as error:
-        raise _refusal(error, value, name, then) from None
+        raise _refusal(error, value, name) from None
 
 
 def check_values(kind: Any, **values: Any) -> None:

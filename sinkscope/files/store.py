@@ -19,6 +19,8 @@ from sinkscope.files.records import build
 SETTINGS, RECORDS = "settings.json", "runs.jsonl"
 OURS = ".sinkscope-"
 """Beginning of the names of the lock and of files that are not finished."""
+GO_ON = "make room and run the same command again, finished parts are kept"
+DAMAGED = "another folder, or delete the damaged line and run the same command again"
 
 
 def refuse_other_files(folder: Path, shown: str) -> None:
@@ -97,8 +99,7 @@ class Kept(Generic[R]):
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
-                remedy = "make room and run the same command again, finished parts are kept"
-                raise cannot_write(self.path, error, remedy) from None
+                raise cannot_write(self.path, error, GO_ON) from None
         self.records.update(new)
 
 
@@ -141,7 +142,7 @@ def kept_in(
 def _read_or_begin(path: Path, settings: dict[str, Any], kind: type[R], shown: str) -> dict[Hashable, R]:
     """The records of an earlier run, whose settings are compared; or none of a new one, whose settings are written."""
     records, complete = read_lines(path / RECORDS, pathless(str(path)), kind)
-    if (path / RECORDS).exists() and complete < (path / RECORDS).stat().st_size:
+    if (path / RECORDS).exists():
         os.truncate(path / RECORDS, complete)  # a kill cut the last line short; the next must not be glued to it
     if (path / SETTINGS).exists():
         earlier = read_json(path / SETTINGS, "give another folder")
@@ -173,10 +174,8 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     for number, line in enumerate(whole, 1):
         where = f"{name}/{path.name} line {number}"
         try:
-            records.append(build(kind, parse_json(line), where))
-        except ValueError as error:
-            said = str(error).removeprefix(f"{where}: ")
-            raise SinkscopeError(
-                f"{where}: {said}; the line is damaged: delete it, and run the same command again"
-            ) from None
+            row = parse_json(line)
+        except ValueError:
+            raise SinkscopeError(f"{where} is not JSON: give {DAMAGED}") from None
+        records.append(build(kind, row, where, DAMAGED))
     return records, sum(len(line) + 1 for line in whole)

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.docstrings import descriptions_of
+from sinkscope.files.arguments import descriptions_of
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import documented_at

@@ -17,8 +17,7 @@ from sinkscope.app.commands import COMMANDS, LEFT
 from sinkscope.app.commands.command import RENAMED, out_of_memory
 from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Commas, TextFile
 from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
-from sinkscope.files.envelope import result_class
-from sinkscope.files.kinds import OWN, kind_modules, measurements
+from sinkscope.files.envelope import OWN, kind_modules, measurements, result_class
 from sinkscope.measure import Measurement, Setup
 
 LEFT_OUT = {("bench", name) for name in ("temperature", "batch_size", "seed", "methods")}

@@ -13,7 +13,7 @@ from sample_results import sample_find_sinks
 
 from sinkscope.app.compare import compare
 from sinkscope.bench.table import BenchGroup, BenchTable
-from sinkscope.files.kinds import kind_modules as kinds
+from sinkscope.files.envelope import kind_modules as kinds
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, row_of
 

@@ -16,7 +16,7 @@ from repository import ROOT, ran
 from torch.testing import assert_close
 
 import sinkscope
-from sinkscope.files.kinds import kind_modules
+from sinkscope.files.envelope import kind_modules
 from sinkscope.kv import registry
 from sinkscope.models import adapters
 from sinkscope.results.result import Result

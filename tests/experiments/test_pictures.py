@@ -6,7 +6,7 @@ import pytest
 from repository import FIGURES, ROOT
 
 from experiments.drawn import figure_of
-from sinkscope.files.kinds import kind_modules
+from sinkscope.files.envelope import kind_modules
 from sinkscope.results.result import Result
 
 FILES = sorted(FIGURES.glob("*.json"))

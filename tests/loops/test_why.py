@@ -70,7 +70,7 @@ def test_why_explains_a_given_answer():
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop." and walk.rows() == []
     with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
         why_loop(made.model, made.cycle * 169, answer=made.cycle, **options)
-    with refused("cuts 2: expected a whole number from 3"):
+    with refused("cuts=2: expected a whole number from 3"):
         why_loop(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
 
 

@@ -20,8 +20,7 @@ import sinkscope as ss
 from sinkscope.app.commands.others import other_commands
 from sinkscope.app.view.result import OtherMeasurement
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.envelope import result_class
-from sinkscope.files.kinds import kind_modules
+from sinkscope.files.envelope import kind_modules, result_class
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
 from sinkscope.results.result import Result
@@ -153,7 +152,7 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
         printed = typed("attention-entropy --last 32 --json a.json --html a.html")
         assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == "JSON: a.json\nPage: a.html\n"
         printed = typed("attention-entropy --last 0", 2)
-        assert printed.out == "" and printed.err.startswith("error: --last 0") and printed.err.count("\n") == 1
+        assert printed.out == "" and printed.err.startswith("error: last=0") and printed.err.count("\n") == 1
         help_text = typed("attention-entropy --help").out
         assert "--last" in help_text and "docs/cli.md" not in help_text  # our pages do not describe it
         loaded = Result.load("a.json")

@@ -18,8 +18,8 @@ from click.shell_completion import CompletionItem
 
 from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.files.docstrings import descriptions_of, docstring_at, introduction
-from sinkscope.files.kinds import OWN
+from sinkscope.files.arguments import descriptions_of, docstring_at, introduction
+from sinkscope.files.envelope import OWN
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size

@@ -13,7 +13,7 @@ from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.command import Command, measures
 from sinkscope.app.commands.options import Several
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.kinds import KINDS, OWN, other_measurements
+from sinkscope.files.envelope import KINDS, OWN, other_measurements
 
 if TYPE_CHECKING:
     from sinkscope.files.arguments import Parameter

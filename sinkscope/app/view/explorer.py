@@ -34,7 +34,7 @@ from sinkscope.app.view.result import (
 )
 from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, moved_names, switch_named, switch_without, switches_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.kinds import other_measurements
+from sinkscope.files.envelope import other_measurements
 from sinkscope.files.plain import check_encodable
 from sinkscope.files.records import checked_value
 from sinkscope.hooks.edit.base import under

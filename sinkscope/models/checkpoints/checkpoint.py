@@ -16,8 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_out_of_memory
-from sinkscope.files.opener import inside, open_regular
-from sinkscope.files.output import read_json
+from sinkscope.files.output import inside, open_regular, read_json
 from sinkscope.files.plain import in_one_line
 from sinkscope.models.checkpoints.config import TOKENIZER_FILES, causal_class
 from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, refuse_adapter
