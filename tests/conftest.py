@@ -65,9 +65,9 @@ def skipping_what_is_missing() -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
-    """One text of each kind is surveyed where a test says so."""
+    """One text of each kind is surveyed where a test says so; a slow one reads all."""
     with pytest.MonkeyPatch.context() as patch:
-        if item.get_closest_marker("few_texts"):
+        if item.get_closest_marker("few_texts") and not item.get_closest_marker("slow"):
             patch.setattr("sinkscope.sinks.spikes.survey.SURVEYED", 4)
         return (yield)
 
