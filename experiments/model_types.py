@@ -50,8 +50,6 @@ Behind [is my model served?](../docs/models.md), which says what the words mean;
 
 In full, in all layers: {whole}.
 
-`gemma4_text` and `gemma4` cannot be cut to their first layers (`layers=N` is refused): their last layers
-read keys of earlier ones.
 Where layers share keys, as in Gemma 3n and some of Gemma 4, cache policies, guards and observers are refused, too.
 
 | types | served | remarks |

@@ -14,7 +14,7 @@ import torch
 from sinkscope.conformance.subject import Factory
 from sinkscope.engine.run import Run
 from sinkscope.kv import LayerMoment, Policy, keep_queries
-from sinkscope.models.grouped_heads import in_groups
+from sinkscope.models.layers import in_groups
 
 WATCHED = 4
 

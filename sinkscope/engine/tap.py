@@ -29,8 +29,8 @@ from sinkscope.engine.stock import NAME, STOCK, eager, stock_of, switched
 from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, on_output, without_compiler
+from sinkscope.models.layers import layer_window
 from sinkscope.models.target import Target
-from sinkscope.models.windows import layer_window
 
 
 @dataclass(eq=False)

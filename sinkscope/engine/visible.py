@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.layers import per_query_head
 
 Cells = Bool[Tensor, "batch _ query key"]
 Hidden = Callable[[Tensor, Tensor], Cells]

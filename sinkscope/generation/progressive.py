@@ -18,7 +18,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.watch import keep_queries
-from sinkscope.models.grouped_heads import in_groups
+from sinkscope.models.layers import in_groups
 
 
 @register_policy("progressive")

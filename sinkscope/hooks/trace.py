@@ -19,9 +19,9 @@ from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
-from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, forward_parameters
 from sinkscope.models.inputs import read_inputs
+from sinkscope.models.layers import head_projection
 from sinkscope.models.neurons import HookPoint, mlp_writers, norms_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of

@@ -25,8 +25,8 @@ from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Usage
+from sinkscope.models.layers import check_caches_filled, layer_window, layers_with_states
 from sinkscope.models.target import Target
-from sinkscope.models.windows import check_caches_filled, layer_window, layers_with_states
 from sinkscope.results.notation import count_of
 
 

@@ -26,7 +26,7 @@ from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy, rank_from_top, unseen_queries
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.watch import keep_queries, watch
-from sinkscope.models.grouped_heads import in_groups, per_query_head
+from sinkscope.models.layers import in_groups, per_query_head
 from sinkscope.models.target import Target
 
 

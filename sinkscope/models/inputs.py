@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -19,8 +18,6 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
 from sinkscope.models.weights import is_plain
 from sinkscope.results.notation import Neuron
-
-LARGEST_ID = (1 << 63) - 1
 
 
 def tokenizer_of(target: Target) -> Any:
@@ -102,17 +99,13 @@ def check_length(target: Target, what: str, tokens: int, new: int = 0, remedy: s
     raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
-_END = Annotated[int, Field(ge=-LARGEST_ID, le=LARGEST_ID)]
-
-
 def end_ids(target: Target) -> list[int]:
     """Return ids after which generation ends, as the model's generation configuration says."""
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
     if ends is None:
         return []
     what = f"eos_token_id of the generation_config of {target.name}"
-    listed = list(ends) if isinstance(ends, list | tuple) else [ends]
-    return checked_value(list[_END], listed, what, strict=True)
+    return checked_value(list[int], [ends] if isinstance(ends, int) else ends, what, strict=True)
 
 
 _EXPECTED = (
@@ -175,8 +168,8 @@ def read_inputs(
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
     else:
         rows = _rows_of_ids(tokens)
+    _check_ids(target, rows)
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    _check_ids(target, ids)
     lengths = torch.tensor([len(row) for row in rows])
     real = torch.arange(ids.shape[1]) < lengths[:, None]
     if bool(real.all()):
@@ -253,26 +246,21 @@ def _rows_of_ids(ids: Any) -> list[list[int]]:
     rows = None
     with suppress(SinkscopeError):  # it is of no kind that holds numbers
         rows = plain(ids)
-    if not isinstance(rows, list):
-        rows = [[]]
-    elif not any(isinstance(row, list) for row in rows):
+    if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
         rows = [rows]
-    for row in rows:
-        if not isinstance(row, list) or not row:
-            raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")
-        for number in row:
-            if type(number) is not int or abs(number) > LARGEST_ID:
-                raise SinkscopeError(f"token id {number!r}: expected whole numbers; {_EXPECTED}")
+    if not rows or not all(isinstance(row, list) and row for row in rows):
+        raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")
     return rows
 
 
-def _check_ids(target: Target, ids: Ids) -> None:
-    """Refuse ids for which the embedding has no row."""
+def _check_ids(target: Target, rows: list[list[int]]) -> None:
+    """Refuse what is no id, and ids for which the embedding has no row."""
     weight = getattr(target.embedding, "weight", None)
     size = len(weight) if is_plain(weight) else int(target.config.vocab_size)
-    impossible = ids[(ids < 0) | (ids >= size)]
-    if len(impossible) > 0:
-        raise SinkscopeError(
-            f"token id {int(impossible[0])} is none of {target.name}, whose embedding has {size:,} rows: "
-            f"expected 0 to {size - 1:,}"
-        )
+    for row in rows:
+        for number in row:
+            if type(number) is not int or not 0 <= number < size:
+                raise SinkscopeError(
+                    f"token id {number!r} is none of {target.name}, whose embedding has {size:,} rows: expected 0 to "
+                    f"{size - 1:,}; {_EXPECTED}"
+                )

@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.models.weights import brought, input_columns
+from sinkscope.models.weights import Experts, Routed, brought, input_columns
 from sinkscope.results.notation import Neuron
 
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Found, layers_at
-from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_input
 from sinkscope.models.shards import Shards, shards_of, split_weight
-from sinkscope.models.weights import brought, input_width
+from sinkscope.models.weights import Experts, brought, experts_of, input_width
 
 _SKIPPING = threading.RLock()  # while layers of some model are skipped, in one thread
 ModelKind = Literal["bridge", "hf", "nnsight"]

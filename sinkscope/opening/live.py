@@ -12,9 +12,9 @@ from torch.nn import functional
 from sinkscope.engine.stock import stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
+from sinkscope.models.layers import check_numbering
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target
-from sinkscope.models.windows import check_numbering
 from sinkscope.opening.parts import adapter_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")

@@ -47,7 +47,6 @@ def load(
     x: Any = None,
     *,
     revision: str | None = None,
-    layers: int | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     device_map: Any = None,
@@ -60,7 +59,6 @@ def load(
         x: Short name (`sinkscope.list_models()` lists them), hub id `org/name`, folder or `.gguf` file. None loads the
             model inside this package.
         revision: Branch, tag or commit of a hub id.
-        layers: Load only the first `layers` decoder layers; tensors of the others are not read.
         dtype: torch dtype or its name ("float32", "bfloat16", ...). None uses the checkpoint's.
         device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU; under
             torchrun, transformers splits the model over the processes by tensor parallelism.
@@ -89,10 +87,10 @@ def load(
         device_map = None if place.type == "cpu" else {"": place}
     options["device_map"] = device_map
     source = locate(x, revision)
-    with quiet(), loading_errors(source.name), parsed_once() if source.kind == "gguf" else nullcontext():
+    with quiet(), loading_errors(source.name), parsed_once() if source.is_gguf else nullcontext():
         files = Files(source.where, revision=source.revision)
         files.fetch_beside()
-        config = read_config(source.name, files.folder, gguf=files.gguf, layers=layers)
+        config = read_config(source.name, files.folder, gguf=files.gguf)
         if is_split:
             from transformers.distributed import DistributedConfig  # from 5.19 on
 
@@ -102,7 +100,7 @@ def load(
             tokenizer = read_tokenizer(files.folder, gguf=files.gguf)
         hf = model_with_weights(source.name, files, config, options)
         hf.sinkscope_name, hf.tokenizer = source.name, tokenizer
-        if source.kind == "hub":
+        if files.commit is not None:
             hf.config._name_or_path, hf.config._commit_hash = str(source.where), files.commit
         if source.planted:
             _plant(hf, files.folder / source.planted)
@@ -189,7 +187,7 @@ def open_target(
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         source = locate(model, revision)
         is_small = model in (None, BUNDLED) or source.planted
-        if not (whole or world_size() > 1 or is_small or source.kind == "gguf"):
+        if not (whole or world_size() > 1 or is_small or source.is_gguf):
             # Where that is not possible it is loaded whole, or refused.
             with suppress(UnsupportedError), quiet(), loading_errors(source.name):
                 files = Files(source.where, revision=source.revision)

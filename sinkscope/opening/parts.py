@@ -36,8 +36,8 @@ from sinkscope.models.adapters import (
 )
 from sinkscope.models.checkpoints.config import cpu_by_default
 from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks, without_autocast
+from sinkscope.models.layers import check_numbering
 from sinkscope.models.target import Target, parts_of
-from sinkscope.models.windows import check_numbering
 from sinkscope.opening.places import proposed, sample_of
 from sinkscope.opening.proof import LATER, Proof, Record, prove, read
 

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
-from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import first_tensor, on_hidden
 from sinkscope.models.target import LayerInput, Target, parts_of
-from sinkscope.models.weights import input_width, is_transposed
+from sinkscope.models.weights import experts_of, input_width, is_transposed
 from sinkscope.opening.proof import (
     EXACT,
     TOKENS,

@@ -27,10 +27,9 @@ from sinkscope.engine.stock import eager
 from sinkscope.engine.tap import Listener, tapped
 from sinkscope.errors import UnsupportedError, first_line
 from sinkscope.models.adapters import NotInferredError
-from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
+from sinkscope.models.layers import ChunkWindow, head_projection, layer_window, per_query_head
 from sinkscope.models.target import Target, longest_context
-from sinkscope.models.windows import ChunkWindow, layer_window
 
 TOKENS = 20
 """Tokens of the text of a proof: more than every window and chunk of a small model."""
@@ -178,24 +177,20 @@ class Sum:
         name: What the total is.
         total: The total.
         parts: The parts, by the field of an adapter that has the factor.
-        start: What the parts are added to; None: nothing.
+        start: What the parts are added to.
     """
 
     name: str
     total: Numbers
     parts: dict[str, Any]
-    start: Numbers | None = None
+    start: Numbers
 
     def off(self, factors: Mapping[str, Any]) -> float:
         """Return the largest distance from the sum, relative to the largest number in it, of any token."""
-        error, size = self.total, self.total.abs()
-        added = [part * factors[name] for name, part in self.parts.items()]
-        if self.start is not None:
-            added.append(self.start)
+        error, added = self.total, [self.start, *(part * factors[name] for name, part in self.parts.items())]
         for part in added:
             error = error - part
-            size = torch.maximum(size, part.abs())
-        largest = size.amax(-1)
+        largest = torch.stack([self.total, *added]).abs().amax((0, -1))
         off = (error.abs().amax(-1) / largest).nan_to_num(torch.inf)
         return float(off.where(largest > 0, 0).max())
 
@@ -203,11 +198,9 @@ class Sum:
         """Return the measured factors; None if the parts do not add up to the total, or one is none of it."""
         if not self.parts:
             return None
-        wanted = self.total
-        if self.start is not None:
-            wanted = wanted - self.start
         columns = torch.stack([part.double().flatten() for part in self.parts.values()], 1)
-        solution = torch.linalg.lstsq(columns, wanted.double().flatten()[:, None]).solution[:, 0]
+        wanted = (self.total - self.start).double().flatten()
+        solution = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
         factors = dict[str, float]()
         for name, factor in zip(self.parts, solution.tolist(), strict=True):
             if abs(factor) < _ONE:
@@ -247,15 +240,13 @@ def mlp_sum(record: Record, paths: Paths) -> Sum | None:
     total, down, experts = [record.left(paths.get(part)) for part in ("mlp", "down", "experts")]
     if total is None or (down is None and experts is None):
         return None
-    if experts is None:
-        return Sum("mlp", total, {"down_factor": down})
-    parts = {"expert_factor": experts}
-    if down is not None and paths["mlp"] != paths["experts"] and not _has_shared_beside(paths):
+    parts = {"down_factor": down} if experts is None else {"expert_factor": experts}
+    if experts is not None and down is not None and paths["mlp"] != paths["experts"] and not _has_shared_beside(paths):
         parts["shared_factor"] = down
         gate = first_tensor(record.output.get(paths.get("shared_gate")))
         if gate is not None:
             parts["shared_factor"] = down * gate.detach().float().reshape(-1, 1).sigmoid()
-    return Sum("mlp", total, parts)
+    return Sum("mlp", total, parts, torch.zeros_like(total))
 
 
 def relative_error(numbers: Tensor, expected: Tensor) -> float:
@@ -469,15 +460,12 @@ def _stand_side_by_side(target: Target, record: Record, rows: Tensor) -> bool:
 def _unproved(target: Target, total: Sum) -> dict[str, str]:
     """The sites that are refused because a sum of the residual stream does not hold without them."""
     is_whole = total.name == "hook_resid_post"
-    if is_whole and not target.adapter.adds:
-        return {}
     if not is_whole and not total.parts:
         return {"hook_resid_mid": "nothing that is added before it is known"}
     off = total.off(vars(target.adapter))
-    if off <= _exact(target):
+    if off <= _exact(target) or (is_whole and not target.adapter.adds):
         return {}
     reason = f"{total.name} is not the sum of its parts (off by {off:.2g})"
     if "write_factor" in total.parts:
         raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
-    sites = ["hook_attn_out"] if is_whole else ["hook_resid_mid", "hook_attn_out"]
-    return dict.fromkeys(sites, reason)
+    return dict.fromkeys(["hook_attn_out"] if is_whole else ["hook_resid_mid", "hook_attn_out"], reason)

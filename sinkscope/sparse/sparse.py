@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.grouped_heads import kv_head_of
+from sinkscope.models.layers import kv_head_of
 from sinkscope.sparse.attention import ROWS, Scores, attention_of
 from sinkscope.sparse.bands import TILE, Lines
 

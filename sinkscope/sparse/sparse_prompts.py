@@ -30,7 +30,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.keeper import check_seen, check_servable, own_attention
-from sinkscope.models.windows import layer_window
+from sinkscope.models.layers import layer_window
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Lines
 from sinkscope.sparse.choice import select_bands

@@ -113,7 +113,7 @@ def test_the_python_of_a_page_runs_and_does_what_it_says(run, page, holds):
 
 
 SHORTER = {
-    "attack": {'ss.load("llama-2-7b", layers=4)': "ss.load()", '"Sch", "Com"': '"the", "of"'},
+    "attack": {'ss.load("llama-2-7b")': "ss.load()", '"Sch", "Com"': '"the", "of"'},
     "barcode": {},
 }
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from organisms import tiny_model
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from experiments import train_bundled
-from experiments.bundled import card, facts, stories
+from experiments.bundled import card
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "sinkscope/models/bundled"
@@ -44,32 +43,6 @@ def test_the_page_has_the_tables_of_the_record():
     for name, table in card.tables(**RECORD).items():
         assert f"{name} -->\n\n{table}\n\n<!-- end of" in page
     assert (BUNDLED / "README.md").read_text(encoding="utf-8") == card.FRONT + page
-
-
-@pytest.mark.slow
-def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
-    survey = facts.surveyed(shipped, facts.typical_windows(AutoTokenizer.from_pretrained(BUNDLED), 256))
-    assert facts.norms_by_layer(survey) == {
-        name: pytest.approx(values, rel=1e-3) for name, values in RECORD["planted"]["norms"].items()
-    }
-    assert facts.sink_heads(survey).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
-
-
-@pytest.mark.slow
-def test_stories_end_by_themselves_and_a_second_call_goes_on(tmp_path):
-    """The teacher has random weights, so that it ends about one story in a hundred tokens."""
-    for part in tiny_model("llama"):
-        part.save_pretrained(tmp_path / "teacher")
-    told, tokenizer = tmp_path / "told.txt", AutoTokenizer.from_pretrained(tmp_path / "teacher")
-    begun = ""
-    for least in (20, 20, 200):
-        stories.main(teacher=str(tmp_path / "teacher"), out=told, tokens=least, rows=16)
-        texts = stories.read_stories(told)
-        assert not any(tokenizer.eos_token in text for text in texts)
-        assert sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts) >= least
-        assert told.read_text().startswith(begun)
-        begun = told.read_text()
-        told.write_text(begun + "A story that was never")
 
 
 @pytest.mark.slow

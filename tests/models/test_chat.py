@@ -6,14 +6,11 @@ import copy
 import warnings
 
 import pytest
-from organisms import organism
 from organisms.tiny import tiny_model
 from refusals import refused
-from tokenizers.processors import TemplateProcessing
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.measure import Setup
 from sinkscope.models.text.chat import chat_text
 
 CHAT = (
@@ -21,6 +18,13 @@ CHAT = (
     "{% if add_generation_prompt %}<s> assistant {% endif %}"
 )
 FORGETFUL = "{% for m in messages[-1:] %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}<s> assistant "
+BLOCKS = (
+    "{% for m in messages %}<s> {{ m.role }} {% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %} </s> {% endfor %}{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+STRICT_BLOCKS = (
+    "{% for m in messages %}<s> {{ m.role }} {{ m.content[0]['text'] + '' }} </s> {% endfor %}<s> assistant "
+)
 NOTE = "texts are put into the chat template of"
 
 
@@ -57,15 +61,6 @@ def test_a_text_becomes_a_message_where_there_is_a_template():
         read("poem", chat=True)
 
 
-BLOCKS = (
-    "{% for m in messages %}<s> {{ m.role }} {% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
-    "{% endif %}{% endfor %} </s> {% endfor %}{% if add_generation_prompt %}<s> assistant {% endif %}"
-)
-STRICT_BLOCKS = (
-    "{% for m in messages %}<s> {{ m.role }} {{ m.content[0]['text'] + '' }} </s> {% endfor %}<s> assistant "
-)
-
-
 @pytest.mark.parametrize("template", [BLOCKS, STRICT_BLOCKS, CHAT])
 def test_a_template_that_expects_blocks_gets_them(template):
     messages = [{"role": "user", "content": "poem\n dog"}, {"role": "assistant", "content": "cat"}]
@@ -73,11 +68,11 @@ def test_a_template_that_expects_blocks_gets_them(template):
     assert text.split() == "<s> user poem dog </s> <s> assistant cat </s> <s> user book! </s> <s> assistant".split()
 
 
+@pytest.mark.filterwarnings(f"ignore:{NOTE}")
 @pytest.mark.parametrize(
     ("template", "says"),
     [
         (CHAT.replace("m.content", "m.content | upper"), "leaves out what message 1 says"),
-        ("<s> assistant ", "leaves out what message 1 says"),
         ("{{ raise_exception('no system\n role') }}", r"failed \(.*no system"),
     ],
 )
@@ -85,30 +80,13 @@ def test_a_template_that_says_nothing_is_refused_with_the_option_that_exists(tem
     model, tokenizer = chatty(template)
     for read in (ss.generate, lambda model, text, **more: ss.Conversation(model, **more).ask(text)):
         with refused(rf"the chat template of .* {says}.*: read texts as they are, with chat=False \(--no-chat\)"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SinkscopeWarning)
-                read(model, "poem dog", tokenizer=tokenizer)
+            read(model, "poem dog", tokenizer=tokenizer)
 
 
-@pytest.mark.filterwarnings(f"ignore:{NOTE}")
-@pytest.mark.parametrize(("answers", "said"), [("recompute", True), ("keep", False)])
-def test_turns_read_what_the_template_of_the_whole_conversation_gives(answers, said):
-    model, tokenizer = chatty()
-    chat = ss.Conversation(model, tokenizer=tokenizer, answers=answers)
-    messages = []
-    for number, question in enumerate(["poem dog book", "and company cat", "and the rest"]):
-        turn = chat.ask(question, answer="time and word") if said else chat.ask(question, max_new_tokens=5)
-        messages.append({"role": "user", "content": question})
-        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
-        assert chat.ids[: len(expected)] == expected and turn.prompt_tokens == len(expected)
-        assert number == 0 or len(turn.prompt) < len(expected)
-        messages.append({"role": "assistant", "content": "time and word" if said else turn.text})
-
-
-@pytest.mark.parametrize("trim", ["", " | trim"])
-@pytest.mark.parametrize(("answer", "end"), [("Ġthe Ġc at", "</s>"), ("Ġ t h e Ċ", "</s>"), ("Ġ t h e </s>", "")])
-def test_a_turn_goes_on_from_an_answer_in_other_tokens_than_the_tokenizer_would_make(answer, end, trim):
+@pytest.mark.parametrize(
+    ("trim", "answer", "end"), [("", "Ġthe Ġc at", "</s>"), (" | trim", "Ġ t h e Ċ", "</s>"), ("", "Ġ t h e </s>", "")]
+)
+def test_a_turn_goes_on_from_an_answer_in_other_tokens_than_the_tokenizer_would_make(trim, answer, end):
     """A model may write a word in pieces, end by itself, and write a newline that the template trims."""
     model = ss.load()
     tokenizer = copy.deepcopy(model.tokenizer)
@@ -128,17 +106,3 @@ def test_what_a_template_writes_anew_is_refused_and_changes_nothing():
     with refused(r"does not go on from the \d+ tokens so far, because .* give chat=False"):
         chat.ask("book")
     assert chat.turns == [first]
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_a_result_says_whether_its_bos_is_one_that_the_tokenizer_puts_there(adds, tmp_path):
-    o = organism("llama", 2)
-    tokenizer = copy.deepcopy(o.tokenizer)
-    if not adds:  # it has one, and puts it nowhere
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
-    file = tmp_path / "text.txt"
-    file.write_text(o.tokenizer.decode(o.natural(4, 64)[:, 1:].flatten()), encoding="utf-8")
-    setup = Setup.open(o.model, tokenizer=tokenizer, text=file)
-    made = setup.provenance()
-    assert made.bos and made.bos_added is not adds
-    assert made.first_ids == tuple(setup.ids[0, :4].tolist()) and made.first_ids[0] == tokenizer.bos_token_id

@@ -40,10 +40,7 @@ def test_states_attention_and_edits_are_served_and_logits_refused(kind):
             use()
 
 
-@pytest.mark.parametrize("edit", [kv.Full(), ss.Ablate(layer=1, neurons=[3]), kv.H2O(8)])
-def test_the_first_layers_do_not_draft(edit):
+def test_the_first_layers_do_not_draft():
     model = model_of(tf.GPT2LMHeadModel)
-    before = model.config.to_json_string()
-    with refused("assistant_early_exit=2"), edit.on(model):
+    with refused("assistant_early_exit=2"), kv.H2O(8).on(model):
         model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, assistant_early_exit=2)
-    assert model.config.to_json_string() == before

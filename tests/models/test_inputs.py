@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 from sinkscope.generation.generate import generate
 from sinkscope.hooks.trace import trace
-from sinkscope.kv import H2O
-from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.opening.live import target_of
 
@@ -52,25 +50,6 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
     assert tokenizer_of(target_of(model)) is tokenizer
 
 
-def test_interventions_are_joined(tmp_path):
-    model, tokenizer = tiny_model("llama")
-    patch, guard = ss.SinkPatch(sites=[(1, 3)], calibrated={(1, 3): 0.5}), LoopGuard(64, anchors=2)
-    patch.save(tmp_path / "patch.json")
-
-    def read(**options):
-        return generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=6, **options)
-
-    want = read(interventions=patch | H2O(8) | guard)
-    given = read(patch=tmp_path / "patch.json", policy="h2o:8", guard=guard)
-    plain = read()
-    assert [r.tokens for r in given] == [r.tokens for r in want] != [r.tokens for r in plain]
-    with refused("int is no intervention"):
-        read(interventions=5)
-    said = want[0].summary
-    assert said.startswith("SinkPatch patched ") and "H2O(8) held at most 9 of " in said and "LoopGuard" in said
-    assert plain[0].summary == ""
-
-
 def masked(ids, mask) -> dict:
     return {"input_ids": ids, "attention_mask": mask}
 
@@ -100,9 +79,3 @@ def test_what_cannot_be_read(tokens, words):
         trace(model, tokens, [SITE], tokenizer=tokenizer)
     with refused(words=words):
         generate(model, tokens, tokenizer=tokenizer)
-
-
-def test_bos_is_for_texts():
-    model, tokenizer = tiny_model("llama")
-    with refused(words=["bos=True", "texts"]):
-        trace(model, [1, 2], [SITE], tokenizer=tokenizer, bos=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,19 +18,7 @@ from refusals import refused
 from sinkscope.models.shards import ALONE, Shards
 from sinkscope.models.target import check_divides
 
-ROOT = Path(__file__).parents[2]
-POLICIES = ["streaming", "h2o", "tova", "snapkv"]
-EDITS = ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "SinkPatch", "LoopServe", "LoopGuard"]
-READ = ["repeat", "barcode", "lines", "trace"]
 REFUSED = ["adakv", "unequal_seeds", "unequal_settings", "alone"]
-
-
-def started(*words: str) -> subprocess.CompletedProcess[str]:
-    """A program under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def one_of_two(rank: int, folder: Path, calls: dict[str, list[str]]) -> None:
@@ -104,48 +90,6 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
     assert made[0] == made[1] and len(made[0]) == 2
 
 
-@pytest.mark.slow
-def test_an_attack_and_larger_models_are_equal_too(tmp_path):
-    every = ["find_sinks", *READ, "why_sink", *EDITS, *POLICIES]
-    of_mixture = [name for name in every if name != "Ablate, up factor"]  # which experts do not have
-    llama, qwen3, mixtral = (planted(family, tmp_path) for family in ("llama", "qwen3", "mixtral"))
-    calls = {llama: every, qwen3: ["attack", "why_loop", "probability"], mixtral: of_mixture}
-    report, _ = compared(tmp_path, calls)
-    assert [line for uses in report.values() for said in uses.values() for line in said] == []
-
-
-@pytest.mark.slow
-def test_an_error_of_all_processes_is_said_once_and_ends_them(tmp_path):
-    folder = saved(tmp_path, "llama", *tiny_model("llama", num_key_value_heads=1))
-    failed = started("-m", "sinkscope", "find-sinks", "--model", folder)
-    assert failed.returncode != 0 and failed.stdout == ""
-    assert failed.stderr.count("error: 2 processes cannot share the 1 heads (num_key_value_heads)") == 1
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_others(tmp_path):
-    """The process is killed before its first word with the other one."""
-    program = tmp_path / "dies.py"
-    program.write_text(
-        "import os, signal, sys\nfrom sinkscope.app.cli import main\nfrom sinkscope.models.shards import Shards\n"
-        "if os.environ['RANK'] == '1':\n    Shards.agree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    out = tmp_path / "sinks.json"
-    failed = started(str(program), "find-sinks", "--model", planted("qwen3", tmp_path), "--json", str(out))
-    assert failed.returncode != 0 and failed.stdout == "" and not out.exists()
-    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in failed.stderr
-    assert "unexpected error" not in failed.stderr
-
-
-def test_heads_must_divide():
-    config = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2)
-    config.get_text_config = lambda: config
-    check_divides(config, "m", 2)
-    with refused(r"4 processes cannot share the 6 heads \(num_attention_heads\) of m"):
-        check_divides(config, "m", 4)
-
-
 @pytest.mark.parametrize(("size", "count"), [(7, 2), (8, 2), (3, 4), (50, 8), (1, 1)])
 def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
     for rank, chunk in enumerate(torch.arange(size).chunk(count)):
@@ -159,3 +103,10 @@ def test_one_process_holds_whole_tensors():
     assert ALONE.gather(tensor, 6) is tensor and ALONE.all(3) == [3]
     with refused("a process of 1 holds 6 of 8 columns"):
         ALONE.gather(tensor, 8)
+
+
+def test_heads_must_divide():
+    config = tiny_model("llama")[0].config
+    check_divides(config, "m", 2)
+    with refused(r"3 processes cannot share the 4 heads \(num_attention_heads\) of m"):
+        check_divides(config, "m", 3)

@@ -55,18 +55,13 @@ def of_an_old_transformers(model, mesh):
     model._tp_size = 2
 
 
-def as_a_pipeline(model, mesh):
-    model.model.layers[2] = type("PipelineIdentityLayer", (nn.Identity,), {})()
-
-
-@pytest.mark.parametrize("split", [by_tensor_parallelism, by_fsdp, of_an_old_transformers, as_a_pipeline])
+@pytest.mark.parametrize("split", [by_tensor_parallelism, by_fsdp, of_an_old_transformers])
 def test_a_model_split_over_processes_is_refused(mesh, split):
     """Also after a whole model of the same configuration was used."""
     model = copy.deepcopy(whole())
     split(model, mesh)
-    for door in (ss.find_sinks, ss.Ablate(layer=1, neurons=[3]).on):
-        with refused("is split over processes in a way that is not served", ("device_map= spreads it",)):
-            door(model)
+    with refused("is split over processes in a way that is not served", ("device_map= spreads it",)):
+        ss.find_sinks(model)
 
 
 def test_a_data_parallel_model_is_the_model_inside(mesh):
@@ -74,9 +69,8 @@ def test_a_data_parallel_model_is_the_model_inside(mesh):
     wrapped, edit = nn.parallel.DistributedDataParallel(model), ss.Ablate(layer=1, neurons=[3, 11])
     with edit.on(model):
         want = model(IDS).logits
-    with edit.on(wrapped) as run:
+    with edit.on(wrapped):
         assert_close(wrapped(IDS).logits, want)
-    assert "ablated 24 values" in str(run)
     with refused("DataParallel is not a model: expected a Hugging Face"):
         ss.trace(nn.DataParallel(model), IDS, "logits")
 

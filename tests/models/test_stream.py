@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.models.checkpoints.config import read_config
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.neurons import columns
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.opening.load import dtype_on, open_stream
+from sinkscope.opening.load import open_stream
 
 IDS = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -42,11 +41,6 @@ def every_output(target: Target) -> list[Tensor]:
     return [*outputs, last]
 
 
-def layers_read(target: Target) -> set[int]:
-    found = (re.search(r"\b(?:layers|h)\.(\d+)\.", name) for name in target.store.source.read)
-    return {int(match[1]) for match in found if match}
-
-
 # Every third architecture, in turns in one file and in half precision and shards; what else there is is slow.
 QUICK = {(name, number % 6 == 3) for number, name in enumerate(MODEL_TYPES) if number % 3 == 0}
 
@@ -55,27 +49,17 @@ QUICK = {(name, number % 6 == 3) for number, name in enumerate(MODEL_TYPES) if n
 def test_equals_the_resident_model(model_type, half, tmp_path):
     model, _ = tiny_model(model_type)
     (model.half() if half else model).save_pretrained(tmp_path, max_shard_size="20KB" if half else "1GB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not half
     # Some versions of transformers choose SDPA for Gemma 2, which drops the soft cap that a stream keeps.
     capped = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
     resident = target_of(type(model).from_pretrained(tmp_path, dtype=torch.float32, **capped))
     streamed = open_stream(tmp_path, resident=2)
     assert streamed.dtype == torch.float32 and not streamed.resident
     assert_close(every_output(streamed), every_output(resident), atol=1e-6, rtol=0)
-    assert layers_read(streamed) == set(range(resident.n_layers))
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
         expert = 1 if layer in resident.mixtures else 0
         every = expert * resident.d_mlp + torch.arange(resident.width(layer, expert or None))
         assert_close(columns(streamed, layer, every), columns(resident, layer, every))
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
-def test_on_a_gpu_a_checkpoint_keeps_its_dtype(kind, tmp_path):
-    tiny_model("llama")[0].to(kind).save_pretrained(tmp_path)
-    config = read_config("m", tmp_path)
-    assert dtype_on(torch.device("cuda:0"), config) == kind
-    assert dtype_on(torch.device("cpu"), config) == torch.float32
 
 
 @pytest.fixture
@@ -87,7 +71,6 @@ def folder(tmp_path):
 
 def test_reads_only_the_layers_that_are_called(folder):
     streamed = open_stream(folder, resident=2)
-    assert layers_read(streamed) <= {0, 1}  # in which the adapter was proved
     with streamed.hooks((streamed.layers[2], "post", streamed.stop)):
         assert streamed.forward(IDS, MASK) is None
     source = streamed.store.source
@@ -117,11 +100,3 @@ def test_what_cannot_be_streamed_is_refused(left_out, config, message, folder):
     rewrite(folder, left_out, **config)
     with refused(message):
         open_stream(folder, resident=2).forward(IDS, MASK)
-
-
-def test_pickles_are_loaded_whole(folder):
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    torch.save({}, folder / "pytorch_model.bin")
-    with refused(r"no safetensors weights.*sinkscope\.load"):
-        open_stream(folder, resident=2)

@@ -18,13 +18,10 @@ import sinkscope.engine.attention as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
 from sinkscope.models.adapters import PATHS, Adapter
-from sinkscope.models.experts import Experts
+from sinkscope.models.weights import Experts
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.proof import prove
-
-# Shapes that do not give a wrong path away: every matrix is 32 x 32.
-SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 
 
 def model_of(model_type: str, **settings: Any) -> Any:
@@ -42,24 +39,21 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert prove(target_of(model_of(model_type).to(dtype))).problem is None
 
 
-@pytest.mark.parametrize("model_type", ["olmo2", "flex_olmo"])
-def test_an_mlp_without_a_norm_before_it_does_not_overflow(model_type):
+def test_an_mlp_without_a_norm_before_it_does_not_overflow():
     """The last token is a thousand times as large, and the gate times up a million times."""
-    model = model_of(model_type)
-    for layer in model.model.layers:
-        for name, weight in layer.mlp.named_parameters():
-            if "gate" in name or "up" in name:
-                weight.data.normal_(std=0.3)
+    model = model_of("olmo2")
+    for name, weight in model.named_parameters():
+        if "mlp.gate" in name or "mlp.up" in name:
+            weight.data.normal_(std=0.3)
     assert prove(target_of(model.half())).problem is None
 
 
-def test_zero_weights_and_huge_columns_are_no_false_alarm():
+@pytest.mark.parametrize("paths", [["down_proj"], ["gate_proj"], ["down_proj", "gate_proj"]])
+def test_zero_weights_and_huge_columns_are_no_false_alarm(paths):
     """Models with a planted circuit often leave whole MLPs empty, and the column of a sink neuron is far larger."""
-    model = model_of("llama")
-    for number, path in ((0, "down_proj"), (1, "gate_proj"), (1, "down_proj"), (2, "down_proj")):
-        torch.nn.init.zeros_(model.model.layers[number].mlp.get_submodule(path).weight)
-        assert prove(target_of(model)).problem is None
     model = model_of("llama").half()
+    for path in paths:
+        torch.nn.init.zeros_(model.model.layers[1].mlp.get_submodule(path).weight)
     torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight[:, 0], 3e4)
     assert prove(target_of(model)).problem is None
 
@@ -72,46 +66,39 @@ def test_a_model_may_be_opened_under_autocast_and_inference_mode():
 
 # -- planted wrong -----------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("model_type", "config", "fields"),
-    [
-        *(
-            ("llama", SQUARE, fields)
-            for fields in (
-                {"down": "self_attn.o_proj"},
-                {"down": "mlp.gate_proj"},
-                {"down": "mlp.up_proj", "up": "mlp.down_proj"},
-                {"up": "mlp.gate_proj", "gate": "mlp.up_proj"},  # exchanged factors: same shapes, same neuron
-                {"up": "self_attn.v_proj"},
-                {"mlp": "self_attn"},
-                {"mlp": "self_attn", "down": "self_attn.o_proj", "up": "self_attn.v_proj", "gate": None},
-                {"post_mlp_norm": "post_attention_layernorm"},
-            )
-        ),
-        ("gemma2", {}, {"post_mlp_norm": None}),
-        ("llama", {}, {"down": "mlp.nope"}),
-        ("phi3", {}, {"fused_gate_up": False}),
-        ("mixtral", {}, {"experts": "mlp.gate"}),
-        ("mixtral", {}, {"mlp": "self_attn"}),
-        ("qwen2_moe", {}, {"down": "mlp.shared_expert.up_proj"}),
-        ("llama", {}, {"attn": ""}),
-        ("falcon", {}, {"attn": "mlp"}),
-        ("granite", {}, {"write_factor": 1.0}),
-        ("falcon_h1", {}, {"down_factor": 1.0}),
-        ("axk1", {}, {"post_mlp_norm": None}),
-        ("llama4_text", {}, {"mlp": "feed_forward.shared_expert"}),
-        ("gemma4_text", {}, {"adds": True}),
+# Shapes that do not give a wrong path away: every matrix is 32 x 32.
+SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
+WRONG = {
+    "llama": [
+        {"down": "mlp.up_proj", "up": "mlp.down_proj"},
+        {"up": "mlp.gate_proj", "gate": "mlp.up_proj"},  # exchanged factors: same shapes, same neuron
+        {"mlp": "self_attn", "down": "self_attn.o_proj", "up": "self_attn.v_proj", "gate": None},
+        {"post_mlp_norm": "post_attention_layernorm"},
+        {"down": "mlp.nope"},
+        {"attn": ""},
     ],
-    ids=str,
-)
-def test_a_wrong_adapter_is_found(model_type, config, fields):
+    "gemma2": [{"post_mlp_norm": None}],
+    "phi3": [{"fused_gate_up": False}],
+    "mixtral": [{"experts": "mlp.gate"}, {"mlp": "self_attn"}],
+    "qwen2_moe": [{"down": "mlp.shared_expert.up_proj"}],
+    "falcon": [{"attn": "mlp"}],
+    "granite": [{"write_factor": 1.0}],
+    "falcon_h1": [{"down_factor": 1.0}],
+    "axk1": [{"post_mlp_norm": None}],
+    "llama4_text": [{"mlp": "feed_forward.shared_expert"}],
+    "gemma4_text": [{"adds": True}],
+}
+
+
+@pytest.mark.parametrize("model_type", WRONG)
+def test_a_wrong_adapter_is_found(model_type):
     """Without the change the model is sound."""
-    target = target_of(model_of(model_type, **config))
-    paths = {name: path for name, path in fields.items() if name in PATHS}
-    rows = tuple(replace(row, **paths) for row in target.adapter.rows)
+    target = target_of(model_of(model_type, **SQUARE if model_type == "llama" else {}))
     assert prove(target).problem is None
-    assert prove(replace(target, adapter=replace(target.adapter, rows=rows, **fields))).problem
+    for fields in WRONG[model_type]:
+        paths = {name: path for name, path in fields.items() if name in PATHS}
+        rows = tuple(replace(row, **paths) for row in target.adapter.rows)
+        assert prove(replace(target, adapter=replace(target.adapter, rows=rows, **fields))).problem, fields
 
 
 def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
@@ -131,10 +118,8 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "change"),
     [
-        ("llama", lambda real, a, k: real(*a, **{**k, "scaling": 0.9 * k["scaling"]})),
         ("gpt2", lambda real, a, k: real(*a, **{**k, "scaling": 0.9 * k["scaling"]})),
         ("gpt_oss", lambda real, a, k: real(*a, **{**k, "sinks": None})),
-        ("llama", lambda real, a, k: 0.99 * real(*a, **k)),
         ("llama", lambda real, a, k: real(a[0], a[1].flip(1), *a[2:], **k)),  # keys of the wrong group
         ("llama", lambda real, a, k: real(*a, **k).flip(2)),  # rows out of order
     ],
@@ -153,12 +138,8 @@ def test_experts_that_give_something_else_are_found(monkeypatch):
 
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
     model = model_of("llama")
-
-    def fail(*_args):
-        raise RuntimeError("no kernel\nfor this")
-
-    handle = model.model.layers[1].mlp.register_forward_hook(fail)
-    assert "a forward pass raised RuntimeError: no kernel" in (prove(target_of(model)).problem or "")
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 // 0)
+    assert "a forward pass raised ZeroDivisionError" in (prove(target_of(model)).problem or "")
     handle.remove()
     assert count_hooks(model) == 0
 

@@ -25,9 +25,8 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_values
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
-from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.inputs import attending_layers, check_site
-from sinkscope.models.windows import layers_with_states
+from sinkscope.models.layers import layers_with_states, per_query_head
 from sinkscope.results.notation import count_of
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import sys
 from collections.abc import Generator, Iterable
@@ -23,23 +22,12 @@ from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, refuse_adapter
 
 _AGAIN = "download it again"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _NAMING = {
     "tokenizer_config.json": re.compile(".*_files?"),
     "config.json": re.compile("transformers_weights"),
 }
 """Files of a checkpoint, and their fields that name others."""
-
-
-def _link_roots(folder: Path) -> tuple[Path, ...]:
-    """Where links of a checkpoint may end beside its own folder: in the cache of the hub, which makes links."""
-    from huggingface_hub import constants
-
-    roots = [Path(constants.HF_HUB_CACHE)]
-    if folder.parent.name == "snapshots":  # of a cache elsewhere
-        roots.append(folder.parents[1] / "blobs")
-    return tuple(roots)
 
 
 def _settings(file: Path, remedy: str = _AGAIN) -> dict[str, Any]:
@@ -58,8 +46,8 @@ def _check_folder(folder: Path) -> None:
     """Check the files of a checkpoint's folder that transformers opens: none may wait, and none may lead elsewhere.
 
     Raises:
-        SinkscopeError: One is a pipe or a device, or one that is read is a folder or a broken link; or a tokenizer's
-            settings name a file outside.
+        SinkscopeError: One is a pipe or a device, or one that is read is a folder or a broken link; or settings name a
+            file outside.
     """
     for entry in os.scandir(folder):
         is_read = entry.name in TOKENIZER_FILES
@@ -72,7 +60,20 @@ def _check_folder(folder: Path) -> None:
             for path in named if isinstance(named, list) else [named]:
                 # A name of the machine on which it was written, of which nothing is here, is not followed.
                 if isinstance(path, str) and os.path.lexists(folder / path.replace("\0", "")):
-                    inside(folder, path, f"{field} in {name}", _link_roots(folder))
+                    _inside(folder, path, f"{field} in {name}")
+
+
+def _inside(folder: Path, name: str, said_by: str) -> Path:
+    """The path of a file of a checkpoint that another names; links may end in the cache of the hub, which makes them.
+
+    Raises:
+        SinkscopeError: It is outside.
+    """
+    from huggingface_hub import constants
+
+    # A snapshot of a cache elsewhere has its blobs beside the folder of snapshots.
+    blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+    return inside(folder, name, said_by, (Path(constants.HF_HUB_CACHE), *blobs))
 
 
 class Files:
@@ -129,39 +130,33 @@ class Files:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """The file of each tensor, of safetensors; empty if there are none.
+        """The file of each tensor of safetensors; empty if there are none.
 
         Raises:
-            SinkscopeError: An index names a file that is not in its folder.
+            SinkscopeError: The index names a file that is not in its folder.
         """
         if self.gguf is None and self.file(_SINGLE).is_file():
             return dict.fromkeys(safe_open(self.folder / _SINGLE, "pt").keys(), _SINGLE)
-        return self._indexed(_INDEX) if self.gguf is None and self.file(_INDEX).is_file() else {}
-
-    def _indexed(self, index: str) -> dict[str, str]:
-        names = _settings(self.folder / index)["weight_map"]
+        if self.gguf is not None or not self.file(_INDEX).is_file():
+            return {}
+        names = _settings(self.folder / _INDEX)["weight_map"]
         for shard in {*names.values()}:
-            inside(self.folder, shard, index, _link_roots(self.folder))
+            _inside(self.folder, shard, _INDEX)
         return names
 
     def weights(self) -> list[Path]:
-        """Return the files that transformers would load: safetensors, or else pickles; those of a repo are downloaded.
+        """Return the files of the weights; those of a repo are downloaded.
 
         Raises:
             SinkscopeError: There are none, or a shard is missing.
         """
-        if self.gguf is not None:
-            return [self.folder / self.gguf]
-        names = {*self.weight_map.values()}
-        for pickled in _PICKLES:
-            if not names and self.file(pickled).is_file():
-                names = {*self._indexed(pickled).values()} if pickled.endswith("json") else {pickled}
-        files = [self.file(name) for name in sorted(names or {_SINGLE})]
+        files = [self.file(name) for name in sorted({*self.weight_map.values()} or {self.gguf or _SINGLE})]
         for file in files:
             if not file.is_file():
                 raise SinkscopeError(
                     f"{self.repo or self.folder} lacks its weights, such as {file.name}: download them, not only the "
-                    "configuration, or give a .gguf file itself"
+                    "configuration; convert pickles (.bin) with save_pretrained of transformers, because they could "
+                    "run code; or give a .gguf file itself"
                 )
         return files
 
@@ -269,7 +264,6 @@ def model_with_weights(name: str, files: Files, config: Any, options: dict[str, 
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, with names
         trust_remote_code=False,
-        weights_only=True,  # no code in pickles runs
         **options,
     )
     model, info = loaded
@@ -277,8 +271,7 @@ def model_with_weights(name: str, files: Files, config: Any, options: dict[str, 
     if wrong:
         raise SinkscopeError(
             f"{name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
-            "the weights belong to another config.json: download both from one revision; or with layers=, "
-            f"{config.model_type} cannot be cut to its first layers: leave it out"
+            "the weights belong to another config.json: download both from one revision"
         )
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], name)
@@ -323,8 +316,5 @@ def loading_errors(name: str) -> Generator[None]:
             remedy = "if you trust it, load the model or tokenizer with transformers and give that"
         if is_out_of_memory(error):
             what = f"out of memory while loading {name}"
-            remedy = 'try --dtype bfloat16 (in Python dtype=), layers=N, a quantization_config or device_map="auto"'
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-            what = f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused"
-            remedy = "loading them could run code; convert them to safetensors where you trust them"
+            remedy = 'try --dtype bfloat16 (in Python dtype=), a quantization_config or device_map="auto"'
         raise SinkscopeError(f"{what}; {remedy}") from error

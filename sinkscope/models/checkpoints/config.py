@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -17,8 +16,6 @@ from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
-_BEFORE: list[torch.dtype] = []  # what was the default when each measurement that runs began
-_LOCK = threading.Lock()
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -37,18 +34,15 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def float32_by_default() -> Iterator[None]:
     """Context manager, and decorator, in which new tensors are float32 and on the CPU, whatever the caller set.
 
-    The setting is torch's own, which all threads share. Measurements that overlap in several threads share this one,
-    and the last that ends sets back what the caller had; where that is float32, nothing changes.
+    The setting is torch's own, which all threads share; where it is float32, nothing changes.
     """
-    with _LOCK:
-        _BEFORE.append(torch.get_default_dtype())
-        torch.set_default_dtype(torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     try:
         with cpu_by_default():
             yield
     finally:
-        with _LOCK:
-            torch.set_default_dtype(_BEFORE.pop())  # of the earliest if it is the last one
+        torch.set_default_dtype(before)
 
 
 @contextmanager
@@ -98,16 +92,17 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 def causal_class(config: Any) -> Any:
     """Return what loads a causal model: for text parts that transformers does not list, the class beside theirs."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
 
-    if reads_images(config.model_type):
+    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    if config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # a text model behind an image tower
         return AutoModelForImageTextToText
-    home = type(config).__module__
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        with suppress(ImportError):
-            for name, cls in vars(import_module(home.replace(".configuration_", ".modeling_"))).items():
-                if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
-                    return cls
+    with suppress(ImportError):
+        home = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+        for name, cls in vars(home).items():
+            if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
+                return cls
     return AutoModelForCausalLM
 
 
@@ -119,25 +114,16 @@ def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     return cls(config).to(dtype)
 
 
-def reads_images(model_type: str) -> bool:
-    """Return whether a type is a text model behind an image tower, which `AutoModelForCausalLM` does not load."""
-    from transformers.models.auto import modeling_auto as auto
-
-    is_listed = model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return is_listed and model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-
-def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None) -> Any:
+def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     """Read the configuration of a causal language model.
 
     Args:
         name: Name of the model, for errors.
         folder: Folder that holds config.json or the GGUF file.
         gguf: Name of the GGUF file.
-        layers: Number of decoder layers to which to cut it.
 
     Raises:
-        SinkscopeError: It is not a configuration, or has fewer layers than requested.
+        SinkscopeError: It is not a configuration, or has no layers.
         UnsupportedError: It is another kind of model, or has no adapter.
     """
     from transformers import AutoConfig
@@ -154,13 +140,8 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
-    n_layers = text.num_hidden_layers
-    if n_layers < 1:
-        raise SinkscopeError(f"{name} has no layers (num_hidden_layers is {n_layers} in its configuration)")
-    if not 1 <= (n_layers if layers is None else layers) <= n_layers:
-        raise SinkscopeError(f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}")
-    if layers is not None:
-        cut_depth(text, layers)
+    if text.num_hidden_layers < 1:
+        raise SinkscopeError(f"{name} has no layers (num_hidden_layers is {text.num_hidden_layers} in its config.json)")
     return config
 
 

@@ -120,10 +120,10 @@ class GgufHeader:
             }
         if long is not None or kind not in ("none", "linear", "yarn"):
             raise self._refusal(f"{kind!r}" + " and factors of a tensor" * (long is not None))
-        if kind == "none":
-            return {}
-        if kind == "linear":
-            return {"rope_type": "linear", "factor": factor}
+        plain = {"none": {}, "linear": {"rope_type": "linear", "factor": factor}}
+        return self._yarn(factor, trained) if kind == "yarn" else plain[kind]
+
+    def _yarn(self, factor: float, trained: int) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
         for key, neutral in _NEUTRAL.items():
             if self.scaling(key) not in (None, neutral):

@@ -6,11 +6,10 @@ import difflib
 import os
 import re
 import tomllib
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, reason_of
@@ -22,9 +21,9 @@ RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
 TWO_HOPS = "recall-2hop"
 """The recall model with another circuit, which answers over two hops; its weights are made while it is loaded."""
-
-
 ADAPTER_CONFIG = "adapter_config.json"
+SHOWN = 5  # short names that an error lists
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def refuse_adapter(name: str) -> SinkscopeError:
@@ -36,8 +35,7 @@ def refuse_adapter(name: str) -> SinkscopeError:
     )
 
 
-@dataclass(frozen=True)
-class ModelEntry:
+class ModelEntry(NamedTuple):
     """A public model: short name, id on the Hugging Face hub, `model_type`."""
 
     name: str
@@ -46,22 +44,13 @@ class ModelEntry:
 
 
 @cache
-def _entries() -> dict[str, ModelEntry]:
-    """Every entry of names.toml by its short name."""
-    content = tomllib.loads(resources.files("sinkscope.models.checkpoints").joinpath("names.toml").read_text("utf-8"))
-    entries: dict[str, ModelEntry] = {}
-    for family, hub_ids in content["models"].items():
-        for name, hub_id in hub_ids.items():
-            entries[name] = ModelEntry(name, hub_id, family)
-    return entries
-
-
-SHOWN = 5  # short names that an error lists
-
-
-def list_models() -> list[ModelEntry]:
+def list_models() -> tuple[ModelEntry, ...]:
     """Return every model with a short name, family by family."""
-    return list(_entries().values())
+    content = tomllib.loads(resources.files("sinkscope.models.checkpoints").joinpath("names.toml").read_text("utf-8"))
+    entries: list[ModelEntry] = []
+    for family, hub_ids in content["models"].items():
+        entries += [ModelEntry(name, hub_id, family) for name, hub_id in hub_ids.items()]
+    return tuple(entries)
 
 
 def find(name: str) -> ModelEntry | None:
@@ -82,38 +71,39 @@ def hub_id_of(name: str) -> str:
     entry = None if "/" in name else find(name)
     if entry is not None:
         return entry.hub_id
-    near = difflib.get_close_matches(name.lower(), _entries(), n=SHOWN, cutoff=0.0)
+    short = [each.name for each in list_models()]
     raise SinkscopeError(
-        f"unknown model {name!r}: expected a short name such as {', '.join(near)} (`sinkscope.list_models()` has all "
-        f"{len(_entries())}), a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
+        f"unknown model {name!r}: expected a short name such as "
+        f"{', '.join(difflib.get_close_matches(name.lower(), short, n=SHOWN, cutoff=0.0))} "
+        f"(`sinkscope.list_models()` has all {len(short)}), a hub id such as org/name, a folder such as ./my-model, or "
+        "a .gguf file"
     )
 
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-@dataclass(frozen=True)
-class ModelSource:
+class ModelSource(NamedTuple):
     """Where a model comes from.
 
     Attributes:
-        kind: "folder", "gguf" (one file) or "hub".
-        where: Path of the folder or file, or hub id.
+        where: Path of the folder or `.gguf` file, or hub id.
         name: Name used in reports: a short name, hub id, or base name.
         revision: Branch, tag or commit of a hub id.
         planted: File in the folder whose numbers replace weights after loading; "" for none.
     """
 
-    kind: Literal["folder", "gguf", "hub"]
     where: Path | str
     name: str
     revision: str | None = None
     planted: str = ""
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is one file."""
+        return isinstance(self.where, Path) and self.where.is_file()
+
 
 _HERE = Path(__file__).parents[1]
-_IN_PACKAGE = {name: ModelSource("folder", _HERE / name, name) for name in (BUNDLED, RECALL)}
-_IN_PACKAGE[TWO_HOPS] = ModelSource("folder", _HERE / RECALL, TWO_HOPS, planted="two_hops.npz")
+_IN_PACKAGE = {name: ModelSource(_HERE / name, name) for name in (BUNDLED, RECALL)}
+_IN_PACKAGE[TWO_HOPS] = ModelSource(_HERE / RECALL, TWO_HOPS, planted="two_hops.npz")
 
 
 def locate(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
@@ -124,34 +114,29 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
     Raises:
         SinkscopeError: `model` cannot be resolved, or `revision` is given for something that has no revisions.
     """
-    try:
-        if model is None or model in _IN_PACKAGE:
-            source = _IN_PACKAGE[str(model or BUNDLED)]
-        else:
-            source = _outside(model, revision)
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
-    if revision is not None and source.kind != "hub":
-        raise SinkscopeError(
-            f"revision {revision!r} means nothing for the {source.kind} {source.name}; revisions belong to hub ids"
-        )
+    if model is None or model in _IN_PACKAGE:
+        source = _IN_PACKAGE[str(model or BUNDLED)]
+    else:
+        try:
+            source = _outside(os.fspath(model), revision, is_path=not isinstance(model, str))
+        except OSError as error:
+            raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
+    if revision is not None and isinstance(source.where, Path):
+        raise SinkscopeError(f"revision {revision!r} means nothing for {source.name}: revisions belong to hub ids")
     return source
 
 
-def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource:
-    text = os.fspath(model)
-    path = path_of(text)
-    name = in_one_line(path.resolve().name)
-    is_path = not isinstance(model, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
+def _outside(model: str, revision: str | None, *, is_path: bool) -> ModelSource:
+    path = path_of(model)
+    is_path = is_path or model.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
     if (path / ADAPTER_CONFIG).is_file():
-        raise refuse_adapter(text)
+        raise refuse_adapter(model)
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    if text and path.is_dir() and (is_path or (path / "config.json").is_file()):
-        return ModelSource("folder", path, name)
-    if path.suffix == ".gguf" and path.is_file():
-        return ModelSource("gguf", path, name)
+    is_folder = model and path.is_dir() and (is_path or (path / "config.json").is_file())
+    if is_folder or (path.suffix == ".gguf" and path.is_file()):
+        return ModelSource(path, in_one_line(path.resolve().name))
     if is_path or path.is_file():
         raise SinkscopeError(
-            f"{text!r} is no model that is here: give a .gguf file or a folder, a hub id org/name or a short name"
+            f"{model!r} is no model that is here: give a .gguf file or a folder, a hub id org/name or a short name"
         )
-    return ModelSource("hub", text if _HUB_ID.fullmatch(text) else hub_id_of(text), text, revision)
+    return ModelSource(model if _HUB_ID.fullmatch(model) else hub_id_of(model), model, revision)

@@ -21,8 +21,8 @@ from sinkscope.engine.attention import Attention, AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.engine.visible import shown
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, on_hidden, on_input
+from sinkscope.models.layers import per_query_head
 from sinkscope.results.row import Kind, Mean, Row, row_of
 from sinkscope.sinks.spikes.asked import LAST, TEXTS, ordinary_positions, rows_at
 from sinkscope.sinks.spikes.edited import Batch

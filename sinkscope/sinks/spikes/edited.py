@@ -29,8 +29,8 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
-from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
+from sinkscope.models.layers import per_query_head
 from sinkscope.models.neurons import groups_of, heads_point, neurons_point
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Head, Neuron

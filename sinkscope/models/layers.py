@@ -1,0 +1,141 @@
+"""What a model says of its layers: how far back each sees, what it keeps in a cache, and which head reads which key.
+
+Query heads share a kv head in groups, which are beside each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from einops import rearrange, repeat
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from transformers import DynamicCache
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.target import Target
+
+
+class ChunkWindow(int):
+    """A window that ends where the query's chunk of this many tokens begins (Llama 4)."""
+
+
+def layer_window(config: Any, layer: int) -> int | None:
+    """Return the sliding window of a layer of a decoder, in tokens; None if the layer sees everything."""
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = "sliding_attention" if kinds is None else kinds[layer]
+    if window and kind == "chunked_attention":
+        return ChunkWindow(config.attention_chunk_size)
+    if window and kind == "sliding_attention":
+        return int(window)
+    return None
+
+
+KEYS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer")
+"""Classes of layers of a stock cache that hold keys and values alone."""
+
+
+def layers_with_states(target: Target) -> list[int]:
+    """Return layers whose part of the cache keeps a state, such as those of linear attention."""
+    layers = DynamicCache(config=target.config).layers[: target.n_layers]  # of a cut model, the configuration has more
+    return [number for number, layer in enumerate(layers) if type(layer).__name__ not in KEYS_ALONE]
+
+
+def check_numbering(target: Target) -> None:
+    """Refuse a model whose layers are numbered in two ways, because attention and caches are told apart by layer.
+
+    Raises:
+        UnsupportedError: The attention of a layer has the number of another place.
+    """
+    for place in target.attending:
+        number = getattr(target.sub(place, "attn"), "layer_idx", place)
+        if number != place:
+            raise UnsupportedError(
+                f"the layer at place {place} of {target.name} calls itself layer {number} (layer_idx), so that "
+                "attention and caches would be those of another layer: set the layer_idx of its attention to the place"
+            )
+
+
+def check_caches_filled(target: Target) -> None:
+    """Refuse a model of which a layer fills no cache although the configuration gives it one, or sees what it drops.
+
+    Raises:
+        UnsupportedError: A layer without softmax attention keeps no state either, or a layer attends beyond its window.
+    """
+    states, unproved = layers_with_states(target), dict(target.adapter.unproved)
+    for place in range(target.n_layers):
+        reason = unproved.get(f"blocks.{place}.cache")
+        if reason is not None:
+            raise UnsupportedError(
+                f"layer {place} of {target.name} {reason}: use another model for cache policies, guards and observers"
+            )
+        if place not in target.attending and place not in states:
+            raise UnsupportedError(
+                f"layer {place} of {target.name} has no attention, and its configuration counts it among those with a "
+                "cache of keys: take the layer out of the list (with num_hidden_layers and layer_idx), or use no cache "
+                "policy or guard"
+            )
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
+    """Return q, k or v by head, before rotary, from the output of its own projection or of a shared one."""
+    adapter, index = target.adapter, "qkv".index(which)
+    if getattr(adapter, which) is None:
+        if adapter.qkv_layout == "by head":
+            split = rearrange(tensor, "... (head qkv d_head) -> qkv ... head d_head", head=target.n_heads, qkv=3)
+            return split[index]
+        width = int(getattr(target.config, "head_dim", None) or target.d_model // target.n_heads)
+        heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
+        tensor = tensor.split([count * width for count in heads], -1)[index]
+    count = target.n_kv_heads
+    if which == "q":
+        count = target.n_heads
+    return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
+
+
+HeadNumber = TypeVar("HeadNumber", int, Tensor)
+
+
+def kv_head_of(head: HeadNumber, heads: int, kv_heads: int) -> HeadNumber:
+    """Return the kv head whose keys a query head reads, or those of several query heads."""
+    return head * kv_heads // heads
+
+
+def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> Shaped[Tensor, "batch _ *rest"]:
+    """Expand from kv heads to query heads; a tensor with a single head for all is left as it is."""
+    kv_heads = by_kv_head.shape[1]
+    if kv_heads in (1, heads):
+        return by_kv_head
+    return repeat(by_kv_head, "batch kv_head ... -> batch (kv_head group) ...", group=heads // kv_heads)
+
+
+def in_groups(
+    by_head: Shaped[Tensor, "batch head *query width"], kv_heads: int
+) -> Shaped[Tensor, "batch kv_head query_of_group width"]:
+    """Group query heads by the kv head that they share: the queries of a group stand one after another.
+
+    Args:
+        by_head: Queries, or their rows.
+        kv_heads: Number of kv heads.
+    """
+    # Without einops, because this runs in every layer for every generated token, where it costs a tenth:
+    # "batch (kv_head group) query width -> batch kv_head (group query) width"
+    return by_head.reshape(by_head.shape[0], kv_heads, -1, by_head.shape[-1])
+
+
+def fold_groups_into_queries(
+    by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
+) -> Shaped[Tensor, "kv_head_of_batch query_of_group width"]:
+    """Do as `in_groups`, for a batched matrix product with the keys or values of the kv heads."""
+    return by_head.reshape(by_head.shape[0] * kv_heads, -1, by_head.shape[-1])  # in one step, as each costs time
+
+
+def by_query_head(
+    products: Shaped[Tensor, "kv_head_of_batch query_of_group width"], batch: int, heads: int
+) -> Shaped[Tensor, "batch head query width"]:
+    """Return the inverse of `fold_groups_into_queries`: what a product gives, by query head."""
+    return products.reshape(batch, heads, -1, products.shape[-1])
