@@ -122,7 +122,10 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
         except OSError as error:
             raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
     if revision is not None and isinstance(source.where, Path):
-        raise SinkscopeError(f"revision {revision!r} means nothing for {source.name}: revisions belong to hub ids")
+        kind = "file" if source.is_gguf else "folder"
+        raise SinkscopeError(
+            f"revision {revision!r} means nothing for the {kind} {source.name}; revisions belong to hub ids"
+        )
     return source
 
 
