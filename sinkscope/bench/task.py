@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-import torch
-from jaxtyping import Float
 from pydantic import Field, Strict
-from torch import Tensor
-from transformers import LogitsProcessor
 
 from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
 from sinkscope.bench.methods import FULL, SAMPLING, make_method
@@ -20,37 +16,13 @@ from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.records import Budget, Wording, check_fields, read_settings, setting_types
-from sinkscope.generation.decode import allow_only
-from sinkscope.models.draws import draws, gumbel
+from sinkscope.generation.decode import RowSampler
 from sinkscope.models.target import Target
 
 TASKS: dict[str, type[Task]] = {}
 """Tasks by name."""
 Size = Annotated[int, Strict(), Field(ge=1, le=1 << 20), Wording(f"a whole number from 1 to {1 << 20}")]
 """A setting of a task that is a number of things."""
-
-
-class RowSampler(LogitsProcessor):
-    """Sampling whose random numbers depend only on the seed and the prompt's id.
-
-    Gumbel noise is added to logits divided by the temperature, and the argmax of the sum is a sample from the softmax.
-    All other tokens are forbidden, so that `generate` with `do_sample` returns it, and edits can see that it samples.
-
-    Args:
-        temperature: Temperature, above 0.
-        seed: Seed of the sampling.
-        prompts: Ids of the rows' prompts.
-    """
-
-    def __init__(self, temperature: float, seed: int, prompts: Sequence[str]) -> None:
-        self._temperature = temperature
-        self._generators = [draws(seed, prompt) for prompt in prompts]
-
-    def __call__(self, input_ids: Tensor, scores: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return scores that are minus infinity for all tokens but the one that was drawn."""
-        noise = [gumbel(scores.shape[1], torch.float64, generator) for generator in self._generators]
-        exact = scores.double() / self._temperature + torch.stack(noise).to(scores.device)
-        return allow_only(scores, exact.argmax(-1))
 
 
 @dataclass(frozen=True, kw_only=True)

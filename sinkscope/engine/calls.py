@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -106,15 +106,6 @@ class Calls:
                 "known: checkpoint no layer inside the `with`"
             )
         return None
-
-    @contextmanager
-    def writing(self, draft: Draft) -> Iterator[None]:
-        """Context manager in which a text is written, of which actors may take tokens back."""
-        self.draft = draft
-        try:
-            yield
-        finally:
-            self.draft = None
 
     # What the model calls ------------------------------------------------------------------------------------------
 

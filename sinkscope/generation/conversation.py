@@ -7,26 +7,25 @@ queries: `answers="recompute"`. The keys and values that decoding put into the c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import DynamicCache
 
 from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Natural, check_values
+from sinkscope.files.arguments import checks_arguments
+from sinkscope.files.records import Natural
 from sinkscope.generation.decode import decode, stops_of
+from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.models.call_cache import CACHE_NAMES
-from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
 
-Answers = Literal["recompute", "keep"]
 _SET_BY_US = (
     "input_ids",
     "inputs",
@@ -38,12 +37,14 @@ _SET_BY_US = (
     "generation_config",
     "max_length",
     "prefill_chunk_size",
+    "return_dict_in_generate",
     "num_beams",
     "num_return_sequences",
     "assistant_model",
     "assistant_early_exit",
     "prompt_lookup_num_tokens",
 )
+"""Options of `generate` that a conversation has to choose itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,26 +120,20 @@ class Conversation:
         'carpet pipe'
     """
 
+    @checks_arguments
     def __init__(
         self,
         model: object,
-        edit: Intervention | None = None,
+        edit: Any = None,
         *,
-        answers: Answers | str = "recompute",
+        answers: Literal["recompute", "keep"] = "recompute",
         tokenizer: Any = None,
         chat: Chat = "auto",
     ) -> None:
-        check_values(Answers, answers=answers)
-        check_values(Chat, chat=chat)
-        if edit is not None and not isinstance(edit, Intervention):
-            raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = target_of(model, tokenizer)
         self.target.check_head()
-        if tokenizer is not None:
-            self.target = replace(self.target, tokenizer=tokenizer)
-        check_finite(self.target.hf)
         self.turns: list[Turn] = []
-        self._edit = edit
+        self._edit = edit_from_options(interventions=edit)
         self._answers = answers
         self._chat: Any = chat  # whether it is one is known when the first turn is taken
         self._messages: list[dict[str, str]] = []  # of a chat
@@ -152,12 +147,13 @@ class Conversation:
             ids += [*turn.prompt, *turn.ids]
         return ids
 
+    @checks_arguments
     def ask(
         self,
-        prompt: str | Sequence[int],
+        prompt: Any,
         *,
-        answer: str | Sequence[int] | None = None,
-        max_new_tokens: int = 64,
+        answer: Any = None,
+        max_new_tokens: Natural = 64,
         **generation: Any,
     ) -> Turn:
         """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
@@ -175,12 +171,15 @@ class Conversation:
                 exceeds the context, or `generation` has settings that the conversation sets itself or that need several
                 rows; also whatever the edit raises.
         """
-        check_values(Natural, max_new_tokens=max_new_tokens)
-        target = self.target
-        tokenizer = target.available_tokenizer
+        target, tokenizer = self.target, self.target.available_tokenizer
         new = self._new_ids(prompt)
         whole = [*self.ids, *new]
-        _check_generation(generation)
+        for name, value in generation.items():
+            if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
+                raise SinkscopeError(
+                    f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
+                    f"token; leave it out, or give {name}=None"
+                )
         forced: list[list[int]] | None = None
         if answer is not None:
             forced = [self._encode(answer, "answer", special=False)]
@@ -188,22 +187,26 @@ class Conversation:
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         check_length(target, turn_name, len(whole), max_new_tokens, "ask something shorter")
         cache: Any = DynamicCache()
-        if self._layers:
-            cache.layers = [layer.copy() for layer in self._layers]
-            cache.layer_class_to_replicate = None
+        cache.layers = [layer.copy() for layer in self._layers]
+        cache.layer_class_to_replicate = None
         seen = cache.get_seq_length()
-        # The prompt is read in one pass, on this cache.
-        ours = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-        ours["return_dict_in_generate"] = False
         edit = _OwnCache() if self._edit is None else _OwnCache() | self._edit
-        (written,), run = decode(target, [whole], max_new_tokens, edit, forced, cache=cache, **(generation | ours))
+        options = {name: value for name, value in generation.items() if name not in _SET_BY_US}
+        (written,), run = decode(target, [whole], max_new_tokens, edit, forced, cache=cache, **options)
         assert run is not None
         text = None
         if tokenizer is not None:  # not every tokenizer knows that the token that ends a text is special
             is_ended = written[-1] in stops_of(target, generation)
             text = str(tokenizer.decode(written[:-1] if is_ended else written, skip_special_tokens=True))
+        for layer in cache.layers:
+            if type(layer) is not CacheLayer:
+                raise UnsupportedError(
+                    f"a conversation takes tokens back, and a {type(layer).__name__} of this model's cache keeps a "
+                    "state that cannot go back: use another model"
+                )
+            if self._answers == "recompute":
+                layer.crop(len(whole) - layer.seen)
         read = run.usage[0].mean_read  # the turn's own cache is the first
-        self._keep(cache, len(whole))
         turn = Turn(
             prompt=tuple(new),
             ids=tuple(written),
@@ -214,6 +217,7 @@ class Conversation:
             summary=run.summary(),
             events=tuple(run.events),
         )
+        self._layers = cache.layers
         self.turns = [*self.turns, turn]
         if isinstance(prompt, str):
             said = answer if isinstance(answer, str) else text or ""  # as it is, and not as its tokens are read back
@@ -221,41 +225,16 @@ class Conversation:
             self._messages = [*self._messages, asked, {"role": "assistant", "content": said}]
         return turn
 
-    def _keep(self, cache: Any, prompt_tokens: int) -> None:
-        """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
-        for layer in cache.layers:
-            if type(layer) is not CacheLayer:
-                raise UnsupportedError(
-                    f"a conversation takes tokens back, and a {type(layer).__name__} of this model's cache keeps a "
-                    "state that cannot go back: use another model"
-                )
-            if self._answers == "recompute":
-                layer.crop(prompt_tokens - layer.seen)
-        # What `generate` was given may be held by others, who go on with it.
-        self._layers = [layer.copy() for layer in cache.layers]
-
-    def _new_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _new_ids(self, prompt: Any) -> list[int]:
         """What a turn reads: the prompt, or what the chat template adds to the conversation with it."""
-        target = self.target
-        tokenizer = target.available_tokenizer
+        tokenizer, name = self.target.available_tokenizer, self.target.name
         ids = self._encode(prompt, "prompt", special=not self.turns)
         if isinstance(prompt, str):
             if not self.turns:
-                self._chat = uses_template(tokenizer, prompt, self._chat, target.name)
+                self._chat = uses_template(tokenizer, prompt, self._chat, name)
             if self._chat:
-                messages = [*self._messages, {"role": "user", "content": prompt}]
-                return chat_ids(tokenizer, messages, target.name, self.ids)
+                return chat_ids(tokenizer, [*self._messages, {"role": "user", "content": prompt}], name, self.ids)
         return ids
 
-    def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
+    def _encode(self, text: Any, what: str, *, special: bool) -> list[int]:
         return read_row(self.target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)
-
-
-def _check_generation(generation: Mapping[str, Any]) -> None:
-    """Refuse settings of `generate` that a conversation has to choose itself."""
-    for name, value in generation.items():
-        if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
-            raise SinkscopeError(
-                f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
-                f"token; leave it out, or give {name}=None"
-            )

@@ -10,9 +10,10 @@ import transformers.generation.stopping_criteria as criteria
 from organisms import loop_organism
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from sinkscope.generation.write import write
+from sinkscope.generation.decode import decode
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard, Steer
+from sinkscope.opening.live import target_of
 
 GUARD = LoopGuard(monitor=MonitorSettings(tail_beyond=0, cooldown=8), steer=Steer(temperature=0.0))
 NEW, PERIOD = 90, 12
@@ -30,13 +31,11 @@ def prompt() -> torch.Tensor:
 
 def written(**options: Any) -> list[int]:
     """What is written after the prompt, of which something is taken back."""
-    model, ids = organism().model, prompt()
-    settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": NEW, **options}
-    with GUARD.on(model) as run, torch.no_grad():
-        output = write(run, model, ids, attention_mask=torch.ones_like(ids), **settings)
+    (answer,), run = decode(target_of(organism().model), prompt().tolist(), NEW, GUARD, **options)
+    assert run is not None
     (act,) = run.events  # a guard that had forgotten the text would meet the loop as a new one
     assert act.data["taken_back"]
-    return output[0, ids.shape[1] :].tolist()
+    return answer
 
 
 class Seen(LogitsProcessor):

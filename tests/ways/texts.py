@@ -184,7 +184,6 @@ def ss_generate(use: Use) -> Tensor:
             rows,
             interventions=list(use.edits),
             max_new_tokens=new,
-            batch_size=len(rows),
             tokenizer=tokenizer_of(use.model),
         )
         written = [one.tokens for one in found]

@@ -45,11 +45,6 @@ class Intervention(ABC):
         """
 
     @property
-    def takes_back(self) -> bool:
-        """Whether it may take back tokens that were written, for which each text is written by itself."""
-        return False
-
-    @property
     def parts(self) -> tuple[Intervention, ...]:
         """The interventions to enter, in order."""
         return (self,)
