@@ -33,49 +33,32 @@ _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended."""
 
 
-@dataclass(frozen=True, eq=False)
-class Hold:
-    """A thread's hold on a model, from entry to exit of a run or a measurement.
-
-    Attributes:
-        thread: The thread.
-        run: The run; None of a measurement.
-    """
-
-    thread: threading.Thread
-    run: Run | None
-
-
-_HOLDS: WeakKeyDictionary[nn.Module, list[Hold]] = WeakKeyDictionary()
+_HOLDS: WeakKeyDictionary[nn.Module, tuple[tuple[threading.Thread, Run | None], ...]] = WeakKeyDictionary()
+"""The threads that hold each decoder, from entry to exit of a run, or of a measurement (None)."""
 
 
 @contextmanager
 def held(target: Target, run: Run | None = None) -> Iterator[None]:
     """Context manager in which this thread steers a model; it waits while another one does that lives."""
-    me = threading.current_thread()
-    hold = Hold(me, run)
-    decoder = target.base
+    me, decoder = threading.current_thread(), target.base
     with _CHANGED:
-        while any(other.thread is not me and other.thread.is_alive() for other in holds_on(decoder)):
+        while any(thread is not me and thread.is_alive() for thread, _ in _HOLDS.get(decoder, ())):
             _CHANGED.wait(_LOOK)
-        _HOLDS[decoder] = [*holds_on(decoder), hold]  # a new list: others read it without the lock
+        _HOLDS[decoder] = (*_HOLDS.get(decoder, ()), (me, run))  # another tuple: others read it without the lock
     try:
         yield
     finally:
         with _CHANGED:
-            _HOLDS[decoder] = [other for other in _HOLDS[decoder] if other is not hold]
+            holds = list(_HOLDS[decoder])
+            holds.remove((me, run))
+            _HOLDS[decoder] = tuple(holds)
             _CHANGED.notify_all()
-
-
-def holds_on(decoder: nn.Module) -> list[Hold]:
-    """Return the holds on a model's decoder."""
-    return _HOLDS.get(decoder, [])
 
 
 def runs_here(decoder: nn.Module) -> list[Run]:
     """Return the runs that this thread has entered on a decoder."""
     me = threading.current_thread()
-    return [hold.run for hold in holds_on(decoder) if hold.thread is me and hold.run is not None]
+    return [run for thread, run in _HOLDS.get(decoder, ()) if thread is me and run is not None]
 
 
 @dataclass(frozen=True)
@@ -115,7 +98,7 @@ class Run(Calls):
         self._is_used = False
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
-        self._changed: dict[str, Tensor] = {}  # how many values edits have changed, by kind
+        self._changed: dict[str, Tensor] = {}  # numbers of what edits did, by kind
         self._names = {module: name for name, module in target.hf.named_modules()}
         self._ran: dict[nn.Module, bool] = {}  # whether edited modules did
 
@@ -226,7 +209,9 @@ class Run(Calls):
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of events of each kind, and of values that edits changed. Reading them waits for the device.
+        """Number of events of each kind, of values that edits changed, and of masks in which a knockout hid keys.
+
+        Reading them waits for the device.
 
         Rows of a batch that have ended continue as padding, which `generate` treats as real, so they count, too.
         """
@@ -248,11 +233,10 @@ class Run(Calls):
         if len(self._pending) >= _MOST_PENDING:
             self._drain()
 
-    def count(self, kind: str, values: Tensor) -> None:
-        """Count values that an edit has changed, where a tensor of bools is True; nothing waits for the device."""
-        number = values.sum()
+    def count(self, kind: str, number: Tensor) -> None:
+        """Add to what is counted, by kind; nothing waits for the device."""
         if kind in self._changed:
-            number += self._changed[kind].to(number.device)
+            number = number + self._changed[kind].to(number.device)
         self._changed[kind] = number
 
     def _drain(self) -> None:
@@ -389,7 +373,7 @@ def _not_remote(target: Target) -> Iterator[None]:
     try:
         yield
     finally:
-        if len(holds_on(target.base)) < 2:  # else an outer run goes on
+        if len(_HOLDS[target.base]) < 2:  # else an outer run goes on
             attributes.pop("_remote_backend", None)
 
 

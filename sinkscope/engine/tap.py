@@ -256,12 +256,11 @@ def attention_rows(
     if layers is not None:
         wanted = [layer for layer in wanted if layer in layers]
 
-    def show(rows: AttentionRows) -> None:
-        observer(replace(rows, probs=target.whole_heads(rows.probs, target.n_heads)))
+    shown = of_all_heads(target, observer)
 
     def see(call: Attention) -> None:
         if call.layer in wanted:
-            call.show(show, first=begin, chunk=rows_per_chunk, gives_output=False)
+            call.show(shown, first=begin, chunk=rows_per_chunk, gives_output=False)
 
     is_bridge = target.kind == "bridge"
     if not is_bridge and target.adapter.attention_interface:
@@ -283,6 +282,18 @@ def attention_rows(
         hooks.append((module, "post", on_output(read)))
     with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
         yield
+
+
+def of_all_heads(target: Target, fn: Shown) -> Shown:
+    """Return what shows rows to a function; of a model that is split over processes, those of all heads."""
+    if target.processes == 1:
+        return fn
+
+    def show(rows: AttentionRows) -> None:
+        pos = None if rows.pos is None else target.whole_heads(rows.pos, target.n_kv_heads)
+        fn(replace(rows, probs=target.whole_heads(rows.probs, target.n_heads), pos=pos))
+
+    return show
 
 
 def _returned_rows(target: Target, layer: int, output: Any) -> Float[Tensor, "batch head query key"]:

@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.layers import per_query_head
 
 Cells = Bool[Tensor, "batch _ query key"]
 Hidden = Callable[[Tensor, Tensor], Cells]
@@ -127,7 +126,7 @@ class Visible:
     Attributes:
         source: What says so.
         query: Columns of the queries.
-        key: Columns of the keys, for each kv head or once for all; -1 where none is.
+        key: Columns of the keys, for each query head or once for all; -1 where none is.
         hidden: What is hidden beside that.
         by_slot: Whether keys stand in the slots of a cache that has lost tokens; else in the order of their columns.
     """
@@ -143,24 +142,17 @@ class Visible:
         return replace(self, query=self.query[:, queries], key=self.key[..., keys])
 
     def mask(self) -> Shaped[Tensor, "batch _ query key"]:
-        """Return the mask, for each kv head or query head, or once for all: bool, or additive as the model has it."""
+        """Return the mask, for each query head, or once for all: bool, or additive as the model has it."""
         cells = self.source.cells(self).expand(len(self.query), -1, self.query.shape[1], -1)
         hidden = [hide(self.query, self.key) for hide in self.hidden]
         if self.by_slot:
             hidden.append((self.key < 0)[:, :, None])
         for gone in hidden:
-            heads = max(cells.shape[1], gone.shape[1])
-            cells = per_query_head(cells, heads)
-            gone_by_head = per_query_head(gone, heads)
             if cells.is_floating_point():
-                cells = cells.masked_fill(gone_by_head, torch.finfo(cells.dtype).min)
+                cells = torch.where(gone, torch.finfo(cells.dtype).min, cells)
             else:
-                cells = cells & ~gone_by_head
+                cells = cells & ~gone
         return cells
-
-    def mask_by_head(self, heads: int) -> Shaped[Tensor, "batch _ query key"]:
-        """Return the same for each query head, or once if it is the same for all."""
-        return per_query_head(self.mask(), heads)
 
     def sees(self) -> Cells:
         """Return which keys are seen, for each head, or once for all."""

@@ -10,7 +10,6 @@ the heads of a layer, and PyramidKV (Cai et al. 2024, section 4.2) among the lay
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.run import Run
+from sinkscope.engine.tap import of_all_heads
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Share, share_of
 from sinkscope.kv.keeper import CacheKeeper
@@ -27,7 +27,6 @@ from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy, rank_from_top,
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.watch import keep_queries, watch
 from sinkscope.models.layers import in_groups, per_query_head
-from sinkscope.models.target import Target
 
 
 @register_policy("full")
@@ -137,11 +136,11 @@ class TOVA(Policy):
 
     def watch(self, run: Run) -> None:
         """Watch the newest query of every layer."""
-        watch(run, partial(self._note, run.target), last=1)
+        watch(run, of_all_heads(run.target, self._note), last=1)
 
-    def _note(self, target: Target, rows: AttentionRows) -> None:
+    def _note(self, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
-            newest = target.whole_heads(rows.probs[:, :, -1:], target.n_heads).mean(1)
+            newest = rows.probs[:, :, -1].mean(1, keepdim=True)
             rows.kv.numbers["tova"] = newest.expand(-1, rows.kv.keys.shape[1], -1)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:

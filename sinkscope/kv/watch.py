@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.attention import Attention, AttentionRows, Shown
+from sinkscope.engine.attention import Attention, Shown
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
+from sinkscope.engine.tap import of_all_heads
 from sinkscope.engine.visible import Hidden, MaskSource, Visible
 from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import LATEST_QUERIES, CacheKeeper, check_seen, check_servable
+from sinkscope.models.layers import per_query_head
 from sinkscope.models.inputs import attending_layers
 
 
@@ -96,14 +98,8 @@ class Observe(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Watch."""
-        target = run.target
-
-        def whole(rows: AttentionRows) -> None:
-            pos = target.whole_heads(cast("Tensor", rows.pos), target.n_kv_heads)
-            self.fn(replace(rows, probs=target.whole_heads(rows.probs, target.n_heads), pos=pos))
-
-        layers = None if self.layers is None else attending_layers(target, self.layers)
-        watch(run, whole if target.processes > 1 else self.fn, layers, self.last)
+        layers = None if self.layers is None else attending_layers(run.target, self.layers)
+        watch(run, of_all_heads(run.target, self.fn), layers, self.last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +190,9 @@ class LayerQueries:
         query = self.query[:, :, -last:]
         if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = self.module.expand_kv(kv.keys, kv.values)[0]
-        visible = Visible(self.source, at.clamp(min=0), columns.to(at.device), self.hidden, by_slot=True)
-        rows = self.probs(query, keys, visible.mask_by_head(query.shape[1]))
+        by_head = per_query_head(columns.to(at.device), query.shape[1])
+        visible = Visible(self.source, at.clamp(min=0), by_head, self.hidden, by_slot=True)
+        rows = self.probs(query, keys, visible.mask())
         return rows.mul_((at >= 0)[:, None, :, None])
 
 

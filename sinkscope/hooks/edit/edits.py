@@ -76,15 +76,22 @@ class Values:
 
 
 class PlacedEdit(Intervention):
-    """Base of edits that give new values to what passes some hook points."""
+    """Base of edits that give new values to what passes some hook points, at some positions (`positions`)."""
+
+    positions: Any
 
     @abstractmethod
     def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
         """Return the hook points in this model, each with what its values are values of."""
 
     @abstractmethod
-    def edited(self, values: Values) -> Float[Tensor, "batch pos *d"]:
-        """Return the values that replace `values.old`."""
+    def edited(self, values: Values) -> Any:
+        """Return the values that replace `values.old` at the chosen positions: a number, or of a shape that fits."""
+
+    def count(self, values: Values, new: Tensor, chosen: Tensor) -> Tensor:
+        """Return how many values have changed: of a head, all as one."""
+        changed = (new.detach() != values.old.detach()) & chosen
+        return (changed.any(-1) if isinstance(values.of, Head) else changed).sum()
 
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
@@ -104,9 +111,9 @@ class PlacedEdit(Intervention):
         # OPT and experts run batch and position together.
         old = tensor.reshape(*step.index.shape, tensor.shape[-1])
         values = Values(old, of, step, key)
-        new = self.edited(values)
-        changed = (new.detach() != old.detach()) & (values.index >= 0)[..., None]
-        run.count(self.KIND, changed.any(-1) if isinstance(of, Head) else changed)
+        chosen = chosen_positions(values.index, self.positions)[..., None]
+        new = torch.where(chosen, self.edited(values), old)
+        run.count(self.KIND, self.count(values, new, chosen))
         return new.reshape(tensor.shape)
 
 
@@ -248,13 +255,11 @@ class Ablate(NeuronEdit):
             run.uncached = "Ablate remembers the mean of the prompt, and without a cache each call is a first one"
         super().enter(run, key)
 
-    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """Return the number, or the mean of the row where there is one, at the chosen positions."""
-        new: Any = 0.0 if self.value == "zero" else self.value
-        if new == "mean":
-            new = self._mean(values)
-        chosen = chosen_positions(values.index, self.positions)
-        return torch.where(chosen[..., None], new, values.old)
+    def edited(self, values: Values) -> Any:
+        """Return the number, or the mean of the row where there is one."""
+        if self.value == "mean":
+            return self._mean(values)
+        return 0.0 if self.value == "zero" else self.value
 
     def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The mean of the first call that has one; before it nothing changes."""
@@ -340,7 +345,10 @@ class Add(PlacedEdit):
         return points
 
     def edited(self, values: Values) -> Tensor:
-        """Return the values with the vector added at the chosen positions."""
-        chosen = chosen_positions(values.index, self.positions)
+        """Return the values with the vector added."""
         vector = self.vector.float().to(values.old.device)  # in every call, because whoever trains it changes it
-        return torch.where(chosen[..., None], values.old + (values.of * vector).to(values.old), values.old)
+        return values.old + (values.of * vector).to(values.old)
+
+    def count(self, values: Values, new: Tensor, chosen: Tensor) -> Tensor:
+        """Return to how many values something was added, without a look at the whole stream."""
+        return chosen.sum() * len(self.vector)

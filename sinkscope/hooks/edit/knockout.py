@@ -41,8 +41,9 @@ class Hiding(Intervention):
         """Return what says which cells of a call are hidden."""
 
     def summary(self, run: Run) -> str:
-        """Return in how many calls keys were hidden."""
-        return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}." if run.passes else ""
+        """Return whether keys were hidden."""
+        what = "keys" if run.counts["hidden"] else "nothing"
+        return f"{type(self).__name__} hid {what}." if run.passes else ""
 
     def enter(self, run: Run, key: int) -> None:
         """Hide the keys in the attention of every call.
@@ -63,7 +64,7 @@ class Hiding(Intervention):
                 f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so "
                 "that a hidden key would still be seen: use a model whose layers all attend"
             )
-        run.act(_HidingActor(self, {layer: heads.get(layer, []) for layer in layers}))
+        run.act(_HidingActor(self, run, {layer: heads.get(layer, []) for layer in layers}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +155,12 @@ class _HidingActor(Actor):
 
     Attributes:
         hiding: What is hidden.
+        run: The run, which counts masks in which something is hidden.
         heads: Heads of each layer in which it is; an empty list stands for all of them.
     """
 
     hiding: Hiding
+    run: Run
     heads: dict[int, list[int]]
 
     def attends(self, step: Step) -> bool:
@@ -174,11 +177,12 @@ class _HidingActor(Actor):
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
             gone = hidden(query, key) & (key[:, :, None] != query[:, None, :, None])
-            if not chosen:
-                return gone
-            in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
-            in_head[chosen] = True
-            return per_query_head(gone, n_heads) & in_head[None, :, None, None]
+            if chosen:
+                in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
+                in_head[chosen] = True
+                gone = gone & in_head[None, :, None, None]
+            self.run.count("hidden", gone.any().int())
+            return gone
 
         attention.hide(cells)
 

@@ -64,6 +64,7 @@ class SinkPatch(NeuronEdit):
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
     KIND = "patched"
+    positions = slice(1, None)
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
@@ -133,15 +134,12 @@ class SinkPatch(NeuronEdit):
             check_made_for(target, self.model)
         super().check(target)
 
-    def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """Return the neutral value at every real position after the first."""
-        old, index = values.old, values.index
-        if self.calibrated:
-            numbers = [self.calibrated[site] for site in values.of.sites]
-            neutral = torch.tensor(numbers, device=old.device, dtype=old.dtype)
-        else:
-            neutral = self._second_value(values)
-        return torch.where((index > 0)[..., None], neutral, old)
+    def edited(self, values: Values) -> Float[Tensor, "*place neuron"]:
+        """Return the neutral value."""
+        if not self.calibrated:
+            return self._second_value(values)
+        numbers = [self.calibrated[site] for site in values.of.sites]
+        return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch 1 neuron"]:
         """The value at the second token of each row; NaN before there is one.

@@ -95,8 +95,9 @@ def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> B
         positions = slice(None)
     if isinstance(positions, slice):
         start = positions.start or 0
-        step = positions.step or 1
-        chosen = (index >= start) & ((index - start) % step == 0)
+        chosen = index >= start
+        if positions.step:
+            chosen &= (index - start) % positions.step == 0
         if positions.stop is not None:
             chosen &= index < positions.stop
         return chosen

@@ -111,7 +111,7 @@ def common_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
     scores = attention.query.float() @ per_query_head(attention.key, heads).float().mT * attention.scaling
     if attention.softcap is not None:
         scores = torch.tanh(scores / attention.softcap) * attention.softcap
-    mask = attention.visible.mask_by_head(heads)
+    mask = attention.visible.mask()
     if mask.is_floating_point():  # ALiBi adds to scores
         scores = scores + mask.float().masked_fill(~shown(mask), 0)
     score = scores.cpu()[:, :, LAST:]
