@@ -50,6 +50,7 @@ class Calls:
         reads_one_text: Whether some actor watches the text of each row, beside which `generate` may read no other.
         owns_attention: Whether some actor owns caches or replaces attention, which no other run may do beside it.
         actors: What acts in calls, in order.
+        keeper: Who keeps the caches (`kv.keeper.CacheKeeper`), if anybody does.
         uncached: Why `generate` may not run without a cache; "" if it may.
         by_token: Why tokens have to be read one by one, which those of assisted generation are not; "" if not.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
@@ -63,6 +64,7 @@ class Calls:
         self.takes_back = self.owns_attention = self.reads_one_text = False
         self.uncached = self.by_token = ""
         self.actors: list[Actor] = []
+        self.keeper: Any = None
         self.prompting = False
         self.draft: Draft | None = None
         self._acts = False  # whether something is changed, and not only read

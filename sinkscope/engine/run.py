@@ -198,8 +198,7 @@ class Run(Calls):
     @property
     def usage(self) -> list[Any]:
         """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
-        keepers: list[Any] = [actor for actor in self.actors if hasattr(actor, "usage")]
-        return keepers[0].usage if keepers else []
+        return [] if self.keeper is None else self.keeper.usage
 
     @property
     def events(self) -> list[Event]:
@@ -265,7 +264,7 @@ class Run(Calls):
         self._drop()
         for cache in list(self._caches):
             forget_rows(cache, self.number)
-        self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the run
+        self.actors = []  # some hold the run
         self._order()
         self._attending = []
         self._listener = None

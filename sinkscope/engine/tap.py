@@ -5,9 +5,9 @@ has anything to do, the model's own attention runs with the model's own mask, so
 bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not know who
 listens, so measurements work under cache policies and guards.
 
-Measurements listen through `attention_rows`. No full query x key matrix is stored: an observer sees `rows_per_chunk`
-rows at a time. The rows include everything the architecture does to its scores: soft cap, window, padding, learned sink
-logits. Under a cache policy they cover the keys that the cache keeps.
+Measurements listen through `attention_rows`, which shows them the rows of a layer at once. The rows include everything the
+architecture does to its scores: soft cap, window, padding, learned sink logits. Under a cache policy they cover the
+keys that the cache keeps.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ def attention_rows(
     observer: Shown,
     *,
     layers: list[int] | None = None,
-    rows_per_chunk: int = 256,
     begin: int = 0,
+    at_once: bool = True,
 ) -> Iterator[None]:
     """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
@@ -243,11 +243,8 @@ def attention_rows(
         target: The model.
         observer: Called with `AttentionRows`; of a model that is split over processes, with those of all heads.
         layers: Layers to show. None shows all.
-        rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
         begin: The first query whose row is shown.
-
-    A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
-    itself builds whole query x key matrices, which are passed on in one piece.
+        at_once: Whether a layer shows all its rows at once, where the model does not build them itself.
 
     Raises:
         UnsupportedError: The model attends by a function of the user's own, or gives no rows.
@@ -260,7 +257,7 @@ def attention_rows(
 
     def see(call: Attention) -> None:
         if call.layer in wanted:
-            call.show(shown, first=begin, chunk=rows_per_chunk, gives_output=False)
+            call.show(shown, first=begin, at_once=at_once)
 
     is_bridge = target.kind == "bridge"
     if not is_bridge and target.adapter.attention_interface:

@@ -281,12 +281,7 @@ def _pass(
         hooks.append(site.point.hook(read))
     rows = nullcontext()
     if of_rows:
-        rows = attention_rows(
-            target,
-            lambda rows: keep(of_rows[rows.layer], rows.probs),
-            layers=list(of_rows),
-            rows_per_chunk=ids.shape[1],
-        )
+        rows = attention_rows(target, lambda rows: keep(of_rows[rows.layer], rows.probs), layers=list(of_rows))
     positions: dict[str, Any] = {}
     if mask is not None and "position_ids" in forward_parameters(type(target.base)):
         positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted

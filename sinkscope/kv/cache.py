@@ -151,6 +151,11 @@ class Slots(DynamicLayer):
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
 
+    def held(self, device: torch.device) -> Float[Tensor, " batch"] | int:
+        """Return the number of tokens of each row, averaged over kv heads; one number if there are no holes."""
+        slots = self.keys.shape[-2]
+        return slots if self.gapless else slots - self.holes().to(device)
+
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Return numbers for each slot, such as the attention it received.
 
@@ -178,9 +183,6 @@ class Slots(DynamicLayer):
         fewest = most = exact
         if most is None:
             fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
-        if most == fewest == pos.shape[-1]:
-            self.hold(self.keys, self.values, pos)
-            return
         # A stable sort keeps the order of kept slots and moves them to the right, after the others.
         order = keep.to(torch.int8).argsort(dim=-1, stable=True)[..., pos.shape[-1] - most :]
         starts = torch.arange(pos.shape[0] * pos.shape[1], device=pos.device) * pos.shape[-1]
@@ -239,25 +241,19 @@ class CacheLayer(Slots):
     def settle(self) -> None:
         """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
 
-        Every operation except appending does this first.
+        Every operation except appending does this first. Numbers that were noted meanwhile are gone.
         """
         whole = self.whole_layer
         if whole is None:
             return
         new = self.seen - whole.seen
-        first_new = self.slots - new
-        later = copy(self)
-        later._move_numbers(lambda numbers: numbers[..., first_new:])
+        later = self.slots - new
+        keys, values = self.keys[..., later:, :], self.values[..., later:, :]
         self.hold(whole.keys, whole.values, whole.slot_positions, whole.gapless)
-        self.room = whole.room
-        self.grew = whole.grew
-        self.numbers = dict(whole.numbers)
+        self.room, self.grew, self.numbers = whole.room, whole.grew, dict(whole.numbers)
         self.whole_layer = None
-        for name, numbers in later.numbers.items():
-            self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
-            keys = later.keys[..., first_new:, :]
-            self.append(keys, later.values[..., first_new:, :], _SPARE_OF_PARTS * new)
+            self.append(keys, values, _SPARE_OF_PARTS * new)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
@@ -319,7 +315,7 @@ class CacheLayer(Slots):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, including evicted ones; it determines the positions of new tokens."""
-        return 0 if self.columns is None else self.columns.seen
+        return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that a mask covers, and the offset of the first.

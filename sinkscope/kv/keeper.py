@@ -39,15 +39,11 @@ def held_tokens(layers: Sequence[CacheLayer]) -> tuple[Float[Tensor, " row"], Fl
     held: Tensor | int = 0
     read: Tensor | int = 0
     for kv in layers:
-        here = kv.keys.shape[-2]
-        if not kv.gapless:
-            here = here - kv.holes().to(first.device)
+        here = kv.held(first.device)
         read = read + here
         whole = kv.whole_layer
         if whole is not None:
-            here = whole.slots + kv.seen - whole.seen
-            if not whole.gapless:
-                here = here - whole.holes().to(first.device)
+            here = whole.held(first.device) + kv.seen - whole.seen
         held = held + here
     held = torch.as_tensor(held, dtype=torch.double).expand(len(first))
     return held / len(layers), torch.as_tensor(read, dtype=torch.double).expand(len(first)) / len(layers)
@@ -118,14 +114,13 @@ class CacheKeeper(Actor):
             UnsupportedError: An outer block acts on the cache of this model already, or another policy was entered
                 before.
         """
-        keepers = [actor for actor in run.actors if isinstance(actor, CacheKeeper)]
-        if not keepers:
+        keeper: CacheKeeper = run.keeper
+        if run.keeper is None:
             check_servable(run.target)
             own_attention(run)
-            keepers = [cls(run)]
-            run.stack.callback(keepers[0]._settle)
-            run.act(keepers[0])  # before who asked: others find what it says in the record of the call
-        (keeper,) = keepers
+            keeper = run.keeper = cls(run)
+            run.stack.callback(keeper._settle)
+            run.act(keeper)  # before who asked: others find what it says in the record of the call
         if policy is not None and keeper._policy_name is not None:
             raise UnsupportedError(
                 f"{keeper._policy_name} and {policy} would both choose what the cache keeps: enter one of them"

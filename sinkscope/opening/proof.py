@@ -145,7 +145,7 @@ def read(target: Target, records: Mapping[int, Record]) -> None:
         if ahead is not None and ahead[:, :, 1:].any():
             raise NotInferredError(f"layer {call.layer} attends to {LATER}")
         record.call, record.given = call, output
-        call.show(lambda rows: record.rows.append(rows.probs.detach().float()), gives_output=False)
+        call.show(lambda rows: record.rows.append(rows.probs.detach().float()), at_once=True)
         call.compute = lambda _: (output.clone(), None)
 
     tap: Any = nullcontext()

@@ -329,7 +329,7 @@ def attention_from(
             to_kinds = einsum(rows.probs, kinds, "row head query key, row key kind -> row kind head")
             received[some, :, rows.layer] += to_kinds.cpu()
 
-        with attention_rows(target, add, begin=begin):
+        with attention_rows(target, add, begin=begin, at_once=False):
             run(ids[some])
     return received
 

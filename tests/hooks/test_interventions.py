@@ -121,8 +121,9 @@ def test_a_knockout_in_a_head_by_its_name_or_its_numbers():
     model = tiny_model("llama")[0]
     found = []
     for edit in (Knockout("first", heads=[(1, 2)]), Knockout("first", heads="L1.H2"), Knockout([3], queries=[3])):
-        with edit.on(model):
+        with edit.on(model) as run:
             found.append(logits(model, IDS))
+        assert run.summary() == f"Knockout hid {'nothing' if edit.queries else 'keys'}."
     plain = logits(model, IDS)
     assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], plain, atol=1e-4)
     assert_close(found[2], plain)

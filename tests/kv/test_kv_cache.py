@@ -66,15 +66,13 @@ class Slow:
         if name == "reset":
             layer.reset()
             return self.__init__(random.randint(1, 3))
-        # While a layer works on a copy, what is noted of the tokens in the copy is lost with it.
-        lost = 0 if layer.whole_layer is None else layer.slots - layer.seen + layer.whole_layer.seen
         numbers = torch.randint(0, 10, layer.pos.shape)
         share = random.choice([0, 3, 7, 10])
         crop = min(random.randint(0, len(self.real[0]) + 2), len(self.real[0]))
         index = [random.randrange(rows) for _ in range(random.randint(1, 3))]
         entries = []
         for row, head, slot in (layer.pos >= 0).nonzero().tolist():
-            if slot >= lost:
+            if layer.whole_layer is None:  # else what is noted is lost with the part
                 entries.append((self.held[row][head], int(layer.pos[row, head, slot]), int(numbers[row, head, slot])))
         if name == "evict":
             layer.evict(numbers < share)

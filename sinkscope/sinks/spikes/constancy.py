@@ -83,7 +83,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
             here = read(seen.call, keys).to(target.device)  # of the heads that this process holds
             by_layer[seen.layer] = target.whole_heads(here, target.n_heads).cpu()
 
-    with attention_rows(target, see, layers=[first, *reading], rows_per_chunk=ids.shape[1]):
+    with attention_rows(target, see, layers=[first, *reading]):
         target.forward(ids, last_layer=depth - 1)
     for name, by_layer in {"value": values, "score": common}.items():
         behind = torch.cat([by_layer[layer][:, own] for layer, own in reading.items()], 1)

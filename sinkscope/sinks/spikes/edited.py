@@ -211,7 +211,7 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
             at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
     with ExitStack() as stack:
         if layers:
-            stack.enter_context(attention_rows(target, attend, layers=list(layers), rows_per_chunk=ids.shape[1]))
+            stack.enter_context(attention_rows(target, attend, layers=list(layers)))
         stack.enter_context(batch.acting())
         stack.enter_context(target.hooks(*hooks))
         if positions is None:
@@ -256,7 +256,7 @@ def other_value(target: Target, layers: Sequence[int], position: int, *, mean: b
         return heads + torch.einsum("rhq,rhd->rqhd", given.to(change), change).reshape(heads.shape).to(heads)
 
     hooks = [heads_point(target, layer).hook(partial(edited, layer)) for layer in layers]
-    with attention_rows(target, keep, layers=[*layers], rows_per_chunk=MOST_NUMBERS), target.hooks(*hooks):
+    with attention_rows(target, keep, layers=[*layers]), target.hooks(*hooks):
         yield
 
 
