@@ -5,8 +5,8 @@ has anything to do, the model's own attention runs with the model's own mask, so
 bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not know who
 listens, so measurements work under cache policies and guards.
 
-Measurements listen through `attention_rows`, which shows them the rows of a layer at once. The rows include everything the
-architecture does to its scores: soft cap, window, padding, learned sink logits. Under a cache policy they cover the
+Measurements listen through `attention_rows`, which shows them the rows of a layer at once. The rows include everything
+the architecture does to its scores: soft cap, window, padding, learned sink logits. Under a cache policy they cover the
 keys that the cache keeps.
 """
 
