@@ -17,13 +17,10 @@
   surer with every turn, and ends as soon as fewer are: the base rule moves on, to tokens that were not in the context.
 - All other heads are ordinary: some recency, some attention to BOS, some random content. They and the MLPs write noise
   that moves logits a little. Which heads, layers and dimensions are planted is drawn by the seed.
-- With `end` the base rule has an honest end: after the last token of the ring the end-of-sequence token is likelier
-  than the first token of the ring.
 
 Everything visible counts: a policy that leaves `HOLD` copies of the cycle anywhere in the cache, the prompt's for
 example, leaves the loop alive. With `reach` the locking heads look only that far back (as induction heads of trained
-models do more or less): then a loop that has run for a while lives on its own tail alone. Of two reaches, tokens at
-even places of the ring have the first, and the others the second.
+models do more or less): then a loop that has run for a while lives on its own tail alone.
 """
 
 from __future__ import annotations
@@ -118,21 +115,16 @@ def loop_organism(
     seed: int = 0,
     *,
     induction: bool = True,
-    reach: float | tuple[float, float] | None = None,
+    reach: float | None = None,
     n_layers: int = 4,
     vocab_size: int = 4096,
-    noise: bool = True,
-    end: float | None = None,
 ) -> LoopOrganism:
     """Build the loop organism of `seed`: the same call gives the same weights.
 
     With `induction=False`, the control, the same heads are ordinary: decoding walks the ring whatever the prompt.
-    Without `noise` nothing but the circuit is written. With `end`, above 1, the end of sequence comes after the last
-    token of the ring: its logit is `end` times that of the first token.
     """
     rng = random.Random(f"loop {seed}")
-    near, far = reach if isinstance(reach, tuple) else (reach, reach)
-    writer = _Writer(rng, near, far, n_layers, vocab_size)
+    writer = _Writer(rng, reach, n_layers, vocab_size)
     model = empty_llama(
         vocab_size=vocab_size,
         hidden_size=D_MODEL,
@@ -142,10 +134,7 @@ def loop_organism(
         num_key_value_heads=N_KV,
         max_position_embeddings=16384,
     )
-    writer.write(model, induction, noise)
-    if end is not None:
-        head = model.lm_head.weight.data
-        head[EOS] = end * head[writer.ring[0]]
+    writer.write(model, induction)
     truth = LoopTruth(writer.locking if induction else (), writer.ring)
     return LoopOrganism(model, word_tokenizer(vocab_size), truth, seed)
 
@@ -196,16 +185,14 @@ def _codes(n: int, generator: torch.Generator) -> Tensor:
 class _Writer:
     """Writes the circuit and the noise into a model; what a seed decides is drawn at the beginning."""
 
-    def __init__(self, rng: random.Random, reach: float | None, far: float | None, n_layers: int, vocab_size: int):
+    def __init__(self, rng: random.Random, reach: float | None, n_layers: int, vocab_size: int):
         self.reach = reach
-        self.far = far  # the reach of the tokens at odd places of the ring
         dims = rng.sample(range(D_MODEL), D_MODEL)
         parts = [sorted(dims[i * CODE : (i + 1) * CODE]) for i in range(4)]
         # Residual dimensions: the token's code, that of the next on the ring, that of the token before, what is copied.
         self.own, self.following, self.before, self.copied = parts
         self.const, self.first, *noise = dims[4 * CODE :]  # the first is BOS
-        self.odd = noise[-1]  # marks tokens at odd places of the ring, where their reach is another one
-        self.content = sorted(noise if reach == far else noise[:-1])
+        self.content = sorted(noise)
         # At most one planted query head per key head: the other one that shares it is ordinary.
         sites = [(layer, kv) for layer in range(1, n_layers) for kv in range(N_KV)]
         locking = sorted(rng.sample(sites, rng.randint(2, min(3, len(sites)))))
@@ -219,12 +206,11 @@ class _Writer:
         self.first_dim, self.const_dim, self.code_dims = SLOW[0], SLOW[2], SLOW[4 : 4 + CODE]
 
     def normal(self, *shape: int) -> Tensor:
-        return self.scale * torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator)
 
     @torch.no_grad()
-    def write(self, model: LlamaForCausalLM, induction: bool, noise: bool):
+    def write(self, model: LlamaForCausalLM, induction: bool):
         body = model.model
-        self.scale = float(noise)
         self._tokens(model)
         planted = {*self.previous, *(self.locking if induction else ())}
         for index, layer in enumerate(body.layers):
@@ -249,8 +235,6 @@ class _Writer:
         embed[BOS, self.first] = 1.0
         embed[ring[:, None], torch.tensor(self.own)] = codes
         embed[ring[:, None], torch.tensor(self.following)] = codes.roll(-1, 0)
-        if self.reach != self.far:
-            embed[ring[1::2], self.odd] = 1.0
         head[:, self.content] = 0.1 * self.normal(vocab, len(self.content))
         head[ring[:, None], torch.tensor(self.following)] = BASE * codes
         head[ring[:, None], torch.tensor(self.copied)] = COPY * codes
@@ -291,15 +275,10 @@ class _Writer:
         query[self.code_dims, self.own] = scale * MATCH
         # A match scores 0, no match about -MATCH (small numbers round less), and BOS the logarithm of its odds.
         # The pair between the fast and the slow turns so little that its cosine is a parabola: weights are Gaussian.
-        near, far = (
-            0.0 if reach is None else (reach * THETA ** (-FAST / HALF)) ** -2 for reach in (self.reach, self.far)
-        )
+        near = 0.0 if self.reach is None else (self.reach * THETA ** (-FAST / HALF)) ** -2
         query[FAST, self.const] = scale * near / CONST
         query[self.const_dim, self.const] = -scale * (MATCH + near) / CONST
         query[self.first_dim, self.const] = scale * (MATCH + near + math.log(HOLD - 0.5)) / CONST
-        if near != far:
-            for dim, sign in ((FAST, 1), (self.const_dim, -1), (self.first_dim, 1)):
-                query[dim, self.odd] = sign * scale * (far - near)
         self._carry(attention, head, self.copied, len(self.locking))
 
     def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int):
