@@ -139,13 +139,12 @@ def _attention_spike(b: HardBuild) -> Truth:
 
 @_kind("gpt2", "qwen3", count=12)
 def _many_small(b: HardBuild) -> Truth:
-    """Twelve neurons write a twelfth each: no few neurons are needed, their MLP is."""
+    """Twelve neurons write a twelfth each: all of them are needed, and no few."""
     b.mark()
     rows, n = b.surgeon.on(b.at, b.space.mark), len(b.plan.neurons)
     b.surgeon.write(b.at, b.plan.neurons, [rows] * n, [b.way] * n, [1 / n] * n, b.surgeon.size(b.at))
     b.read(b.behind, b.way)
-    needs = (frozenset({f"mlp {b.at}"}),)
-    return truth_of(planted(b, needs=needs))
+    return truth_of(planted(b, *((b.at, neuron) for neuron in b.plan.neurons)))
 
 
 @_kind("llama", "gpt2", count=1, layers=(8, 8), at=1)
