@@ -25,8 +25,8 @@ from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import LATEST_QUERIES, CacheKeeper, check_seen, check_servable
-from sinkscope.models.layers import per_query_head
 from sinkscope.models.inputs import attending_layers
+from sinkscope.models.layers import per_query_head
 
 
 @dataclass(frozen=True, eq=False)

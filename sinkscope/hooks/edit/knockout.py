@@ -26,7 +26,7 @@ from sinkscope.files.records import Whole, check_values
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
 from sinkscope.models.inputs import attending_layers, check_site
-from sinkscope.models.layers import layers_with_states, per_query_head
+from sinkscope.models.layers import layers_with_states
 from sinkscope.results.notation import count_of
 
 
