@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unforeseen(error: BaseException) -> str:
     """What is said about an error that is no SinkscopeError."""
     if is_out_of_memory(error):
-        return "out of memory: give a smaller model or file"
+        return "out of memory: give a smaller model or file, fewer tokens, or --dtype bfloat16"
     if isinstance(error, OSError):
         drop(sys.stdout)  # it may be full, and what is still in its buffer would fail again at exit
         if error.errno == errno.ENOSPC:

@@ -2,7 +2,7 @@
 
 1. Read: each thing given is a result, a file of one, a folder of results or checkpoints, or a model that is measured.
 2. Refuse: results of other kinds, settings or texts than the first have no common numbers.
-3. Compare: each result with the first, number by number.
+3. Merge: the rows of each result with those of the first.
 """
 
 from __future__ import annotations
@@ -24,27 +24,24 @@ from sinkscope.files.envelope import measurements
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
-from sinkscope.files.store import begun_by
+from sinkscope.files.store import differing
 from sinkscope.measure import Setup
-from sinkscope.measure.margin import Interval, in_points
 from sinkscope.measure.measurement import TEXT_READ
-from sinkscope.measure.merge import CAME, CHANGED, SAME, SMALL, UNJUDGED, WENT, by_chance, merge
+from sinkscope.measure.merge import CHANGED, SAME, UNJUDGED, merge
 from sinkscope.results.console import note
-from sinkscope.results.notation import count_of, short_sentence, word_list
+from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
 from sinkscope.results.row import Card, Row, table_of
-from sinkscope.results.style import BLUE, GREY, figure_of, panels
+from sinkscope.results.style import BLUE, bars, figure_of, panels
 from sinkscope.results.tables import Table, cell
 
-OF_THE_MODEL = frozenset(
-    {"revision", "unknown_tokens", "model", "device", "dtype", "sinkscope", "decoding", "text_said"}
-)
+OF_THE_MODEL = {"revision", "unknown_tokens", "model", "device", "dtype", "sinkscope", "decoding", "text_said"}
 """Settings that say which model was measured and where, not what was asked of it."""
 MOST_PANELS = 8
-EQUAL = 1e-3  # of a change, by which it may differ between texts and is the same in all
+BY_CHANCE = 0.05  # of judged numbers seem to change where none does
 RULE = (
-    "A number changed if the 95 % interval of its change leaves out zero and it moved by 1 % of its value. The change "
-    "is the mean of the differences text by text, and without values for each text that of both margins together."
+    "A number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the "
+    "mean of the differences text by text, and without values for each text the margin is that of both together."
 )
 
 
@@ -62,19 +59,13 @@ class Compared:
 
     @property
     def judged(self) -> list[Row]:
-        """The numbers that have an interval."""
-        return [row for row in self.rows if "lower" in row.numbers]
+        """The numbers whose change has a margin, those that changed first."""
+        return [row for row in self.rows if row.numbers and row.table != UNJUDGED]
 
     @property
     def moved(self) -> list[Row]:
         """The numbers of these that changed."""
         return [row for row in self.judged if row.table == CHANGED]
-
-    @property
-    def headline(self) -> Row:
-        """The first number that changed in some texts more than in others; controls come last."""
-        every = self.moved or self.judged
-        return min(every, key=lambda row: (row.note.endswith("controls"), is_constant(row)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +79,14 @@ class Comparison(Result):
     """
 
     kind = "compare"
-    columns = ("result", "name", "before", "after", "change", "lower", "upper")
+    columns = ("result", "name", "before", "after", "change", "change_margin")
     drawing: ClassVar[Any] = "sinkscope.app.compare:draw"
     glossary: ClassVar = {
         "result": "the result that is compared with the first",
         "table": "whether the number changed, came, went, or is not judged",
         "change": "how far the number moved: after less before",
-        "lower": "lower end of the 95 % interval of the change; empty if the change is not judged",
-        "upper": "upper end of the interval",
-        "texts": "texts that are compared one by one; 0: the interval is that of both margins together",
+        "change_margin": "half of the 95 % interval of the change; empty if the change is not judged",
+        "texts": "texts that are compared one by one; 0: the margin is that of both together",
     }
 
     of: str
@@ -106,32 +96,29 @@ class Comparison(Result):
     def conclusion(self) -> str:
         """Return how many numbers of the last result changed, beside what chance gives, and the first that did."""
         last = self.results[-1]
-        start, judged = f"{last.name} against {self.first}: ", len(last.judged)
-        if not judged:
-            words = [row for row in last.rows if row.table == CHANGED]
-            return f"{start}no number has an interval; {count_of(len(words), 'word')} changed."
-        named = last.headline
-        counted = f"{len(last.moved)} of {judged} judged numbers changed ({by_chance(judged)} by chance)"
-        short = f"{start}{counted}; {named.name} {moved_words(named)}"
-        texts = int(named.get("texts"))
-        return short_sentence([f"{short}, {texts} texts." if texts else f"{short}.", f"{short}."])
+        if not last.judged:
+            return f"{last.name} against {self.first}: no number has a margin."
+        counted = f"{len(last.moved)} of {len(last.judged)} judged numbers changed"
+        chance = f"{BY_CHANCE * len(last.judged):.1g} by chance"
+        first = last.judged[0]
+        return f"{last.name} against {self.first}: {counted} ({chance}); {first.name} {moved_words(first)}."
 
     def cards(self) -> list[Card]:
-        """Return a card for each thing that is compared: what changed, then what did not."""
+        """Return a card for each thing that is compared: what changed, then the names of what did not."""
         made: list[Card] = []
         for compared in self.results:
             for about in dict.fromkeys(row.about for row in compared.rows):
-                own = [row for row in compared.rows if row.about == about]
-                title = f"{about or self.of}: {compared.name}, compared with {self.first}"
-                made.append(Card(title, tuple(card_rows(own))))
+                rows = [row for row in compared.rows if row.about == about]
+                said = [(row.name, sentence(row)) for row in rows if row.table != SAME]
+                same = dict.fromkeys(row.name for row in rows if row.table == SAME)
+                if same:
+                    said.append((SAME, word_list([*same])))
+                made.append(Card(f"{about or self.of}: {compared.name}, compared with {self.first}", tuple(said)))
         return made
 
     def details(self) -> list[str]:
-        """Return the rule by which a number counts as changed, and how many changed in each result but the last."""
-        lines = [RULE]
-        for compared in self.results[:-1]:
-            lines.append(f"{compared.name}: {len(compared.moved)} of {len(compared.judged)} judged numbers changed.")
-        return lines
+        """Return the rule by which a number counts as changed."""
+        return [RULE]
 
     def rows(self) -> Table:
         """Return one row for each number or word of each result."""
@@ -140,50 +127,29 @@ class Comparison(Result):
         return [{"result": name, **row} for name, row in zip(names, rows, strict=True)]
 
 
-def card_rows(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return what a card says of some rows: what changed, what did not, and the names of all that stayed the same.
-
-    A number that is not judged is said if it moved, and no other number of its row is judged.
-    """
-    judged = {row.name.partition(":")[0] for row in rows if "lower" in row.numbers}
-    said = [(row.name, sentence(row)) for row in rows if row.table in (CHANGED, CAME, WENT)]
-    for row in rows:
-        if row.table == UNJUDGED and row.get("change") and row.name.partition(":")[0] not in judged:
-            said.append((f"{row.name} ({UNJUDGED})", sentence(row)))
-    said += [(f"{row.name} ({row.table})", sentence(row)) for row in rows if row.table in (SMALL, SAME) and row.numbers]
-    same = [row.name for row in rows if row.table == SAME and not row.numbers]
-    same += [row.name for row in rows if row.table == UNJUDGED and not row.get("change")]
-    return [*said, ("the same", word_list(same, len(same)))] if same else said
-
-
 def sentence(row: Row) -> str:
-    """Return what is before and after, and how far it moved; a word, and what came or went, is in the note."""
+    """Return what is before and after, and how far it moved; of a word, and of what came or went, the note."""
     if not row.numbers:
-        return ": ".join(filter(None, [row.table if row.table in (CAME, WENT) else "", row.note]))
-    share, texts = is_share(row), int(row.get("texts"))
+        return row.note if row.table == CHANGED else ": ".join(filter(None, [row.table, row.note]))
+    share = is_share(row)
     old, new = (cell(row.get(side), percent=share) for side in ("before", "after"))
-    moved = f"{moved_words(row)}; {texts} texts" if texts else moved_words(row)
-    if is_constant(row):
-        moved = f"{in_points(row.get('change'), None, share)} in each of {texts} texts"
-    return f"{old} -> {new} ({moved})"
+    words = f"{old} -> {new} ({moved_words(row)})"
+    return f"{words}, {UNJUDGED}" if row.table == UNJUDGED else words
 
 
 def moved_words(row: Row) -> str:
-    """Return how far a number moved, with its interval."""
-    interval = None
-    if "lower" in row.numbers:
-        interval = Interval(row.get("change"), row.get("lower"), row.get("upper"))
-    return in_points(row.get("change"), interval, is_share(row))
+    """Return how far a number moved, with its margin: "-10.0 points ± 4.0"; of a number that is no share "-2.5 ± 1"."""
+    share = is_share(row)
+    scale, form, unit = (100.0, ".1f", " points") if share else (1.0, ".3g", "")
+    words = f"{scale * row.get('change'):+{form}}{unit}"
+    if row.table == UNJUDGED:
+        return words
+    return f"{words} ± {scale * row.margin('change'):{form}}"
 
 
 def is_share(row: Row) -> bool:
     """Return whether the number of a merged row is a share."""
     return row.numbers["before"].kind == "share"
-
-
-def is_constant(row: Row) -> bool:
-    """Return whether it is the same change in every text, as at a first token that sees itself alone."""
-    return bool(row.get("texts")) and row.get("upper") - row.get("lower") <= EQUAL * abs(row.get("change"))
 
 
 # --- what is compared ---
@@ -196,8 +162,8 @@ def compare(
     """Compare results of one kind with the first one: two models, or the checkpoints of a training.
 
     A result is a JSON file, a folder of such files, of scans or of checkpoints, or a model, which is then measured.
-    Numbers are compared text by text, with the 95 % interval of the mean difference. Neurons, places and conditions
-    that came, went or changed are listed. Results of other kinds, settings or texts are refused.
+    Numbers are compared text by text, with the margin of the mean difference. Neurons, places and conditions that came,
+    went or changed are listed. Results of other kinds, settings or texts are refused.
 
     Args:
         results: Two or more: results, their JSON files, folders of results or of checkpoints, or models, which are then
@@ -231,20 +197,7 @@ def compare(
             if out is not None:
                 note(f"{name}: {found.save(Path(out) / f'{name}.json')}")
         by_name[name] = found
-    return comparison_of(by_name, started)
-
-
-def comparison_of(results: Mapping[str, Result], started: float | None = None) -> Comparison:
-    """Compare results with the first one.
-
-    Args:
-        results: The results by their names.
-        started: `time.perf_counter()` at the beginning.
-
-    Raises:
-        SinkscopeError: They differ in kind, settings or texts, or have no number in common.
-    """
-    (first, base), *others = results.items()
+    (first, base), *others = by_name.items()
     compared: list[Compared] = []
     for name, result in others:
         refuse_other(first, base, name, result)
@@ -254,11 +207,13 @@ def comparison_of(results: Mapping[str, Result], started: float | None = None) -
                 f"{first} and {name} have no number in common: results of {base.kind} are not compared"
             )
         compared.append(Compared(name, tuple(rows)))
-    model = replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}")
-    made = provenance(started=time.perf_counter() if started is None else started)
-    settings = {**base.settings, "results": list(results)}
     return Comparison(
-        model=model, settings=settings, provenance=made, of=base.kind, first=first, results=tuple(compared)
+        model=replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}"),
+        settings={**base.settings, "results": list(by_name)},
+        provenance=provenance(started=started),
+        of=base.kind,
+        first=first,
+        results=tuple(compared),
     )
 
 
@@ -270,48 +225,40 @@ def refuse_other(first: str, base: Result, name: str, result: Result) -> None:
     """
     if result.kind != base.kind:
         raise SinkscopeError(f"{first} holds {base.kind}, and {name} holds {result.kind}: give results of one kind")
-    differing: list[str] = []
     known = TEXT_READ in base.settings and TEXT_READ in result.settings  # older files do not say it
-    left_out = OF_THE_MODEL | ({"text"} if known else {TEXT_READ})  # a file may have two names
-    for key in sorted({*base.settings, *result.settings} - left_out):
-        value, other = base.settings.get(key), result.settings.get(key)
-        if value != other:
-            differing.append(f"{key} is {value!r:.40} and {other!r:.40}")
-    if differing:
+    left_out = OF_THE_MODEL | {"text" if known else TEXT_READ}  # a file may have two names
+    asked: list[Mapping[str, Any]] = []
+    for settings in (base.settings, result.settings):
+        asked.append({key: value for key, value in settings.items() if key not in left_out})
+    other = differing(*asked)
+    if other:
         raise SinkscopeError(
-            f"{first} and {name} were measured with other settings or texts ({'; '.join(differing)}): measure both in "
-            "the same way"
+            f"{first} and {name} were measured with other settings or texts ({other}): measure both in the same way"
         )
 
 
 # --- reading ---
 
 
-def expanded(thing: Any) -> list[Any]:
+def expanded(thing: Any) -> Sequence[Any]:
     """Return what a thing stands for: a folder of results or checkpoints for these, in the order of their numbers."""
     if not isinstance(thing, str | PathLike):
         return [thing]
     folder = Path(thing).expanduser()
-    if not folder.is_dir() or (folder / "config.json").is_file() or (folder / CARD).is_file():
+    if not folder.is_dir() or _is_one(folder):
         return [thing]
-    inside: list[Path] = []
-    for path in sorted(folder.iterdir(), key=natural_key):
-        is_result = path.suffix == ".json" and path.is_file()
-        if is_result or (path / "config.json").is_file() or (path / CARD).is_file():
-            inside.append(path)
-        elif path.is_dir() and begun_by(path) == "scan":
-            note(f"{path.name} is left out: its scan has not ended, and the same command goes on with it")
+    inside = [path for path in folder.iterdir() if path.suffix == ".json" or _is_one(path)]
     if not inside:
         raise SinkscopeError(
             f"{pathless(str(thing))} holds no results and no checkpoints: give the folder of JSON files, of scans, or "
             "of checkpoints"
         )
-    return list(inside)
+    return sorted(inside, key=lambda path: re.sub(r"\d+", lambda number: number[0].zfill(16), path.name))
 
 
-def natural_key(path: Path) -> str:
-    """Return the key that sorts step9 before step10."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)
+def _is_one(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, or a scan that has ended."""
+    return (folder / "config.json").is_file() or (folder / CARD).is_file()
 
 
 def name_of(thing: Any) -> str:
@@ -341,25 +288,17 @@ def result_of(thing: Any) -> Result | None:
 
 
 def draw(result: Comparison) -> Any:
-    """Draw how far the first number and those that changed moved from the first result, a panel for each."""
-    drawn: dict[tuple[str, str], dict[str, Row]] = {}
+    """Draw how far the numbers that changed moved from the first result, a panel for each; or the first number."""
+    drawn: dict[tuple[str, str], list[Row]] = {}
     for compared in result.results:
         for row in compared.judged:
-            drawn.setdefault((row.about, row.name), {})[compared.name] = row
-    first, *others = drawn or [("", "nothing is judged")]
-    changed = [key for key in others if any(row.table == CHANGED for row in drawn[key].values())]
-    shown = [first, *changed][:MOST_PANELS]
+            drawn.setdefault((row.about, row.name), []).append(replace(row, name=compared.name))
+    changed = [key for key, rows in drawn.items() if any(row.table == CHANGED for row in rows)]
+    shown = (changed or [*drawn][:1] or [("", "nothing is judged")])[:MOST_PANELS]
     fig = panels([f"{html.escape(name)}<br><sup>{html.escape(about)}</sup>" for about, name in shown], columns=2)
     for number, key in enumerate(shown):
         place = {"row": number // 2 + 1, "col": number % 2 + 1}
-        rows = drawn.get(key, {})
-        scale, unit = (100, " in points") if any(map(is_share, rows.values())) else (1, "")
-        ends = [[scale * row.get(name) for name in ("change", "lower", "upper")] for row in rows.values()]
-        margins = {"array": [upper - at for at, _, upper in ends], "arrayminus": [at - lower for at, lower, _ in ends]}
-        names = list(map(html.escape, rows))
-        fig.add_scatter(
-            x=names, y=[at for at, *_ in ends], error_y=margins, marker_color=BLUE, showlegend=False, **place
-        )
-        fig.add_hline(0, line={"color": GREY, "dash": "dot"}, **place)
-        fig.update_yaxes(title_text=f"change{unit}", **place)
+        rows = drawn.get(key, [])
+        bars(fig, rows, "change", BLUE, **place)
+        fig.update_yaxes(title_text="change", tickformat=".0%" if any(map(is_share, rows)) else None, **place)
     return figure_of(fig, result, width=960, height=160 + 280 * -(-len(shown) // 2), bottom=70)

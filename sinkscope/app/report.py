@@ -11,27 +11,10 @@ from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import check_output, write_output
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.store import RECORDS, SETTINGS, begun_by
+from sinkscope.files.store import RECORDS, SETTINGS
 from sinkscope.results.notation import count_of
 from sinkscope.results.pages import Section, document, render
 from sinkscope.results.result import Result
-
-UNFINISHED = "a scan that has not ended; its command goes on with it"
-
-
-def result_at(place: Path) -> Result:
-    """Return the result in a file, or the table of a folder of runs.
-
-    Raises:
-        SinkscopeError: It holds neither.
-    """
-    if place.is_file():
-        return Result.load(place)
-    if begun_by(place) == "scan":
-        raise SinkscopeError(UNFINISHED)
-    from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
-
-    return bench_table([place])
 
 
 def why_missing(error: Exception) -> str:
@@ -86,6 +69,8 @@ def report(
     Raises:
         SinkscopeError: There is no such folder, it holds no result, or the page cannot be written.
     """
+    from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
+
     root = Path(folder)
     if not root.is_dir():
         raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
@@ -94,7 +79,7 @@ def report(
     results: dict[str, Result | str] = {}
     for path in _listed(root):
         try:
-            result = result_at(path)
+            result = Result.load(path) if path.is_file() else bench_table([path])
         except Exception as error:
             result = why_missing(error)
         results[path.relative_to(root).as_posix()] = result

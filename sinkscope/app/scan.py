@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,13 +22,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
-from sinkscope.files.store import Kept, Keyed, kept_in
+from sinkscope.files.store import Keyed, kept_in
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.config import parse_dtype
 from sinkscope.models.target import Target
 from sinkscope.opening.load import fits
 from sinkscope.results.console import note
-from sinkscope.results.notation import count_of
 from sinkscope.results.pages import document
 from sinkscope.results.result import Result
 
@@ -43,11 +41,10 @@ class ScanPart:
     """A part of a scan.
 
     Attributes:
-        name: Name of its function.
+        name: What is typed with --only, and the name of its file.
         topic: What it is about, on the first screen of the card; of other parts empty.
-        command: Command that runs it alone; by default that of its name.
-        measure: Gives its result; it takes a `Setup`, the arguments, and a folder for records, from which it goes on.
-            None: the measurement of its name.
+        command: Command that runs it alone. Empty: it is the name.
+        measure: Gives its result of a `Setup` and the arguments. None: the measurement of its name.
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
@@ -61,48 +58,22 @@ class ScanPart:
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
 
-    @property
-    def kind(self) -> str:
-        """Its name as it is typed."""
-        return self.name.replace("_", "-")
 
-    @property
-    def alone(self) -> str:
-        """The command that runs it alone."""
-        return self.command or self.kind
-
-    @property
-    def file(self) -> str:
-        """Its file in the folder of a scan."""
-        return f"{self.kind}.json"
-
-
-def measure_bench(
-    setup: Setup, *, task: str, methods: Sequence[str], max_new_tokens: int | None = None, out: Path | None = None
-) -> BenchTable:
-    """Return the table of a benchmark on an open model.
-
-    Args:
-        setup: The model.
-        task: The task with its settings.
-        methods: The methods.
-        max_new_tokens: Longest answer.
-        out: Folder for the records, from which the benchmark goes on.
-    """
-    answers = run_bench(setup.target, task, methods, out=out, max_new_tokens=max_new_tokens, seed=setup.seed)
-    return tabulate_records([answers])
+def measure_bench(setup: Setup, **arguments: Any) -> BenchTable:
+    """Return the table of a benchmark on an open model."""
+    return tabulate_records([run_bench(setup.target, seed=setup.seed, **arguments)])
 
 
 GUARDED = ("full", "loopguard")
 POLICIES = ("full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25")
 PARTS = (
-    ScanPart("find_sinks", "Sink", streams=True),
-    ScanPart("why_sink", "Circuit"),
+    ScanPart("find-sinks", "Sink", streams=True),
+    ScanPart("why-sink", "Circuit"),
     ScanPart("repeat", "Repetition", quick={"max_repeats": 300}, streams=True),
     ScanPart("attack", quick={"sequences": 8, "n_tokens": 96}),
     ScanPart("patch", quick=None),
     ScanPart("barcode", quick={"max_new_tokens": 64}),
-    ScanPart("why_loop", quick={"max_new_tokens": 64, "cuts": 3}),
+    ScanPart("why-loop", quick={"max_new_tokens": 64, "cuts": 3}),
     ScanPart("lines", "Lines", quick={"count": 3, "length": 192}),
     ScanPart(
         "loops",
@@ -126,8 +97,6 @@ PARTS = (
 """What a scan runs, in the order of the card; after it, the measurements of other packages with their defaults."""
 QUICK_TEXTS = 8
 """Texts of a survey with --quick, two of each kind."""
-Outcomes = list[tuple[ScanPart, Result | str]]
-"""Parts with their results, or with why there is none."""
 
 
 @dataclass(frozen=True)
@@ -172,26 +141,30 @@ def scan(
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
-    outcomes: Outcomes = []
+    outcomes: list[Result | str] = []
     with kept_in(folder, decisive, FinishedPart, option="--out") as finished:
-        try:
-            for number, part in enumerate(parts):
-                setup.progress(f"scan: {part.alone}", number, len(parts))
-                outcome = _outcome(part, finished, folder, setup, quick)
-                outcomes.append((part, outcome))
-                if not sys.stderr.isatty():  # where there is no bar
-                    done = outcome if isinstance(outcome, str) else "done"
-                    note(f"scan {number + 1} of {len(parts)}: {part.alone}: {done}")
-        except KeyboardInterrupt:
-            kept = count_of(len(finished.records), "finished part")
-            note(f"{folder} keeps {kept}: the same command goes on from there")
-            raise
-        on_card = tuple(card_part(part, outcome) for part, outcome in outcomes)
+        for number, part in enumerate(parts, 1):
+            outcome: Result | str | None = None
+            if part.name in finished.records:
+                with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
+                    outcome = Result.load(folder / f"{part.name}.json")
+            if outcome is None:
+                outcome = _measured(part, setup, quick)
+            if isinstance(outcome, Result):
+                outcome.save(folder / f"{part.name}.json")
+                finished.append([FinishedPart(part.name)])
+            outcomes.append(outcome)
+            done = outcome if isinstance(outcome, str) else "done"
+            note(f"scan {number} of {len(parts)}: {part.command or part.name}: {done}")
+        on_card = tuple(map(card_part, parts, outcomes))
         card = SinkCard(
             quick=quick, parts=on_card, model=setup.info(), settings=decisive, provenance=setup.provenance()
         )
         card.save(folder / CARD)
-        write_output(folder / PAGE, _page(card, outcomes))
+        results = {CARD: card} | {f"{part.name}.json": outcome for part, outcome in zip(parts, outcomes, strict=True)}
+        sections, _ = sections_of(results, opened=("find-sinks.json",))
+        page = document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
+        write_output(folder / PAGE, page)
     note(f"Card: {folder / PAGE}")
     return card
 
@@ -202,7 +175,8 @@ def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
     Raises:
         SinkscopeError: A name is that of no part.
     """
-    every = {part.kind: part for part in (*PARTS, *map(ScanPart, other_measurements()))}
+    others = [ScanPart(name.replace("_", "-")) for name in other_measurements()]
+    every = {part.name: part for part in (*PARTS, *others)}
     if not only:
         return [part for part in every.values() if not (quick and part.quick is None)]
     for name in only:
@@ -211,33 +185,17 @@ def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
     return [every[name] for name in every if name in only]
 
 
-def _outcome(part: ScanPart, finished: Kept[FinishedPart], folder: Path, setup: Setup, quick: bool) -> Result | str:
-    """The result of a part, measured now or kept from an earlier run; or why there is none."""
-    if part.name in finished.records:
-        with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
-            return Result.load(folder / part.file)
+def _measured(part: ScanPart, setup: Setup, quick: bool) -> Result | str:
+    """The result of a part, or why there is none."""
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
-    arguments = dict(part.quick or {}) if quick else dict(part.full)
-    if part.measure is not None:
-        arguments["out"] = folder / f".{part.name}"
+    arguments = part.quick or {} if quick else part.full
     surveyed = QUICK_TEXTS if quick else setup.surveyed
     try:
-        measure = part.measure or measurements()[part.kind].load().on
-        result = measure(replace(setup, settings={}, started=time.perf_counter(), surveyed=surveyed), **arguments)
+        measure = part.measure or measurements()[part.name].load().on
+        return measure(replace(setup, settings={}, started=time.perf_counter(), surveyed=surveyed), **arguments)
     except Exception as error:
         return why_missing(error)
-    result.save(folder / part.file)
-    finished.append([FinishedPart(part.name)])
-    return result
-
-
-def _page(card: SinkCard, outcomes: Outcomes) -> str:
-    """The card's page: its tiles, then the sections of a report: the card and the parts."""
-    results: dict[str, Result | str] = {CARD: card}
-    results |= {part.file: outcome for part, outcome in outcomes if isinstance(outcome, Result)}
-    sections, _ = sections_of(results, opened=("find-sinks.json",))
-    return document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
 
 
 def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
@@ -257,10 +215,11 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
 
 def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     """Return a part of the card: its conclusion and numbers, or why it has no result."""
+    command = part.command or part.name
     if isinstance(outcome, str):
-        return CardPart(part.name, part.alone, not_measured(outcome), measured=False, topic=part.topic)
+        return CardPart(part.name, command, not_measured(outcome), measured=False, topic=part.topic)
     rows, cards = tuple(outcome.findings()), tuple(outcome.cards())
-    return CardPart(part.name, part.alone, outcome.conclusion(), rows, cards, topic=part.topic)
+    return CardPart(part.name, command, outcome.conclusion(), rows, cards, topic=part.topic)
 
 
 def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:

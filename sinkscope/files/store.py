@@ -38,16 +38,6 @@ def refuse_other_files(folder: Path, shown: str) -> None:
             raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
 
 
-def begun_by(folder: Path) -> str | None:
-    """Return the command that began a folder, as its settings say; None if it has none, or they do not say it.
-
-    Raises:
-        SinkscopeError: The settings are not JSON.
-    """
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else None
-    return settings.get("command") if isinstance(settings, dict) else None
-
-
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the settings that differ, with both values; empty if none do."""
     names: list[str] = []

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 
-MOST_WORDS = 30
-"""Words of a conclusion."""
 _NUMBER = r"(\d{1,9})"
 _NEURON = re.compile(
     rf"L?{_NUMBER}(?:[.:]?E{_NUMBER}|[.:]{_NUMBER}(?=[.:]))?(?:[.:]?N|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII
@@ -38,15 +36,6 @@ def word_form(count: int, singular: str, plural: str) -> str:
     if count == 1:
         return singular
     return plural
-
-
-def short_sentence(sentences: Iterable[str]) -> str:
-    """Return the first of several versions of a sentence that has at most 30 words; if none has, the last."""
-    sentence = ""
-    for sentence in sentences:
-        if len(sentence.split()) <= MOST_WORDS:
-            break
-    return sentence
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -13,7 +13,7 @@ def bundled():
     """The model in the package."""
     from sinkscope.app.view.explorer import Explorer  # not before shapes are checked
 
-    return Explorer.open()
+    return Explorer.showing(None, None)
 
 
 @pytest.fixture(scope="session")
@@ -30,17 +30,3 @@ def model(tmp_path_factory) -> Path:
     from organisms import organism
 
     return Path(organism("llama", 2).save(tmp_path_factory.mktemp("models") / "llama"))
-
-
-@pytest.fixture(scope="session")
-def alone(model, tmp_path_factory) -> Path:
-    """A folder with the scan of the model, of few parts."""
-    from scan_kit import few_parts
-
-    from sinkscope.app.scan import scan
-
-    folder = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        few_parts(patch)
-        scan(model, out=folder / model.name, quick=True)
-    return folder

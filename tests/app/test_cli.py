@@ -77,8 +77,8 @@ OURS = (RuntimeError("a bug\nin two lines"), Panic("a bug"), AssertionError())
     ("error", "message"),
     [
         (SinkscopeError("no such\nmodel"), "error: no such model\n"),
-        (MemoryError(), "error: out of memory: try --dtype bfloat16"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "--device cpu"),
+        (MemoryError(), "error: out of memory: give a smaller model"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "--dtype bfloat16"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
         (OSError(12, "Cannot allocate memory"), "out of memory"),
         (KeyboardInterrupt(), "\ninterrupted\n"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,15 +13,13 @@ from repository import python
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.commands import COMMANDS, LEFT
-from sinkscope.app.commands.command import RENAMED, out_of_memory
-from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Commas, TextFile
+from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Several, TextFile
 from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
-from sinkscope.files.envelope import OWN, kind_modules, measurements, result_class
+from sinkscope.files.envelope import OWN, kind_modules, measurements
 from sinkscope.measure import Measurement, Setup
 
 LEFT_OUT = {("bench", name) for name in ("temperature", "batch_size", "seed", "methods")}
 """Options that are given to a function only where they are typed, which then has its own default, or needs them."""
-EVERY = pytest.mark.parametrize("words", list(COMMANDS))
 
 
 def parameters(words: str) -> dict[str, Any]:
@@ -32,25 +29,22 @@ def parameters(words: str) -> dict[str, Any]:
         return {one.name: one for one in function.all_parameters}
     found = {one.name: one for one in parameters_of(inspect.unwrap(function))}
     if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values()):
-        more = Setup.open
-        if words == "bench":
-            more = import_module("sinkscope.bench.benchmark").run
+        more = import_module("sinkscope.bench.benchmark").run if words == "bench" else Setup.open
         found = {one.name: one for one in parameters_of(more)} | found
     if words == "compare":  # of several models, which have no revision in common
         del found["model"], found["revision"]
     return found
 
 
-def own_options(words: str) -> dict[str, click.Parameter]:
-    """The options of a command that are arguments of its function."""
-    others = [MODEL_WORD, *(one.name for one in OUTPUTS), *(["results"] if words == "compare" else [])]
-    return {str(one.name): one for one in COMMANDS[words].params if one.name not in others}
-
-
-@EVERY
-def test_every_parameter_is_an_option_with_its_default_choices_and_kind(words):
-    known, options = parameters(words), own_options(words)
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_parameter_is_an_option_with_its_default_its_choices_its_kind_and_its_help(words, typed):
+    known = parameters(words)
+    others = {MODEL_WORD, *(one.name for one in OUTPUTS), *(["results"] if words == "compare" else [])}
+    options = {str(one.name): one for one in COMMANDS[words].params if one.name not in others}
     assert options.keys() == known.keys() - PYTHON_ONLY
+    help_text = " ".join(typed([*words.split(), "--help"]).out.split())
+    assert "from Python also" not in help_text
+    assert (inspect.getdoc(COMMANDS[words].load()) or "").partition("\n")[0] in help_text
     for name, option in options.items():
         one = known[name]
         default: Any = option.to_info_dict()["default"]
@@ -60,28 +54,18 @@ def test_every_parameter_is_an_option_with_its_default_choices_and_kind(words):
         if (words, name) not in LEFT_OUT:
             assert option.required == (one.default is inspect.Parameter.empty), name
             assert (default or None) == (expected or None), name
-        kind = option.type
-        if isinstance(kind, Commas):
-            kind = kind.kind
+        kind = option.kind if isinstance(option, Several) else option.type
         assert one.many == (option.multiple or option.nargs < 0) or isinstance(kind, TextFile), name
         if get_origin(one.type) is Literal:
             assert tuple(kind.choices) == get_args(one.type), name
         elif one.type in (int, float, bool):
             assert kind.name == {int: "integer", float: "float", bool: "boolean"}[one.type], name
-
-
-@EVERY
-def test_the_help_is_the_docstring_without_what_only_python_takes(words, typed):
-    command = COMMANDS[words]
-    text = " ".join(typed([*words.split(), "--help"]).out.split())
-    doc = re.split("\n\n(?:Args:|Every measurement)", inspect.getdoc(command.load()) or "")[0]
-    assert re.sub(r" (Raises|Returns|Example): .*", "", " ".join(doc.split())) in text
-    assert "from Python also" not in text
-    known = parameters(words)
-    for name in own_options(words):
-        if name in known:  # the options of files and of the words that are typed are described here
-            first, *_ = known[name].help.replace(". ", "; ").split("; ")
-            assert first.rstrip(".") in text, name
+        assert one.help.replace(". ", "; ").split("; ")[0].rstrip(".") in help_text, name
+        assert (
+            not isinstance(option, click.Option)
+            or name in ("prompt", "answer")
+            or f"--{name}".replace("_", "-") in option.opts
+        )
 
 
 def test_a_command_or_a_name_that_left_says_what_has_its_work(capsys):
@@ -95,33 +79,10 @@ def test_a_command_or_a_name_that_left_says_what_has_its_work(capsys):
         with pytest.raises(AttributeError, match=rf"it is sinkscope\.{place}\.{name}"):
             getattr(ss, name)
         assert getattr(getattr(ss, place), name).__name__ == name
+    with pytest.raises(AttributeError, match=r"'find_sink'; did you mean find_sinks\?"):
+        _ = ss.find_sink
     assert len(ss.__all__) <= 38 and len(COMMANDS) == 16
-
-
-def test_an_option_has_one_name_everywhere():
-    flags: dict[str, set[str]] = {}
-    for command in COMMANDS.values():
-        for one in command.params:
-            if isinstance(one, click.Option):
-                flags.setdefault(str(one.name), set()).add(one.opts[0])
-    other = {name: found for name, found in flags.items() if found != {"--" + name.replace("_", "-")}}
-    assert other == {"prompt": {"--prompt", "--prompt-file"}, "answer": {"--answer-file"}}
-
-
-def test_earlier_names_of_options_are_still_read(capsys):
-    for old, new in RENAMED.items():
-        words = next(words for words, one in COMMANDS.items() if new in own_options(words))
-        with COMMANDS[words].make_context(words, [f"--{old}", "1" if old in ("eta", "layer") else "cat"]) as context:
-            assert context.params[new]
-        assert f"--{old} " not in COMMANDS[words].get_help(click.Context(COMMANDS[words]))
-
-
-def test_every_kind_of_result_is_in_the_module_that_is_named():
-    kinds = kind_modules()
-    assert {kind for one in COMMANDS.values() for kind in one.kinds} == {*kinds}
-    for kind, module in kinds.items():
-        import_module(module)
-        assert result_class(kind).kind == kind
+    assert {kind for one in COMMANDS.values() for kind in one.kinds} == {*kind_modules()}
     for words in OWN:
         assert measurements()[words].load() is getattr(ss, words.replace("-", "_"))
 
@@ -141,11 +102,3 @@ print(main(['heads']), 'torch' in sys.modules)
 """
     ends = [line for line in python(code).stdout.splitlines() if line.endswith((" True", " False"))]
     assert ends == ["0 False", "2 False", "2 False", "Loading bundled ... False", "130 False", "2 False"]
-
-
-def test_what_to_try_without_memory_is_an_option_of_the_command():
-    for command in COMMANDS.values():
-        said = out_of_memory(command)
-        flags = {flag for one in command.params for flag in one.opts}
-        assert said.startswith("out of memory: try ")
-        assert {word.strip(",") for word in said.split() if word.startswith("--")} <= flags, command.words

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from dataclasses import replace
-from pathlib import Path
+import socket
 
 import numpy as np
 import pytest
@@ -23,33 +23,30 @@ import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import command, page
 from sinkscope.app.view.explorer import Explorer, ids_of
-from sinkscope.app.view.page import application
-from sinkscope.app.view.result import ViewedText
+from sinkscope.app.view.page import application, serve
+from sinkscope.app.view.result import ModelView
 from sinkscope.measure import Setup
 from sinkscope.results.notation import Neuron
 
-
-def explorer(o: Organism, folder: Path) -> Explorer:
-    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 6, seed=5))
+TEXT = "A class is a block. A block is a piece of text."
 
 
-def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
-    return one.view(o.tokenizer.decode(ids)).texts[0]
+def viewed(o: Organism, length: int, folder) -> tuple[ModelView, list[int], Explorer]:
+    """The view of a drawn text, its tokens, and what answers."""
+    text, ids = text_file(o, folder, 6, seed=5), o.natural(1, length)[0].tolist()
+    one = Explorer(Setup.open(o.model, tokenizer=o.tokenizer, text=text, loading="whole"))
+    return one.view(o.tokenizer.decode(ids[1:])), ids, one
 
 
 @pytest.mark.few_texts
 @pytest.mark.parametrize("family", ["llama", *(slow(other) for other in ("mixtral", "gpt2"))])
 def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_path):
     o = organism(family, 1)
-    ids = o.natural(1, 20)[0].tolist()
-    one = explorer(o, tmp_path)
-    found = one.view(o.tokenizer.decode(ids[1:]))
+    found, ids, one = viewed(o, 20, tmp_path)
     text = found.texts[0]
-    edited = [one for one in text.variants if not one.name.startswith("token ")]
-    intact, zeroed, *heads, patched, control = edited
-    assert [one.name for one in heads] in (["marking heads replaced"], [])  # of GPT-2, no head marks
+    intact, zeroed, *heads, patched, control = [one for one in text.variants if not one.name.startswith("token ")]
     marks = tuple(row.name for row in one.circuit.marking if ".H" in row.name)
-    assert found.marks == marks and bool(heads) == bool(marks)
+    assert found.marks == marks and [one.name for one in heads] == ["marking heads replaced"] * bool(marks)
     assert found.layer >= o.truth.sink_layer and text.spikes == (0,)
     assert set(found.neurons) == {str(Neuron.of(site)) for site in o.truth.neurons}
     assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
@@ -60,26 +57,38 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     assert control.name == found.control
 
 
-def test_a_measurement_of_a_stranger_is_in_the_view(bundled, tmp_path):
-    """With its conclusion and the rows that its command prints; one that fails says why."""
-    source = stranger.SOURCE.read_text()
+@pytest.mark.few_texts
+def test_attention_is_that_of_the_models_own_weights(tmp_path):
+    o = organism("mistral", 2)
+    found, ids, _ = viewed(o, 300, tmp_path)  # more than one chunk of queries
+    text = found.texts[0]
+    intact = text.variants[0]
+    weights = attention(o.model, torch.tensor([ids]))[:, 0]  # layer head query key
+    later = weights.tril(-1).sum(2) / torch.arange(len(ids) - 1, -1, -1).clamp(min=1)
+    assert intact.received.array() == pytest.approx(later.numpy(), abs=1 / 255)
+    for head, packed in zip(text.heads, intact.rows, strict=True):
+        assert np.abs(packed.array() - weights[head].numpy()).max() < 1 / 255
+    assert len(text.heads) > 9
+
+
+def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
+    found, _, _ = viewed(organism("llama", 1, kind="none"), 12, tmp_path)
+    assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
+    assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
+
+
+def test_a_measurement_of_a_stranger_that_fails_says_why(bundled, tmp_path):
+    source = stranger.SOURCE.read_text().replace(
+        "    traced = trace(", "    raise ValueError('no')\n    traced = trace("
+    )
     with stranger.installed(tmp_path, source):
-        (measured,) = replace(bundled).others
-        alone = getattr(ss, stranger.NAME)()
-        assert (measured.name, measured.sentence) == (stranger.KIND, alone.conclusion())
-        (grid,) = alone.grids()
-        assert list(measured.columns) == list(grid.columns) and "entropy" in measured.columns
-        assert list(zip(*measured.columns.values(), strict=True)) == grid.rows()
-    (tmp_path / "failing").mkdir()
-    failing = source.replace("    traced = trace(", "    raise ValueError('no rows')\n    traced = trace(")
-    with stranger.installed(tmp_path / "failing", failing):
-        (measured,) = replace(bundled).others
-    assert measured.sentence == "Not measured, because it failed (ValueError: no rows)." and not measured.columns
+        (measured,) = Explorer(bundled.setup).others
+    assert measured.sentence == "Not measured, because it failed (ValueError: no)." and not measured.columns
 
 
 def test_a_token_that_is_isolated_sees_only_itself_and_one_with_the_first_id_is_another_text(bundled):
-    text = bundled.view("A class is a block. A block is a piece of text.").texts[0]
-    ids, length = ids_of(bundled.setup, "A class is a block. A block is a piece of text."), len(text.tokens)
+    text = bundled.view(TEXT).texts[0]
+    ids, length, layer = ids_of(bundled.setup, TEXT), len(text.tokens), bundled.layer
     intact, isolated, placed = text.variants[0], *text.variants[-2:]
     at = length // 2
     assert [one.name for one in (isolated, placed)] == [f"token {at} isolated", f"token {at} with the first id"]
@@ -87,26 +96,21 @@ def test_a_token_that_is_isolated_sees_only_itself_and_one_with_the_first_id_is_
     mask[at, :at] = torch.finfo(torch.float32).min
     with torch.no_grad():
         states = model(torch.tensor([ids]), attention_mask=mask[None, None], output_hidden_states=True).hidden_states
-    layer = bundled.layer
     assert isolated.norm[layer] == pytest.approx(states[layer + 1][0].norm(dim=-1).numpy(), rel=2e-3)
     assert isolated.norm[layer, at] > 0.5 * intact.norm[layer, 0] > 3 * intact.norm[layer, at]
     ids[at] = ids[0]
     assert placed.norm[layer] == pytest.approx(norms(model, torch.tensor([ids]))[layer, 0].numpy(), rel=2e-3)
-    assert (
-        bundled.answer({"switch": "token 3 isolated"})["result"]["texts"][0]["variants"][0]["name"]
-        == "token 3 isolated"
-    )
+    (asked,) = bundled.answer({"switch": "token 3 isolated"})["result"]["texts"][0]["variants"]
+    assert asked["name"] == "token 3 isolated"
     assert "expected a token from 1" in bundled.answer({"switch": "token 700 isolated"})["error"]
 
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
-    text = bundled.view("A class is a block. A block is").texts[0]
     setup = bundled.setup
-    ids = [setup.bos, *setup.tokenizer("A class is a block. A block is", add_special_tokens=False).input_ids]
-    variants = {variant.name: variant for variant in text.variants}
+    variants = {variant.name: variant for variant in bundled.view(TEXT).texts[0].variants}
     for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.neurons))):
         with torch.no_grad(), zeroed(setup.target.hf, sites):
-            best = setup.target.hf(torch.tensor([ids], device=setup.target.device)).logits[0, -1].softmax(-1).topk(5)
+            best = setup.target.hf(torch.tensor([ids_of(setup, TEXT)])).logits[0, -1].softmax(-1).topk(5)
         words, shares = zip(*variants[name].following, strict=True)
         assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
         assert shares == pytest.approx(best.values.tolist(), abs=1e-4)
@@ -121,37 +125,13 @@ def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
     assert {variant.sentence for variant in view.texts[0].variants[1:]} <= {*lines}
 
 
-@pytest.mark.few_texts
-def test_attention_is_that_of_the_models_own_weights(tmp_path):
-    o = organism("mistral", 2)
-    ids = o.natural(1, 300)[0].tolist()  # more than one chunk of queries
-    text = read(explorer(o, tmp_path), o, ids[1:])
-    intact = text.variants[0]
-    weights = attention(o.model, torch.tensor([ids]))[:, 0]  # layer head query key
-    later = weights.tril(-1).sum(2) / torch.arange(len(ids) - 1, -1, -1).clamp(min=1)
-    assert intact.received.array() == pytest.approx(later.numpy(), abs=1 / 255)
-    for head, packed in zip(text.heads, intact.rows, strict=True):
-        assert np.abs(packed.array() - weights[head].numpy()).max() < 1 / 255
-    assert len(text.heads) > 9
-
-
-def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
-    o = organism("llama", 1, kind="none")
-    one = explorer(o, tmp_path)
-    found = one.view(o.tokenizer.decode(o.natural(1, 12)[0, 1:].tolist()))
-    assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
-    assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
-
-
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
-    monkeypatch.setattr(Setup, "open", lambda *_, **__: bundled.setup)
-    monkeypatch.setattr(Explorer, "of", lambda _: replace(bundled))
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {text} --html {tmp_path}/a.html --json -").out)
     assert data["kind"] == "view" and data["model"]["name"] == "bundled"
     assert '" text"' in (tmp_path / "a.html").read_text()
-    monkeypatch.setattr(Explorer, "of", lambda _: pytest.fail("the model is measured"))
+    monkeypatch.setattr(Explorer, "sinks", property(lambda _: pytest.fail("the model is measured")))
     for wrong, said in ((" \n", "the text is empty"), ("a block " * 500, "a view shows 512 at most")):
         text.write_text(wrong)
         assert said in refusal(f"view --text {text} --json -")
@@ -159,59 +139,59 @@ def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, mo
 
 # Live
 
+WRONG = (
+    ({"text": " "}, "the text is empty"),
+    ({"text": "a \\ud800"}, "surrogate"),
+    ({"off": ["L99.N1"]}, "L99|layer"),
+    ({"switch": "other"}, "no switch"),
+    ({"off": "L1.N338"}, "expected"),
+    ([1], "expected"),
+)
 
-@pytest.fixture
-def client(bundled) -> TestClient:
-    """Somebody who asks the server of the page."""
-    return TestClient(application(bundled.answer, "bundled", "secret"), base_url="http://127.0.0.1")
 
-
-def test_the_live_page_answers_only_under_its_address(bundled, client):
-    page = client.get("/secret/")
-    assert page.status_code == 200 and "connect-src 'self'" in page.text
+def test_the_live_page_answers_only_under_its_address(bundled):
+    client = TestClient(application(bundled.answer, "bundled", "secret"), base_url="http://127.0.0.1")
+    shown = client.get("/secret/")
+    assert shown.status_code == 200 and "connect-src 'self'" in shown.text
     for path in ("/", "/view", "/other/", "/other/view"):
         assert client.get(path).status_code == 404
     assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/secret/view").status_code == 405
+    client.post("/secret/view", json={"text": "a block"})
     passes = []
     inner = bundled.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
-    client.post("/secret/view", json={"text": "a block"})
-    passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]
-    assert len(passes) == 2  # the edited model and the control: the text is not read intact again
     inner.remove()
+    assert len(passes) == 2  # the edited model and the control: the text is not read intact again
     (own,) = off["texts"][0]["variants"]
     assert own["name"] == "without L1.N338" and "from 6" in own["sentence"] and "random" in own["sentence"]
-    assert off["texts"][0]["tokens"][0] == "<s>"
-    for wrong, reason in (
-        ({"text": " "}, "the text is empty"),
-        ({"off": ["L99.N1"]}, "L99|layer"),
-        ({"switch": "other"}, "no switch"),
-        ({"off": "L1.N338"}, "expected"),
-        ([1], "expected"),
-    ):
-        assert re.search(reason, client.post("/secret/view", json=wrong).json()["error"]), wrong
-    assert "surrogate" in bundled.answer({"text": "\ud800"})["error"]
+    for wrong, reason in WRONG:
+        body = json.dumps(wrong).replace("\\\\", "\\")
+        assert re.search(reason, client.post("/secret/view", content=body).json()["error"]), wrong
+    for body in (b"", b"\xff\xfe", b"[" * 200_000):
+        answer = client.post("/secret/view", content=body)
+        assert answer.status_code == 400 and "is not JSON" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("body", [b"", b"\xff\xfe", b"[" * 200_000])
-def test_a_body_that_is_no_json_is_refused_in_one_line(client, body):
-    answer = client.post("/secret/view", content=body)
-    assert answer.status_code == 400 and "is not JSON" in answer.json()["error"]
+def test_a_port_that_is_taken_is_refused_in_one_line():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        with refused("address already in use; give another"):
+            serve(dict, "bundled", other.getsockname()[1], print)
 
 
 def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp_path):
-    monkeypatch.setattr(Explorer, "showing", lambda text, *_, **__: replace(bundled, text=text))
+    monkeypatch.setattr(Explorer, "showing", lambda text, *_, **__: copy.copy(bundled))
     shown = ss.view(text="a block is a piece of text")
     sent = []
     monkeypatch.setattr(shown, "send", sent.append)
     shown._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
     assert sent[0]["number"] == 3
     assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
-    saved = shown.save_html(tmp_path / "view.html")
-    assert "connect-src 'none'" in saved.read_text()
-    monkeypatch.setattr(command, "find_spec", lambda name: None)  # as where it is not installed
+    assert "connect-src 'none'" in shown.save_html(tmp_path / "view.html").read_text()
+    for module in (command, page):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)  # as where it is not installed
     with refused("a widget needs anywidget"):
         ss.view()
-    monkeypatch.setattr(page, "find_spec", lambda name: None)
     assert main(["view"]) == 2

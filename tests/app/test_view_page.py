@@ -58,8 +58,14 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
     fewer = with_rows(replace(first.found, place=dot, layers=(1, 1)), row_of("spike", "read by", heads=2))
     second = replace(first, found=fewer, attention=rows)
     third = replace(first, found=replace(first.found, place=word))
-    chrome = opened(shown=replace(view, circuit=(second, first, third)))
-    assert chrome.texts(".spike h3") == ["'.', layer 1", "The first token, layers 1-5", "' the', layers 1-5"]
+    other = OtherMeasurement("entropy", "<b>sharp</b>.", {"mean_nats": ("2.1",)})
+    chrome = opened(shown=replace(view, circuit=(second, first, third), others=(other,)))
+    assert chrome.texts("#others summary, #others th, #others td") == ["entropy<b>sharp</b>.", "mean nats", "2.1"]
+    assert chrome.texts(".circuit .spike h3")[:3] == [
+        "'.', layer 1",
+        "The first token, layers 1-5",
+        "' the', layers 1-5",
+    ]
     assert each(chrome, ".spike[open]", "id") == ["spike-1"]
     readers = [each(chrome, f"#spike-{number} .reader", "title") for number in (0, 1)]
     assert readers[0] == ["L2.H0: 90%", "L2.H1: 31%"] and len(readers[1]) == first.found.heads == 20
@@ -69,17 +75,6 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
     chrome.click("#reads-0-2-1")
     assert chrome.text("#rows-title") == "Rows of L2.H1"
     assert each(chrome, ".circuit .head.chosen", "id") == [f"reads-{number}-2-1" for number in range(3)]
-
-
-def test_a_measurement_of_another_package_has_a_block(view, opened):
-    other = OtherMeasurement(
-        "entropy", "L0.H1 is <b>sharp</b>.", {"head": ("L0.H0", "L0.H1"), "mean_nats": ("2.1", "0.4")}
-    )
-    chrome = opened(shown=replace(view, others=(other,)))
-    assert chrome.texts("#others summary") == ["entropyL0.H1 is <b>sharp</b>."]
-    assert chrome.texts("#others th") == ["head", "mean nats"]
-    assert chrome.texts("#others td") == ["L0.H0", "2.1", "L0.H1", "0.4"]
-    assert opened().texts("#others") == []
 
 
 def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):
@@ -144,24 +139,6 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     assert chrome.texts(CAPTIONS) == ["intact", zeroed.name]
 
 
-@pytest.mark.slow
-def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, opened):
-    second = bundled.view("a function of a module").texts[0]
-    chrome = opened(shown=replace(view, texts=(*view.texts, second)))
-    beside = "document.querySelector('#beside')"
-    chrome.run(f"{beside}.value = '1'; {beside}.dispatchEvent(new Event('change'))")
-    for _ in ("chosen", "opened by the link"):
-        chrome.wait("document.querySelectorAll('.pair figcaption').length == 2")
-        assert chrome.texts(CAPTIONS) == [f"intact: {view.texts[0].name}", f"intact: {second.name}"]
-        assert chrome.run("document.querySelectorAll('.strip')[1].children.length") == len(second.tokens)
-        last = len(second.tokens) - 1
-        chrome.run(f"document.querySelector('#other-{last}').dispatchEvent(new Event('pointerenter'))")
-        norm = float(f"{second.variants[0].norm[view.layer, last]:.4g}")
-        assert f": norm {norm:,g} after" in chrome.text("#readout")
-        chrome.reopen()
-        chrome.wait(LOADED)
-
-
 def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, opened):
     chrome = opened(390)
     chrome.run("localStorage.clear()")
@@ -219,6 +196,9 @@ def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
     chrome.wait(typed)
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
+    chrome.run("document.querySelector('#beside').value = '0'")
+    chrome.run("document.querySelector('#beside').dispatchEvent(new Event('change'))")
+    chrome.wait("document.querySelectorAll('.pair figcaption').length == 2")
     assert chrome.errors == []
 
 

@@ -96,7 +96,7 @@ def test_what_the_page_on_design_adds_to_a_step_is_what_plain_transformers_says(
 
 HOLDS = {
     "docs/measure/compare.md": lambda found, frame, **_: (
-        len(found.results[0].moved) > 0 and {"name", "change", "lower", "upper"} <= set(frame.columns)
+        len(found.results[0].moved) > 0 and {"name", "change", "change_margin"} <= set(frame.columns)
     ),
     "docs/policies.md": lambda usage, **_: usage.mean_held[0] < 0.6 * usage.read_tokens,
     "docs/check_cache.md": lambda result, **_: result.exit_code == 1 and "1 of 2 checks" in result.conclusion(),

@@ -137,11 +137,6 @@ def test_a_text_that_is_one_token_is_refused(word, wordy, tmp_path):
         ss.lines(wordy, text=tmp_path / "alike.txt")
 
 
-def test_a_name_that_does_not_exist_is_answered_with_the_nearest_one():
-    with pytest.raises(AttributeError, match=r"'find_sink'; did you mean find_sinks\?"):
-        _ = ss.find_sink
-
-
 def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
     """A measurement of another package: its command, JSON and page come from its one file of at most 40 lines."""
     source = stranger.SOURCE.read_text()
@@ -160,7 +155,7 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
         again = getattr(ss, stranger.NAME)(load(), last=32)
         typed("scan --quick --only attention-entropy --out s")
         (part,) = Result.load("s/card.json").parts
-        assert part.measured and part.name == stranger.NAME
+        assert part.measured and part.name == stranger.KIND
         assert part.conclusion == getattr(ss, stranger.NAME)(load()).conclusion()
         found = ss.compare(loaded, again)
         assert len(found.results[0].judged) == 48 and not found.results[0].moved  # text by text

@@ -12,5 +12,5 @@ LARGEST_PAGE = 2_800_000  # characters
 
 @pytest.mark.slow
 def test_the_page_of_smollm2_is_small_and_names_its_neurons(smollm2):
-    view = Explorer.open(smollm2.model, tokenizer=smollm2.tokenizer).view()
+    view = Explorer.showing(None, smollm2.model, tokenizer=smollm2.tokenizer).view()
     assert view.neurons == ("L11.N1229", "L11.N1487") and len(view_page(view, "smollm2")) <= LARGEST_PAGE

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from sinkscope.app.commands.command import command
+from sinkscope.app.commands.command import Command
 from sinkscope.app.commands.options import LOAD, Several
 
 BENCHMARK = "Benchmark"
 
-bench = command(
+bench = Command(
     "bench",
     "bench.benchmark:bench",
     BENCHMARK,
@@ -34,7 +34,7 @@ bench = command(
     kinds=["bench"],
 )
 
-check_cache = command(
+check_cache = Command(
     "check-cache",
     "conformance.check_cache:check_cache",
     BENCHMARK,

@@ -8,16 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
-from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import descriptions_of, docstring_at, introduction
 from sinkscope.files.envelope import OWN
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
@@ -25,20 +23,12 @@ from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
-from sinkscope.results.notation import word_list
 
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
 
-OTHER_MEMORY = {"dtype": "--dtype bfloat16", "device": "--device cpu"}
-SMALLER = ("max_repeats", "max_new_tokens", "batch_size", "n_tokens", "sequences", "count", "pieces", "length")
-"""Options on which the memory of a command depends, if it has them."""
 FILE_LABELS = {"json": "JSON", "html": "Page", "csv": "Table"}
 """What stands before the path of a file that was written."""
-RENAMED = {"token": "tokens", "head": "heads", "eta": "etas", "layer": "layers"}
-"""Options by their names before 0.3, which are still read."""
-
-
 READING = {"revision", "device", "dtype", "field"}
 """Options that say how a model and a text are read, which stand last in the help."""
 
@@ -55,8 +45,7 @@ class Command(click.Command):
         words: str,
         function: str | Callable[..., Any],
         section: str,
-        examples: Sequence[str],
-        *,
+        *examples: str,
         params: Sequence[click.Parameter] = (),
         shared: Sequence[click.Parameter] = (),
         described: Sequence[str] = (),
@@ -76,19 +65,20 @@ class Command(click.Command):
             kinds: Kinds of the results that it gives; empty: it gives none.
             processes: Whether torchrun may start it in several processes.
         """
-        lines = ["\b"]
-        if examples:
-            lines += ["Examples:", *(f"  {line}" for line in examples)]
+        lines = ["\b", *(["Examples:"] if examples else []), *(f"  {line}" for line in examples)]
         if isinstance(function, str):
             lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words)}")
-        context = {"show_default": True, "token_normalize_func": renamed}
         names = {parameter.name for parameter in params}
         others = [parameter for parameter in shared if parameter.name not in names]
         # several commands may share a parameter, and each describes its own copy
         every = [*map(copy, (*params, *others)), *(OUTPUTS if kinds else [])]
-        super().__init__(words, params=every, epilog="\n".join(lines), context_settings=context)
-        self.words, self.function, self.section, self.examples = words, function, section, examples
-        self.described, self.kinds, self.processes = (*described, *SHARED), kinds, processes
+        super().__init__(words, params=every, epilog="\n".join(lines), context_settings={"show_default": True})
+        self.words = words
+        self.function = function
+        self.section = section
+        self.described = (*described, *SHARED)
+        self.kinds = kinds
+        self.processes = processes
 
     def describe(self) -> None:
         """Read what the help says."""
@@ -127,16 +117,11 @@ class Command(click.Command):
         self.describe()
         super().format_help(ctx, formatter)
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete a word; shells show the help of options."""
-        self.describe()
-        return super().shell_complete(ctx, incomplete)
-
     def invoke(self, ctx: click.Context) -> None:
         """Check the options, call the function with them, and deliver its result.
 
         Raises:
-            SinkscopeError: The options do not fit together, or the memory does not suffice.
+            SinkscopeError: The options do not fit together.
         """
         if world_size() > 1 and not self.processes:
             raise SinkscopeError(f"sinkscope {self.words} is for one process: run it without torchrun")
@@ -150,28 +135,46 @@ class Command(click.Command):
         with ProgressBar() as progress:
             if any(parameter.name == "model" for parameter in self.params):
                 progress(f"Loading {options.get('model', 'bundled')} ...", 0, 0)
-            outputs = [parameter for parameter in self.params if parameter.name in WRITTEN]
-            check_outputs(files, self.kinds, outputs, options)
+            self.check_outputs(files, options)
             result = self.run(options, files, progress)
         if self.kinds and result is not None:
             deliver(result, files if is_first() else {})
             ctx.exit(result.exit_code)
 
+    def check_outputs(self, files: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        """Refuse, before any work begins, outputs that cannot be written or would replace other files.
+
+        Args:
+            files: The files of the result.
+            options: What is given for options, of which some name other files and folders for writing.
+        """
+        targets = [Path(path) if path == "-" else check_output(path, self.kinds) for path in files.values()]
+        for parameter in self.params:
+            if parameter.name in options and parameter.name in WRITTEN:
+                path = options[parameter.name]
+                is_folder = parameter.metavar != "FILE"
+                targets.append(check_writable(path, folder=is_folder))
+                if parameter.name == "out" and is_folder:
+                    from sinkscope.files.store import refuse_other_files  # loads pydantic, for which no help need wait
+
+                    refuse_other_files(Path(path), f"--out {pathless(path)}")
+        for target in targets:
+            if targets.count(target) > 1 and not is_device(target):
+                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
+
     def run(self, options: dict[str, Any], files: Mapping[str, str], progress: ProgressBar) -> Any:
         """Call the function with the options and, where it takes them, the progress and the files that are wanted."""
         function = self.load()
-        takes = inspect.signature(function).parameters.values()
-        listed = [thing for one in takes if one.kind is one.VAR_POSITIONAL for thing in options.pop(one.name, ())]
-        if any(parameter.name == "progress" or parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
-            options["progress"] = progress
-        if any(parameter.name == "to_files" for parameter in takes):
-            options["to_files"] = files
-        try:
-            return function(*listed, **options)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise SinkscopeError(out_of_memory(self)) from error
-            raise
+        takes = inspect.signature(function).parameters
+        listed: list[Any] = []
+        for name, parameter in takes.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                listed += options.pop(name, ())
+            elif name == "progress" or parameter.kind is parameter.VAR_KEYWORD:
+                options["progress"] = progress
+            elif name == "to_files":
+                options["to_files"] = files
+        return function(*listed, **options)
 
     def load(self) -> Callable[..., Any]:
         """Import the function and return it; the garbage collector, which importing needs not, is on from then on."""
@@ -179,20 +182,8 @@ class Command(click.Command):
         if isinstance(function, str):
             module, _, name = function.partition(":")
             function = getattr(import_module(f"sinkscope.{module}"), name)
-        freeze_imports()
         gc.enable()
         return function
-
-
-@cache
-def freeze_imports() -> None:
-    """Tell the garbage collector, once in a process, that what was imported stays and need not be looked through."""
-    gc.freeze()
-
-
-def command(words: str, function: str, section: str, *examples: str, **settings: Any) -> Command:
-    """Return a command; the settings are those of `Command` that are not named here."""
-    return Command(words, function, section, examples, **settings)
 
 
 def measures(
@@ -201,7 +192,7 @@ def measures(
     *examples: str,
     function: Callable[..., Any] | None = None,
     edits: bool = False,
-    **settings: Any,
+    params: Sequence[click.Parameter] = (),
 ) -> Command:
     """Return the command of a measurement, with the options that all measurements have.
 
@@ -211,58 +202,16 @@ def measures(
         examples: Lines for the end of the help.
         function: The measurement. None: that of sinkscope.
         edits: Whether it can run under a patch, a policy or a guard.
-        settings: Further settings of `Command`.
+        params: Its own options.
     """
     shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
     place = function or OWN[words]
-    return Command(words, place, section, examples, shared=shared, kinds=[words], processes=True, **settings)
+    return Command(words, place, section, *examples, params=params, shared=shared, kinds=[words], processes=True)
 
 
 def typed(description: str) -> str:
     """Return what a docstring says to those who type a command: what only Python takes is left out."""
     return re.sub(r"; from Python also [^.]*(?=\.)", "", description)
-
-
-def renamed(name: str) -> str:
-    """Return the name of an option, which may be given by an earlier name."""
-    return RENAMED.get(name, name)
-
-
-def out_of_memory(command: click.Command) -> str:
-    """Return what to try where a command ran out of memory: what it has of options on which memory depends."""
-    names = [parameter.name for parameter in command.params]
-    flags = ["--" + name.replace("_", "-") for name in SMALLER if name in names]
-    remedies = [remedy for name, remedy in OTHER_MEMORY.items() if name in names]
-    if flags:
-        remedies.append(f"a smaller {word_list(flags)}")
-    return f"out of memory: try {', '.join(remedies) or 'a smaller file'}"
-
-
-def check_outputs(
-    files: Mapping[str, str], kinds: Sequence[str], others: Sequence[click.Parameter], options: Mapping[str, Any]
-) -> None:
-    """Refuse, before any work begins, outputs that cannot be written or would replace other files.
-
-    Args:
-        files: The files of a result.
-        kinds: Kinds of the results that may be there already.
-        others: Options that name other files and folders for writing.
-        options: What is given for options.
-    """
-    targets: list[Path] = []
-    for path in files.values():
-        targets.append(Path(path) if path == "-" else check_output(path, kinds))
-    for parameter in others:
-        if parameter.name in options:
-            path = options[parameter.name]
-            targets.append(check_writable(path, folder=parameter.metavar != "FILE"))
-            if parameter.name == "out" and parameter.metavar != "FILE":
-                from sinkscope.files.store import refuse_other_files  # loads pydantic, for which no help need wait
-
-                refuse_other_files(Path(path), f"--out {pathless(path)}")
-    for target in targets:
-        if targets.count(target) > 1 and not is_device(target):
-            raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
 
 
 def deliver(result: Result, files: Mapping[str, str]) -> None:

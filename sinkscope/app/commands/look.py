@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from sinkscope.app.commands.command import command
+from sinkscope.app.commands.command import Command
 from sinkscope.app.commands.options import EDITS, LOAD, MODEL, SETUP, Several, TextFile
 
 LOOK = "Look"
 
-scan = command(
+scan = Command(
     "scan",
     "app.scan:scan",
     LOOK,
@@ -25,7 +25,7 @@ scan = command(
     kinds=["sink-card"],
 )
 
-compare = command(
+compare = Command(
     "compare",
     "app.compare:compare",
     LOOK,
@@ -40,7 +40,7 @@ compare = command(
     kinds=["compare"],
 )
 
-view_model = command(
+view_model = Command(
     "view",
     "app.view.command:view_model",
     LOOK,
@@ -51,7 +51,7 @@ view_model = command(
     kinds=["view"],
 )
 
-print_generated = command(
+print_generated = Command(
     "generate",
     "app.generate:print_generated",
     LOOK,
@@ -71,7 +71,7 @@ print_generated = command(
     processes=True,
 )
 
-report = command(
+report = Command(
     "report",
     "app.report:report",
     LOOK,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from sinkscope.app.commands.command import command, measures
+from sinkscope.app.commands.command import Command, measures
 from sinkscope.app.commands.options import Several, TextFile
 
 LOOPS, DIALOGUES = "Loops", "Dialogues"
@@ -12,7 +12,7 @@ LOOPS, DIALOGUES = "Loops", "Dialogues"
 prompt = click.Option(["--prompt-file", "prompt"], type=TextFile())
 length = click.Option(["--max-new-tokens"], type=int)
 
-loops = command(
+loops = Command(
     "loops",
     "app.loops:loops",
     LOOPS,

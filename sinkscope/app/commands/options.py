@@ -29,37 +29,33 @@ class TextFile(click.ParamType):
         return text
 
 
-class Commas(click.ParamType):
-    """Values of a type with commas between them; one that stands alone keeps the spaces around it."""
-
-    name = "list"
-
-    def __init__(self, kind: click.ParamType, spaces: bool) -> None:
-        self.kind, self.spaces = kind, spaces  # whether others keep theirs, too
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        """Split at the commas."""
-        words = [value]
-        if "," in value or not value.strip():
-            words = [word for word in value.split(",") if word.strip()]
-            if not self.spaces:
-                words = [word.strip() for word in words]
-        if not words:
-            flag = "" if param is None else param.opts[0]
-            raise SinkscopeError(f"{flag} {value!r}: no name stands between the commas; give at least one")
-        return [self.kind.convert(word, param, ctx) for word in words]
-
-
 class Several(click.Option):
-    """An option of several values: with commas, or given again for each. Of tokens, spaces are a part."""
+    """An option of several values: with commas, or given again for each; one that stands alone keeps its spaces."""
 
     def __init__(self, *args: Any, type: click.ParamType = click.STRING, spaces: bool = False, **settings: Any) -> None:
-        super().__init__(*args, type=Commas(type, spaces), multiple=True, callback=joined, **settings)
+        """Make an option.
 
+        Args:
+            args: The flags, as for `click.Option`.
+            type: Type of one value.
+            spaces: Whether values between commas keep their spaces, too, as tokens do.
+            settings: Further settings of `click.Option`.
+        """
+        super().__init__(*args, type=click.STRING, multiple=True, callback=self.split, **settings)
+        self.kind = type
+        self.spaces = spaces
 
-def joined(_: click.Context, __: click.Parameter, lists: tuple[list[Any], ...]) -> list[Any] | None:
-    """Return the values of all times that an option was given."""
-    return [value for values in lists for value in values] or None
+    def split(self, ctx: click.Context, _: click.Parameter, texts: tuple[str, ...]) -> list[Any] | None:
+        """Return the values between the commas of all texts."""
+        values: list[Any] = []
+        for text in texts:
+            words = [text] if text.strip() and "," not in text else [word for word in text.split(",") if word.strip()]
+            if not words:
+                raise SinkscopeError(f"{self.opts[0]} {text!r}: no name stands between the commas; give at least one")
+            for word in words:
+                alone = self.spaces or len(words) == 1
+                values.append(self.kind.convert(word if alone else word.strip(), self, ctx))
+        return values or None
 
 
 MODEL = [

@@ -86,10 +86,9 @@ class Explorer(ModelSink):
         if text is not None:
             refuse_blank(text)
         setup = Setup.open(model, **options, loading="whole")
+        setup.target.shards.check_alone("view")
         ids_of(setup, STORY if text is None else text)
-        explorer = cls.of(setup)
-        explorer.text = text
-        return explorer
+        return cls(setup, text)
 
     @cached_property
     def column(self) -> tuple[CircuitSpike, ...]:
@@ -197,15 +196,11 @@ class Explorer(ModelSink):
             with under(switch.control, self.setup.target):
                 control = norms_at(self, intact.ids, layer)
             chance = f" (random control: {short(control[position])})"
-        token = f"{position}, {tokens[position]!r}"
-        name = f"{switch.name[:1].upper()}{switch.name[1:]}"
-        if short(before[position]) == short(after[position]):
-            return (
-                f"{name}: after layer {layer}, no norm changes: at token {token}, it stays {short(before[position])}."
-            )
+        moved = f"from {short(before[position])} to {short(after[position])}{chance}"
+        moved = f"from {short(before[position])} to {short(after[position])}{chance}"
         return (
-            f"{name}: after layer {layer}, the norm changes most at token "
-            f"{token}, from {short(before[position])} to {short(after[position])}{chance}."
+            f"{switch.name[:1].upper()}{switch.name[1:]}: after layer {layer}, the norm changes most at token "
+            f"{position}, {tokens[position]!r}, {moved}."
         )
 
     def answer(self, request: Any) -> dict[str, Any]:

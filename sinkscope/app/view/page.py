@@ -6,11 +6,11 @@ import base64
 import hashlib
 import json
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from sinkscope.app.view.listen import listen
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
 from sinkscope.results.pages import render, source
@@ -77,6 +77,9 @@ def _hash(text: str) -> str:
 
 MOST_BYTES = 1 << 20
 """Bytes of a request that are read."""
+HOST = "127.0.0.1"
+GRACE = 3
+"""Seconds that open requests have to end after Ctrl-C."""
 
 
 def check_server() -> None:
@@ -117,8 +120,39 @@ def application(answer: Callable[[Any], dict[str, Any]], title: str, token: str)
 
     routes = [Route(f"/{token}/", page), Route(f"/{token}/view", view, methods=["POST"])]
     # Another site cannot reach the page through a name of its own that leads to this machine.
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     return Starlette(routes=routes, middleware=[hosts])
+
+
+def listen(application: Any, port: int, ready: Callable[[str], object]) -> None:
+    """Serve an ASGI application at 127.0.0.1 until Ctrl-C, after which open requests have a few seconds to end.
+
+    Args:
+        application: The application.
+        port: Port; 0 takes a free one.
+        ready: Called with the address once connections are accepted.
+
+    Raises:
+        SinkscopeError: The port is taken.
+    """
+    import uvicorn
+
+    # By the protocol's number asyncio knows that it is TCP, and sends small packets at once.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, port))
+        except OSError as error:
+            raise SinkscopeError(f"{HOST}:{port}: {(error.strerror or str(error)).lower()}; give another") from None
+        listener.listen(256)
+        ready(f"http://{HOST}:{listener.getsockname()[1]}")
+        settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": GRACE}
+        settings |= {"server_header": False, "date_header": False}
+        config = uvicorn.Config(application, log_level="critical", access_log=False, **settings)
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        except KeyboardInterrupt:  # the usual end
+            pass
 
 
 def serve(answer: Callable[[Any], dict[str, Any]], title: str, port: int, ready: Callable[[str], object]) -> None:
@@ -134,4 +168,4 @@ def serve(answer: Callable[[Any], dict[str, Any]], title: str, port: int, ready:
         SinkscopeError: The port is taken.
     """
     token = secrets.token_urlsafe(16)
-    listen(application(answer, title, token), "127.0.0.1", port, lambda address: ready(f"{address}/{token}/"))
+    listen(application(answer, title, token), port, lambda address: ready(f"{address}/{token}/"))

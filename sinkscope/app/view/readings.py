@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from sinkscope.sinks.spikes.result import WhySink
 from sinkscope.sinks.thresholds import STANDS_OUT
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
-S = TypeVar("S", bound="ModelSink")  # the shape checks of the tests refuse typing.Self
 
 
 @dataclass
@@ -34,24 +32,19 @@ class ModelSink:
 
     Attributes:
         setup: The model and typical text.
-        sinks: Its survey, and its spikes.
-        circuit: The circuit of the sink, as a result.
     """
 
     setup: Setup
-    sinks: Sinks
-    circuit: WhySink
 
-    @classmethod
-    def open(cls: type[S], model: object = None, **options: Any) -> S:
-        """Open a model as `Setup.open` does, whole, and measure its sink."""
-        return cls.of(Setup.open(model, **options, loading="whole"))
+    @cached_property
+    def sinks(self) -> Sinks:
+        """Its survey, and its spikes."""
+        return sinks_of(self.setup)
 
-    @classmethod
-    def of(cls: type[S], setup: Setup) -> S:
-        """Measure the sink of an open model."""
-        setup.target.shards.check_alone("view")
-        return cls(setup, sinks_of(setup), why_sink.on(setup))
+    @cached_property
+    def circuit(self) -> WhySink:
+        """The circuit of the sink, as a result."""
+        return why_sink.on(self.setup)
 
     @property
     def layer(self) -> int:

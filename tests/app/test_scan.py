@@ -1,0 +1,78 @@
+"""A scan of a model and its sink card: what runs, what is said, and how it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sinkscope.app import scan as scanning
+from sinkscope.app.card import SinkCard
+from sinkscope.app.scan import scan
+from sinkscope.measure import Setup
+
+pytestmark = pytest.mark.few_texts
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Let a scan run parts of these names alone, with some changes."""
+    every = {part.name: part for part in scanning.PARTS}
+
+    def choose(*names: str, **changes) -> None:
+        chosen = [replace(every[name], **changes.get(name.replace("-", "_"), {})) for name in names]
+        monkeypatch.setattr(scanning, "PARTS", chosen)
+
+    return choose
+
+
+def stopped(*_, **__):
+    raise KeyboardInterrupt
+
+
+def fails(*_, **__):
+    raise ZeroDivisionError("<b>by zero</b>\nand more")
+
+
+def test_without_a_model_a_scan_is_a_tour_of_the_bundled_one(tmp_path, monkeypatch, parts):
+    parts("find-sinks")
+    monkeypatch.chdir(tmp_path)
+    card = scan()
+    assert card.quick and card.model.name == "bundled"
+    assert SinkCard.load("sinkscope-demo/card.json").to_dict() == card.to_dict()
+    assert Path("sinkscope-demo/card.html").is_file()
+
+
+def test_a_scan_goes_on_where_it_ended_and_a_part_that_fails_says_why(model, tmp_path, monkeypatch, parts, typed):
+    monkeypatch.chdir(tmp_path)
+    small = {"attack": {"quick": {"n_tokens": 12, "sequences": 2, "length": 2}}}
+    parts("attack", "lines", lines={"measure": stopped}, **small)
+    assert typed(f"scan {model} --quick --out s", 130).err.startswith("scan 1 of 2: attack: done\n")
+    typed("report . --out report.html")
+    parts("attack", "lines", attack={"measure": stopped}, lines={"measure": fails})  # attack is not measured again
+    assert typed(f"scan {model} --quick --out s").err.endswith("Card: s/card.html\n")
+    _, lines = SinkCard.load("s/card.json").parts
+    assert lines.conclusion == "not measured, because it failed (ZeroDivisionError: <b>by zero</b>)."
+    page = Path("s/card.html").read_text()
+    assert "because it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
+    parts("attack", "lines", attack={"measure": stopped}, lines={"quick": {"count": 2, "length": 48}})
+    assert scan(model, out="s", quick=True).parts[1].measured  # it is tried again
+    assert "--only finds: expected attack, lines" in typed(f"scan {model} --quick --only finds --out t", 2).err
+
+
+def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, monkeypatch, parts):
+    parts("repeat", "why-sink")
+    opened = []
+    real = Setup.open
+
+    def opening(*args, **options):
+        opened.append(options.get("loading", "stream"))
+        return real(*args, **options)
+
+    monkeypatch.setattr(Setup, "open", opening)
+    monkeypatch.setattr("sinkscope.app.scan.fits", lambda *_: False)
+    card = scan(model, out=tmp_path / "small", quick=True)
+    assert opened == ["stream"]
+    said = {part.name: part.conclusion for part in card.parts}
+    assert said["why-sink"] == "not measured, because it needs the whole model in memory." != said["repeat"]
