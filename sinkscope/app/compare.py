@@ -299,6 +299,6 @@ def draw(result: Comparison) -> Any:
     for number, key in enumerate(shown):
         place = {"row": number // 2 + 1, "col": number % 2 + 1}
         rows = drawn.get(key, [])
-        bars(fig, rows, "change", BLUE, **place)
+        bars(fig, rows, "change", BLUE, "", **place)
         fig.update_yaxes(title_text="change", tickformat=".0%" if any(map(is_share, rows)) else None, **place)
     return figure_of(fig, result, width=960, height=160 + 280 * -(-len(shown) // 2), bottom=70)
