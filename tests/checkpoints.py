@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+from huggingface_hub import constants
 from organisms.tiny import tiny_model
 
 _ROOT = Path(tempfile.mkdtemp(prefix="sinkscope-tests-"))
@@ -32,3 +36,17 @@ def spoiled(folder: Path, base: str = "llama", /, **config) -> Path:
     entries = json.loads(file.read_text()) | config
     file.write_text(json.dumps({k: v for k, v in entries.items() if v is not None}))
     return folder
+
+
+def in_cache(monkeypatch: pytest.MonkeyPatch, cache: Path, folders: Mapping[tuple[str, str], Path]) -> list[str]:
+    """Put folders, by repo and revision, into a cache of the hub, which cannot be reached; the commits."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    commits = []
+    for (repo, revision), folder in folders.items():
+        commits.append(hashlib.sha1(f"{repo} {revision}".encode(), usedforsecurity=False).hexdigest())
+        root = cache / "hub" / f"models--{repo.replace('/', '--')}"
+        shutil.copytree(folder, root / "snapshots" / commits[-1])
+        (root / "refs").mkdir(exist_ok=True)
+        (root / "refs" / revision).write_text(commits[-1])
+    return commits

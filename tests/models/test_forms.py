@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hub_server import hub
 from organisms import organism
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -77,10 +75,8 @@ def test_harmless_tensors_are_left_out(tmp_path):
 def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path):
     """Also beside a whole model."""
     folder = changed(tmp_path / "m")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
+    (folder / "adapter_config.json").write_text("{}")
     words = ["holds an adapter", "sinkscope.load(", "peft.PeftModel.from_pretrained(base", "without the adapter"]
-    with hub(tmp_path / "cache", {("org/name", "main"): folder}):
-        for read in READERS:
-            for name in (str(folder), "org/name"):
-                with refused(words=[name, *words]):
-                    read(name)
+    for read in READERS:
+        with refused(words=[str(folder), *words]):
+            read(str(folder))

@@ -1,58 +1,38 @@
-"""Models from a hub, through the real download path, against a server on this machine."""
+"""Models of the hub, as huggingface_hub leaves them in its cache; downloads are its own."""
 
 from __future__ import annotations
 
-import shutil
-import time
-
 import pytest
-from checkpoints import checkpoint
-from hub_server import hub
-from huggingface_hub import constants
+from checkpoints import checkpoint, in_cache
 from refusals import refused
 
 from sinkscope import load
 from sinkscope.opening.load import open_target
 
-pytestmark = pytest.mark.usefixtures("no_waiting")
-SHARD = "model-00001-of-"
-
-
-@pytest.fixture
-def no_waiting(monkeypatch):
-    """The hub's client waits between its retries."""
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-
 
 @pytest.mark.parametrize(
-    ("name", "revision", "reachable", "says"),
+    ("name", "revision", "says"),
     [
-        ("org/none", None, True, "org/none could not be loaded: OSError: org/none is not a .*check name"),
-        ("org/name", "v9", True, "org/name could not be loaded: OSError: v9 is not a valid git identifier"),
-        ("org/gated", None, True, "You are trying to access a gated repo.*hf auth login"),
-        ("org/name", None, False, "We couldn't connect to"),
+        ("org/none", None, "org/none could not be loaded: OSError: .*check name, revision, access .* and connection"),
+        ("org/name", "v9", "org/name could not be loaded: OSError: "),
+        ("org/adapter", None, "org/adapter holds an adapter"),
     ],
 )
-def test_failing_downloads_are_refused(tmp_path, name, revision, reachable, says):
-    with hub(tmp_path, {("org/name", "main"): checkpoint("llama")}, reachable=reachable):
-        for opened in (open_target, load):
-            with refused(says):
-                opened(name, revision=revision)
+def test_what_is_not_there_or_no_model_is_refused(tmp_path, monkeypatch, name, revision, says):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    in_cache(monkeypatch, tmp_path, {("org/name", "main"): checkpoint("llama"), ("org/adapter", "main"): folder})
+    for opened in (open_target, load):
+        with refused(says):
+            opened(name, revision=revision)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_download_that_is_cut_is_refused_and_the_next_attempt_goes_on(tmp_path, monkeypatch, name):
-    folders = {("org/name", "main"): checkpoint("llama"), ("org/name", "v2"): checkpoint("llama", "20KB")}
-    with hub(tmp_path, folders, cut=name):
-        with refused("org/name could not be loaded: .*check name, revision, access .* and connection"):
-            load("org/name")
-        assert not [file for file in (tmp_path / "hub").rglob(name) if file.stat().st_size == 100]
-    with hub(tmp_path, folders) as asked:
-        commits = [load("org/name", revision=revision).config._commit_hash for revision in (None, "v2")]
-        assert len({*commits}) == 2 and any(SHARD in one for one in asked)
-        asked.clear()
-        assert load("org/name").config._commit_hash == commits[0] and asked == []
-        for noted in [*(tmp_path / "hub").rglob(".no_exist")]:  # which files the repo lacks
-            shutil.rmtree(noted)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert load("org/name").config._commit_hash == commits[0]
+def test_a_revision_is_loaded_and_known_by_its_commit(tmp_path, monkeypatch):
+    revisions = {"main": checkpoint("llama"), "v2": checkpoint("llama", "20KB")}
+    commits = in_cache(monkeypatch, tmp_path, {("org/name", revision): revisions[revision] for revision in revisions})
+    for revision, commit in zip((None, "v2"), commits, strict=True):
+        assert load("org/name", revision=revision).config._commit_hash == commit
+        source = open_target("org/name", revision=revision).store.source
+        assert (source.name, source.commit) == ("org/name", commit)
+    assert len({*commits}) == 2

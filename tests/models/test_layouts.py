@@ -18,9 +18,6 @@ from sinkscope.opening.live import target_of
 from sinkscope.sinks.spikes.survey import read_survey
 
 IDS = torch.arange(20, 44).view(2, 12)
-# A shared expert beside the mixture; a norm in some layers; experts in three layouts; more than an addition.
-TYPES = "granitemoeshared axk1 qwen2_moe glm4_moe olmo_hybrid llama4_text nemotron_h".split()
-TYPES += "gemma4_text beam llama gemma2 mixtral".split()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe"])

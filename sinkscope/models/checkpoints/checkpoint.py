@@ -190,17 +190,9 @@ class Files:
 
 def _hub_file(repo: str, name: str, revision: str | None, *, needed: bool = False) -> Any:
     """The path of a file of a repo, in the cache; None if the repo has none."""
-    from huggingface_hub import constants
     from transformers.utils.hub import cached_file
 
-    return cached_file(
-        repo,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=needed,
-        # Offline, nobody can tell whether the repo has a file that the cache lacks.
-        _raise_exceptions_for_connection_errors=needed or not constants.HF_HUB_OFFLINE,
-    )
+    return cached_file(repo, name, revision=revision, _raise_exceptions_for_missing_entries=needed)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

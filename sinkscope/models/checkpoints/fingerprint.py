@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,22 +107,16 @@ def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
     Raises:
         SinkscopeError: The model has another shape.
     """
-    here: dict[str, Any] = {"family": target.config.model_type, "n_layers": target.n_layers}
-    here |= {"d_model": target.d_model, "d_mlp": target.d_mlp}
-    for name, size in here.items():
+    here = {"family": target.config.model_type, "n_layers": target.n_layers, "d_model": target.d_model}
+    for name, size in {**here, "d_mlp": target.d_mlp}.items():
         if model.get(name, size) != size:
             raise SinkscopeError(
                 f"the patch was made for {model.get('name')}, whose {name} is {model[name]}, and that of "
                 f"{target.name} is {size}: give that model, or make a patch for this one"
             )
-    wanted, config = model.get("fingerprint"), target.hf.config
-    known = [None, "", getattr(config, "_commit_hash", None), fingerprint_of(target)]
-    where = Path(getattr(config, "_name_or_path", "") or os.devnull)  # from where transformers says it was loaded
-    if wanted not in known and where.is_dir() and not hasattr(target.hf, "sinkscope_origin"):
-        with suppress(SinkscopeError, OSError):
-            known.append(fingerprint(Files(where)))
-    if wanted not in known:
+    wanted = model.get("fingerprint")
+    if wanted not in (None, "", getattr(target.hf.config, "_commit_hash", None), fingerprint_of(target)):
         warn(
             f"the patch was made for {model.get('name')} (fingerprint {wanted}), and {target.name} has the same shape "
-            "and other weights, so its sink may have other neurons: make a patch for this model"
+            "and other weights, or was not loaded by sinkscope: if they are others, make a patch for this model"
         )
