@@ -7,8 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from organisms import Organism, hard
-from organisms.organism import FIRST, SECOND
+from organisms import Organism, organism
 
 from sinkscope.measure import Setup
 
@@ -16,8 +15,7 @@ from sinkscope.measure import Setup
 def text_file(o: Organism, folder: Path, rows: int = 64, *, length: int = 64, seed: int = 0) -> Path:
     """Text in the model's own words: English would be one unknown word over and over, a repeated token."""
     path = folder / "words.txt"
-    before = len(o.truth.before)
-    ids = o.natural(rows, length, seed)[:, before:]
+    ids = o.natural(rows, length, seed)[:, o.bos :]
     half = " ".join(o.tokenizer.decode(row) for row in ids)
     path.write_text(f"{half} {half}", encoding="utf-8")  # to choose on, and to report on
     return path
@@ -28,26 +26,22 @@ def setup_of(o: Organism, **options: Any) -> Setup:
     return Setup.open(o.model, tokenizer=o.tokenizer, **options)
 
 
-def hard_options(h: Organism, folder: Path) -> dict[str, Any]:
-    """How a planted model is opened."""
-    rows, seed = 20, 0
-    if h.truth.share < 1:
-        rows, seed = 40, 1  # with 0, two of twelve texts of one model begin with a token that is marked: too few
-    text = text_file(h, folder, rows, seed=seed)
-    return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
+def options_of(o: Organism, folder: Path) -> dict[str, Any]:
+    """How a planted model is opened, with text of its own."""
+    return {"tokenizer": o.tokenizer, "text": text_file(o, folder, 40), "bos": None if o.bos else False}
 
 
 @cache
-def measured_spikes(measurement: Any, name: str, family: str) -> tuple[Organism, Setup, Any]:
+def measured_spikes(measurement: Any, kind: str, family: str = "llama") -> tuple[Organism, Setup, Any]:
     """A planted model, what is measured on, and what `find_sinks` or `why_sink` says."""
-    h = hard(name, family)
+    o = organism(family, kind=kind)
     with TemporaryDirectory() as folder:
-        setup = Setup.open(h.model, **hard_options(h, Path(folder)))
-    return h, setup, measurement.on(setup)
+        setup = Setup.open(o.model, **options_of(o, Path(folder)))
+    return o, setup, measurement.on(setup)
 
 
-def words_of(h: Organism, place: Any) -> str:
+def words_of(o: Organism, place: Any) -> str:
     """How words say where a spike was planted."""
-    if place == FIRST:
-        return "the first token" if h.truth.share == 1 else "some first tokens"
-    return "position 1" if place == SECOND else repr(h.tokenizer.decode([place]))
+    if place == "first":
+        return "the first token" if o.truth.share == 1 else "some first tokens"
+    return repr(o.tokenizer.decode([place]))

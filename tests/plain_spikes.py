@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from organisms.hard import attentions
-from raw_kit import blocks, part, zeroed
+from raw_kit import attention, blocks, down, inputs_edited, part
 from torch import Tensor, nn
 
-from tests.real.plain import first, reading  # noqa: F401  (beside the other views of a model)
+from tests.real.plain import reading
 
 FACTOR, SAME, READS = 3.0, 0.5, 0.3
 
@@ -23,46 +22,43 @@ class Pass:
 
     states: Tensor  # [layer + 1, text, pos, d]
     mlp: Tensor  # [layer, text, pos, d]
-    attention: list[Tensor]  # [text, head, query, key] of each layer
+    attention: Tensor  # [layer, text, head, query, key]
     loss: Tensor  # [text, pos - 1]
 
 
-def adds(block) -> nn.Module:
-    """The module whose output is what the MLP adds: a norm behind it, if there is one."""
-    return getattr(block, "post_feedforward_layernorm", None) or part(block, "mlp")
+def writer(block: nn.Module, kind: str) -> nn.Module:
+    """The module whose output an MLP, attention or a mixer adds: a norm behind it, if there is one."""
+    if hasattr(block, "pre_feedforward_layernorm"):
+        return block.post_feedforward_layernorm if kind == "mlp" else block.post_attention_layernorm
+    if kind == "mlp":
+        return part(block, "mlp", "feed_forward")
+    return part(block, "self_attn", "attn", "attention", "conv")
 
 
 @torch.no_grad()
 def run(model, ids: Tensor) -> Pass:
-    layers, kept = blocks(model), model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with (
-            reading(layers[:1], "input") as before,
-            reading(layers, "output") as after,
-            reading(map(adds, layers), "output") as mlp,
-        ):
-            output = model(ids, output_attentions=True, use_cache=False)
-    finally:
-        model.set_attn_implementation(kept)
-    mlps = [one.reshape(*ids.shape, -1) for one in mlp]
-    loss = nn.functional.cross_entropy(output.logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
-    return Pass(torch.stack([*before, *after]).float(), torch.stack(mlps).float(), list(output.attentions), loss)
+    layers = blocks(model)
+    mlps = [writer(block, "mlp") for block in layers]
+    with (
+        reading(layers[:1], "input") as before,
+        reading(layers, "output") as after,
+        reading(mlps, "output") as mlp,
+    ):
+        logits = model(ids, use_cache=False).logits.float()
+    loss = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    added = torch.stack([one.reshape(*ids.shape, -1) for one in mlp])
+    return Pass(torch.stack([*before, *after]).float(), added.float(), attention(model, ids).float(), loss)
 
 
-def received(attention: list[Tensor]) -> Tensor:
+def received(seen: Pass) -> Tensor:
     """Attention to position 0, mean over later queries: [layer, head, text]."""
-    return torch.stack([rows[:, :, 1:, 0].float().mean(-1).T for rows in attention])
+    return seen.attention[:, :, :, 1:, 0].mean(-1).transpose(1, 2)
 
 
-@torch.no_grad()
 def check_heads(model, ids: Tensor, heads: np.ndarray) -> None:
-    """What a result says of each head's attention to the first token is so, where no window hides that."""
-    own = attentions(model, ids).float()  # layer text head query key
-    given = torch.tensor(heads).float()
-    given = given[given.isfinite().any(1)]  # layers without attention are not in the model's own list
-    full = own[:, :, :, -1, 0].flatten(1).min(1).values > 0
-    torch.testing.assert_close(given[full], own[:, :, :, 1:, 0].mean((1, 3))[full], atol=1e-3, rtol=1e-3)
+    """What a result says of each head's attention to the first token is so."""
+    given = attention(model, ids).float()[:, :, :, 1:, 0].mean((1, 3))
+    torch.testing.assert_close(torch.tensor(heads).float(), given, atol=1e-3, rtol=1e-3)
 
 
 @dataclass
@@ -123,34 +119,95 @@ def spikes(seen: Pass) -> list[PlainSpike]:
     return sorted(found, key=lambda one: one.first)
 
 
+def in_texts(spike: PlainSpike, seen: Pass) -> PlainSpike:
+    """The same direction and layers in other texts."""
+    ordinary, after = ordinary_of(seen.states[1:]), seen.states[spike.peak + 1]
+    mean = after[ordinary].mean(0)
+    size = float(((after[:, 0] - mean) @ spike.direction).mean())
+    return replace(spike, mean=mean, size=size, norm=float(after[:, 0].norm(dim=-1).mean()), ordinary=ordinary)
+
+
+def some(seen: Pass, texts: int) -> Pass:
+    """The same of the first texts."""
+    return Pass(seen.states[:, :texts], seen.mlp[:, :texts], seen.attention[:, :texts], seen.loss[:texts])
+
+
 def mlp_shares(seen: Pass, spike: PlainSpike) -> list[float]:
     """What each MLP adds along the direction, beyond its mean at ordinary positions."""
     along = seen.mlp @ spike.direction
     return ((along[:, :, 0].mean(1) - along[:, spike.ordinary].mean(1)) / spike.size).tolist()
 
 
-def in_texts(spike: PlainSpike, seen: Pass) -> PlainSpike:
-    """The same direction and layers in other texts."""
-    ordinary = ordinary_of(seen.states[1:])
-    mean = seen.states[spike.peak + 1][ordinary].mean(0)
-    size = float(((seen.states[spike.peak + 1][:, 0] - mean) @ spike.direction).mean())
-    norm = float(seen.states[spike.peak + 1][:, 0].norm(dim=-1).mean())
-    return replace(spike, mean=mean, size=size, norm=norm, ordinary=ordinary)
-
-
-def some(seen: Pass, texts: int) -> Pass:
-    """The same of the first texts."""
-    attention = [rows[:texts] for rows in seen.attention]
-    return Pass(seen.states[:, :texts], seen.mlp[:, :texts], attention, seen.loss[:texts])
-
-
 @torch.no_grad()
 def written_norms(model, ids: Tensor, layer: int) -> Tensor:
     """Norm of what each neuron of a layer adds, mean over all tokens; of models without a norm behind the MLP."""
-    down = part(part(blocks(model)[layer], "mlp"), "down_proj")
-    with reading([down], "input") as seen:
+    module = down(blocks(model)[layer])
+    with reading([module], "input") as seen:
         model(ids, use_cache=False)
-    return seen[0].abs().mean((0, 1)) * down.weight.norm(dim=0)
+    return seen[0].abs().mean((0, 1)) * module.weight.norm(dim=0)
+
+
+# --- what is edited ---
+
+
+@contextmanager
+def hidden_first(model, layers: Sequence[int]) -> Iterator[None]:
+    """Later queries do not see the first token in some layers, by the additive mask that eager attention gets."""
+
+    def hide(_module, args, kwargs):
+        mask = kwargs["attention_mask"].clone()
+        mask[:, :, 1:, 0] = torch.finfo(mask.dtype).min
+        return args, {**kwargs, "attention_mask": mask}
+
+    model.set_attn_implementation("eager")
+    with ExitStack() as stack:
+        for layer in layers:
+            module = part(blocks(model)[layer], "self_attn")
+            stack.callback(module.register_forward_pre_hook(hide, with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
+def removed(model, neurons: Sequence[tuple[int, int]], at: int | None) -> Iterator[None]:
+    """Neurons give zero at one position, or everywhere (None)."""
+    with ExitStack() as stack:
+        for layer, neuron in neurons:
+
+            def zero(post: Tensor, neuron: int = neuron) -> Tensor:
+                post = post.clone()
+                post[:, slice(None) if at is None else at, neuron] = 0
+                return post
+
+            stack.enter_context(inputs_edited(down(blocks(model)[layer]), zero))
+        yield
+
+
+@contextmanager
+def replaced(model, ids: Tensor, name: str, ordinary: Tensor) -> Iterator[None]:
+    """At the first position, the embedding, an attention layer, a mixer or an MLP writes its mean at ordinary ones."""
+    kind, _, layer = name.partition(" ")
+    module = blocks(model)[0] if kind == "embedding" else writer(blocks(model)[int(layer)], kind)
+    with reading([module], "input" if kind == "embedding" else "output") as seen, torch.no_grad():
+        model(ids, use_cache=False)
+    mean = seen[0].reshape(*ids.shape, -1)[ordinary].mean(0)
+
+    def edited(states: Tensor) -> Tensor:
+        states = states.clone().reshape(len(ids), -1, states.shape[-1])
+        states[:, 0] = mean
+        return states
+
+    def change(_module, _args, output):
+        return (edited(output[0]), *output[1:]) if isinstance(output, tuple) else edited(output)
+
+    if kind == "embedding":
+        with inputs_edited(module, edited):
+            yield
+        return
+    handle = module.register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @dataclass
@@ -163,117 +220,12 @@ class Left:
 
 def readers(given: Tensor, spike: PlainSpike) -> int:
     """Heads of the layers that read a spike, of attention [layer, head, text]."""
-    layers = [layer for layer in range(spike.first + 1, spike.last + 2) if layer < len(given)]
-    return int((given[layers].mean(-1) > READS).sum())
+    return int((given[spike.first + 1 : spike.last + 2].mean(-1) > READS).sum())
 
 
-@contextmanager
-def hidden_first(model, layers: Sequence[int]) -> Iterator[None]:
-    """Later queries do not see the first token in some layers, by the additive mask that eager attention gets."""
-
-    def hide(_module, args, kwargs):
-        mask = kwargs["attention_mask"].clone()
-        mask[:, :, 1:, 0] = torch.finfo(mask.dtype).min
-        return args, {**kwargs, "attention_mask": mask}
-
-    handles = []
-    for layer in layers:
-        module = part(blocks(model)[layer], "self_attn")
-        handles.append(module.register_forward_pre_hook(hide, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def removed(model, neurons: Sequence[tuple[int, int]], at: int | None) -> Iterator[None]:
-    """Neurons give zero at one position, or everywhere."""
-    if at is None:
-        with zeroed(model, tuple(neurons)):
-            yield
-        return
-
-    def edit(numbers: list[int]):
-        def zero(_module, args):
-            post = args[0].clone()
-            post[:, at, numbers] = 0
-            return (post, *args[1:])
-
-        return zero
-
-    handles = []
-    for layer in {layer for layer, _ in neurons}:
-        down = part(part(blocks(model)[layer], "mlp"), "down_proj", "c_proj", "dense_4h_to_h")
-        handles.append(down.register_forward_pre_hook(edit([neuron for own, neuron in neurons if own == layer])))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def without(
-    model,
-    ids: Tensor,
-    spike: PlainSpike,
-    neurons: Sequence[tuple[int, int]],
-    at: int | None,
-    step: int = 1,
-    seen: Pass | None = None,
-) -> Left:
-    """What is left without some neurons at one position, or everywhere (None); of every so many tokens' loss.
-
-    `seen` is the intact pass over these texts, if it is known.
-    """
-    intact = seen or run(model, ids)
-    with removed(model, neurons, at):
-        edited = run(model, ids)
+def left(model, ids: Tensor, spike: PlainSpike, intact: Pass, step: int = 1) -> Left:
+    """What is left of a spike under the edits that act now; of every so many tokens' loss."""
+    edited = run(model, ids)
     along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
     rise = (edited.loss - intact.loss)[:, max(1, step - 1) :: step]
-    heads = readers(received(edited.attention), spike)
-    return Left(float(along[0] / along[1]), heads, float(rise.mean()), rise.numel())
-
-
-@contextmanager
-def replaced(model, name: str, place: Tensor, mean: Tensor) -> Iterator[None]:
-    """At a place, the embedding, an attention layer or an MLP writes this instead."""
-
-    def edited(states: Tensor) -> Tensor:
-        return torch.where(place[..., None], mean, states)
-
-    kind, _, layer = name.partition(" ")
-    if kind == "embedding":
-        handle = blocks(model)[0].register_forward_pre_hook(lambda _m, args: (edited(args[0]), *args[1:]))
-    elif kind == "mlp":
-        handle = adds(blocks(model)[int(layer)]).register_forward_hook(lambda _m, _a, out: edited(out))
-    else:
-        module = part(blocks(model)[int(layer)], "self_attn", "attn")
-        handle = module.register_forward_hook(lambda _m, _a, out: (edited(out[0]), *out[1:]))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def without_part(
-    model, ids: Tensor, seen: Pass, spike: PlainSpike, name: str, at: int = 0
-) -> tuple[float, tuple[int, int]]:
-    """What is left where a component writes its mean over ordinary positions; heads that attend, before and after."""
-    kind, _, layer = name.partition(" ")
-    added = seen.states[0]
-    if kind != "embedding":
-        added = seen.mlp[int(layer)]
-    if kind == "attention":
-        added = seen.states[int(layer) + 1] - seen.states[int(layer)] - added
-    place = torch.zeros_like(ids, dtype=torch.bool)
-    place[:, at] = True
-    with replaced(model, name, place, added[spike.ordinary].mean(0)):
-        edited = run(model, ids)
-    along = [spike.along(states[spike.peak + 1, :, at]).mean() for states in (edited.states, seen.states)]
-    heads: list[int] = []
-    for attention in (seen.attention, edited.attention):
-        some = [rows[:, :, at + 1 :, at].float().mean((0, 2)) for rows in attention]
-        heads.append(int((torch.stack(some[spike.first + 1 : spike.last + 2]) > READS).sum()))
-    return float(along[0] / along[1]), (heads[0], heads[1])
+    return Left(float(along[0] / along[1]), readers(received(edited), spike), float(rise.mean()), rise.numel())

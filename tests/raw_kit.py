@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from organisms.hard import attentions as attention  # noqa: F401  (beside the other views of a model)
+from organisms.planted import attentions as attention  # noqa: F401  (beside the other views of a model)
 from torch import nn
 
 from tests.real.plain import blocks, inputs_edited, norms, part, residuals  # noqa: F401
 
 
 def down(block) -> nn.Module:
-    shared = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
+    shared = ("feed_forward.w2", "mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
     return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj", "mlp.fc2", "fc2", *shared)
 
 

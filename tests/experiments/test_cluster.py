@@ -12,20 +12,20 @@ from repository import ran
 
 from sinkscope.app.card import SinkCard
 
-NAMES = ("gpt2", "llama", "qwen2")
+SEEDS = {"one": 1, "two": 2, "three": 3}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[str]:
     place = tmp_path_factory.mktemp("models")
-    return [organism(name, 2).save(place / name) for name in NAMES]
+    return [organism(seed=seed).save(place / name) for name, seed in SEEDS.items()]
 
 
 def check(out: Path):
     """Every model has its card, with the neurons that were planted."""
-    for name in NAMES:
+    for name, seed in SEEDS.items():
         numbers = SinkCard.load(out / name / "card.json").by_key()
-        truth = organism(name, 2).truth
+        truth = organism(seed=seed).truth
         planted = " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
         assert numbers["find_sinks", "neurons"].value == planted
 

@@ -22,20 +22,16 @@ organism = functools.cache(new_organism)  # only read here
 EVERY = 1 << 20  # more tokens than a vocabulary has
 
 
-# --- clusters --------------------------------------------------------------------------------------------------------
+def attack_on(o: Organism, folder: Path, **options) -> ClusterAttack:
+    options = {"length": 8, "sequences": 24, "n_tokens": EVERY, **options}
+    return attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
-def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
-    """The head of each token's group; NaN for tokens of none."""
-    groups = [o.truth.groups[token] for token in ids.tolist()]
-    return np.array([np.nan if group < 0 else o.truth.group_heads[group][0] for group in groups])
-
-
-def test_planted_groups_are_recovered_token_by_token():
-    o = organism("qwen3", 1, bos=False)
-    setup = setup_of(o)
-    result = attack.on(setup, sequences=0, n_tokens=EVERY)
-    planted = planted_heads(o, result.ids)
+def test_planted_groups_are_recovered_token_by_token(tmp_path):
+    o = organism(seed=1, bos=False)
+    result = attack_on(o, tmp_path, sequences=0)
+    groups = [o.truth.groups[token] for token in result.ids.tolist()]
+    planted = np.array([np.nan if group < 0 else o.truth.group_heads[group][0] for group in groups])
     np.testing.assert_array_equal(result.head, planted)
     assert len(result.ids) == o.model.config.vocab_size
     served = np.isfinite(planted)
@@ -47,38 +43,16 @@ def test_planted_groups_are_recovered_token_by_token():
 
 
 def test_where_no_head_of_layer_0_marks_it_is_an_answer():
-    """GPT-2 marks by position, and heads that are not in layer 0 mark in another organism."""
-    o = organism("gpt2", 0)
+    o = organism(kind="late_mark")
     found = attack(o.model, tokenizer=o.tokenizer, n_tokens=40)
-    assert found.heads == [] and found.clusters[2].get("share") == 1 and found.attempts == ()
-    assert found.conclusion().startswith("No head of layer 0 marks one of 40 tokens by itself: 100% (± 7%) have ")
+    share = found.clusters[2].numbers["share"]
+    assert found.heads == [] and share.value > 0.8 and found.attempts == ()
+    assert found.conclusion().startswith(f"No head of layer 0 marks one of 40 tokens by itself: {share} have ")
 
 
-# --- sequences of their tokens ---------------------------------------------------------------------------------------
-
-
-def attack_on(o: Organism, folder: Path, **options) -> ClusterAttack:
-    options = {"length": 8, "sequences": 24, "n_tokens": EVERY, **options}
-    return attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
-
-
-def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it(tmp_path):
-    found = attack_on(organism("neox", 2, bos=True), tmp_path)
-    served, *_, intact, patched = found.findings()
-    assert intact.get("share") == 1 and patched.get("share") == 0
-    random = intact.numbers["control"]
-    assert random.value < 0.3 and random.margin is not None and intact.note == "random tokens"
-    margin = intact.margin("share")  # one of 32 sequences might have done otherwise
-    assert 0 < margin < 0.5
-    beside = f"(random tokens: {random.value:.0%}; patched: 0%)."
-    said = f"at 100% (± {margin:.0%}) of their positions without BOS {beside}"
-    assert found.conclusion().endswith(said) and len(found.conclusion().split()) <= 30
-    assert served.get("share") == np.isfinite(found.head).mean()
-
-
-def test_the_patch_is_that_of_plain_hooks(tmp_path):
+def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it_as_plain_hooks_say(tmp_path):
     """The same sequences with the needed neurons held at their neutral values after the first position."""
-    o = organism("llama", 1)
+    o = organism(seed=1)
     found, layer = attack_on(o, tmp_path, sequences=6), o.truth.sink_layer
     setup = setup_of(o, text=text_file(o, tmp_path))
     spike = spike_of(setup)
@@ -98,9 +72,15 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
         for patch, norm in enumerate((intact, patched)):
             hits = float((norm / first >= 0.5).double().mean())
             assert found.attempts[patch].get(source) == pytest.approx(hits)
-    assert 0 < found.attempts[0].get("control") < 1  # else this test shows little
+    served, *_, intact, patched = found.findings()
+    random = intact.numbers["control"]
+    assert intact.get("share") == 1 and patched.get("share") == 0 and 0 < random.value < 0.5
+    assert intact.note == "random tokens" and served.get("share") == np.isfinite(found.head).mean()
+    beside = f"of their positions without BOS (random tokens: {random.value:.0%}; patched: 0%)."
+    assert found.conclusion().endswith(f"at {intact.numbers['share']} {beside}")
+    assert len(found.conclusion().split()) <= 30
 
 
 def test_clusters_that_are_too_small_are_an_answer(tmp_path):
-    found = attack_on(organism("llama", 1, bos=False), tmp_path, length=60)
-    assert found.conclusion().startswith("No cluster has 60 tokens (the largest: 5") and found.attempts == ()
+    found = attack_on(organism(seed=1, bos=False), tmp_path, length=60)
+    assert found.conclusion().startswith("No cluster has 60 tokens (the largest: ") and found.attempts == ()

@@ -6,64 +6,77 @@ import re
 
 import pytest
 import torch
-from plain_constancy import cosine_between, in_heads, plain
-from test_spikes import bundled  # noqa: F401  (a fixture)
+from raw_kit import attention, blocks
 
 from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import LAST, TEXTS, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.find import sinks_of
-
-CAUSES = ("alone",)
+from tests.real.plain import reading
 
 
 @pytest.fixture(scope="module")
-def spike(bundled):  # noqa: F811
+def spike(bundled):
     return sinks_of(bundled).spikes[0].reported
 
 
 @pytest.fixture(scope="module")
 def found(spike):
-    return constancy_of(spike, spike.layers[0], CAUSES, 0)
+    return of_table(constancy_of(spike, spike.layers[0], ("alone",), 0), "constant")
 
 
-def positions(spike) -> torch.Tensor:
-    """Where an ordinary position was drawn in each text."""
-    return ordinary_positions(spike.survey.ids[:TEXTS], 0)
-
-
-def test_states_are_those_of_plain_masks(bundled, spike, found):  # noqa: F811
-    ids = spike.survey.ids[:TEXTS]
-    at, rows, length = positions(spike), torch.arange(TEXTS), ids.shape[1]
+@torch.no_grad()
+def test_states_are_those_of_plain_masks(spike, found):
+    model, ids, rows = spike.survey.target.hf, spike.survey.ids[:TEXTS], torch.arange(TEXTS)
+    at, length = ordinary_positions(ids, 0), ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril().expand(TEXTS, -1, -1)
     alone = causal.clone()
     alone[rows, at] = torch.arange(length) == at[:, None]
-    alone[rows, at, at] = True
-    states = plain(bundled.target.hf, ids, alone)[0][:, rows, at]
-    has = spike.along(states[spike.peak + 1]) >= 0.5
+    states = []
+    for mask in (alone, causal):
+        added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[:, None]
+        seen = model(ids, attention_mask=added, output_hidden_states=True, use_cache=False).hidden_states
+        states.append(torch.stack(seen)[:, rows, at])  # what enters each layer
+    has = spike.along(states[0][spike.peak + 1]) >= 0.5
     assert int(has.sum()) < TEXTS  # some do not become such a place, and are left out
-    row = of_table(found, "constant")["state"]
-    _, after, before = map(int, re.findall(r"\d+", row.note))
-    for mask, number in ((alone, ""), (causal, "ordinary_")):
-        between = cosine_between(plain(bundled.target.hf, ids, mask)[0][:, rows, at][:, has])
-        assert row.get(f"{number}before") == pytest.approx(float(between[before]), abs=1e-4)
-        assert row.get(f"{number}after") == pytest.approx(float(between[after]), abs=1e-4)
+    _, after, before = map(int, re.findall(r"\d+", found["state"].note))
+    for own, number in zip(states, ("", "ordinary_"), strict=True):
+        unit = torch.nn.functional.normalize(own[:, has], dim=-1)
+        pairs = torch.triu_indices(unit.shape[1], unit.shape[1], 1)
+        between = (unit[:, pairs[0]] * unit[:, pairs[1]]).sum(-1).mean(1)
+        assert found["state"].get(f"{number}before") == pytest.approx(float(between[before]), abs=1e-4)
+        assert found["state"].get(f"{number}after") == pytest.approx(float(between[after]), abs=1e-4)
 
 
-def test_values_and_scores_are_those_of_plain_attention(bundled, spike, found):  # noqa: F811
-    ids, model = spike.survey.ids[:TEXTS], bundled.target.hf
-    at, length = positions(spike), ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril().expand(TEXTS, -1, -1)
-    _, scores, values = plain(model, ids, causal)
-    heads = spike.survey.received(spike.place.mask).nanmean(-1) > 0.3
-    table = of_table(found, "constant")
-    heads_said, after = map(int, re.findall(r"\d+", table["state"].note)[:2])
-    layers = range(after, min(spike.layers[1] + 2, len(values)))
-    of_value, of_score = in_heads(model, scores, values, {layer: heads[layer] for layer in layers}, at, LAST)
-    assert len(of_value[0]) == heads_said
-    for name, numbers in (("value", of_value), ("score", of_score)):
-        assert table[name].get("after") == pytest.approx(float(torch.stack(numbers[0]).mean()), abs=1e-3)
-        assert table[name].get("ordinary_after") == pytest.approx(float(torch.stack(numbers[1]).mean()), abs=1e-3)
+@torch.no_grad()
+def test_values_and_scores_are_those_of_plain_attention(spike, found, monkeypatch):
+    model, ids, rows = spike.survey.target.hf, spike.survey.ids[:TEXTS], torch.arange(TEXTS)
+    reads = spike.survey.received(spike.place.mask).nanmean(-1) > 0.3
+    said, after = map(int, re.findall(r"\d+", found["state"].note)[:2])
+    last = min(spike.layers[1] + 1, len(reads) - 1)
+    heads = [(layer, head) for layer, head in reads.nonzero().tolist() if after <= layer <= last]
+    scores, softmax = [], torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda given, **how: scores.append(given) or softmax(given, **how))
+    with reading([block.self_attn.v_proj for block in blocks(model)], "output") as values:
+        attention(model, ids)
+    at = ordinary_positions(ids, 0)
+    for where, number in ((torch.zeros_like(at), "after"), (at, "ordinary_after")):
+        of_value, of_score = [], []
+        for layer, head in heads:
+            norms = values[layer].unflatten(-1, (-1, model.config.head_dim)).norm(dim=-1)
+            norms = norms[..., head * norms.shape[2] // reads.shape[1]]
+            of_value.append(norms[rows, where] / norms[:, 1:].median(1).values)
+            lead = []
+            for query in range(LAST, ids.shape[1]):
+                seen = scores[layer][:, head, query, : query + 1]
+                others = torch.ones_like(seen, dtype=torch.bool)
+                others[:, 0] = others[rows, where] = False
+                lead.append(seen[rows, where] - torch.where(others, seen, 0).sum(1) / others.sum(1))
+            lead = torch.stack(lead)
+            of_score.append(lead.mean(0) ** 2 / (lead**2).mean(0))
+        assert len(heads) == said
+        assert found["value"].get(number) == pytest.approx(float(torch.stack(of_value).mean()), abs=1e-3)
+        assert found["score"].get(number) == pytest.approx(float(torch.stack(of_score).mean()), abs=1e-3)
 
 
 def test_where_nothing_makes_another_such_place_nothing_is_said(spike):

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
-from organisms import hard, mask_of, organism
+from organisms import mask_of, organism
 from raw_kit import attention, residuals
 from refusals import refused
 
 import sinkscope as ss
 
 pytestmark = pytest.mark.few_texts
-
-
-@cache
-def planted(name: str, family: str):
-    """A model, four texts, and where their sinks and spikes were planted."""
-    if name == "none":
-        one = organism(family, 0, kind="none")
-        ids = one.natural(4, 48)
-        return one.model, ids, torch.zeros_like(ids, dtype=torch.bool)
-    m = hard(name, family)
-    ids = m.natural(4, 48)
-    return m.model, ids, mask_of(m.truth.sink, ids) | mask_of(m.truth.spike, ids)
 
 
 @torch.no_grad()
@@ -43,38 +29,29 @@ def plain(model, row: torch.Tensor) -> torch.Tensor:
     return there
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("no_norm", "gpt2"),  # a learned position, and no norm that stands out
-        ("spike_only", "llama"),
-        ("two_delimiters", "llama"),
-        ("two_sinks", "neox"),
-        ("none", "llama"),
-        ("learned_logits", "gpt_oss"),  # they are no position
-    ],
-)
-def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(name, family):
-    model, ids, there = planted(name, family)
-    mask = ss.sink_mask(model, ids)
-    assert mask.shape == ids.shape and torch.equal(mask, there)
-    assert torch.equal(mask, torch.stack([plain(model, row) for row in ids]))
+@pytest.mark.parametrize("kind", ["no_norm", "spike_only", "two_delimiters", "two_sinks", "none"])
+def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(kind):
+    o = organism(kind=kind)
+    ids = o.natural(4, 48)
+    mask = ss.sink_mask(o.model, ids)
+    assert torch.equal(mask, mask_of(o.truth.places, ids))
+    assert torch.equal(mask, torch.stack([plain(o.model, row) for row in ids]))
 
 
-@pytest.mark.parametrize(("name", "family", "side"), [("no_norm", "gpt2", "left"), ("two_sinks", "neox", "right")])
-def test_padding_is_no_sink_and_changes_none(name, family, side):
-    model, ids, there = planted(name, family)
+@pytest.mark.parametrize(("kind", "side"), [("no_norm", "left"), ("two_sinks", "right")])
+def test_padding_is_no_sink_and_changes_none(kind, side):
+    o = organism(kind=kind)
+    ids = o.natural(4, 48)
     lengths = [48, 30, 41, 30]
-    padded = torch.full((4, 52), int(ids[there][-1]))  # the padding looks like a sink
+    padded = torch.full((4, 52), int(ids[mask_of(o.truth.places, ids)][-1]))  # the padding looks like a sink
     expected, real = torch.zeros(4, 52, dtype=torch.bool), torch.zeros(4, 52, dtype=torch.long)
     for number, length in enumerate(lengths):
         where = slice(0, length) if side == "right" else slice(52 - length, 52)
         padded[number, where], real[number, where] = ids[number, :length], 1
-        expected[number, where] = plain(model, ids[number, :length])
+        expected[number, where] = plain(o.model, ids[number, :length])
     assert expected.sum() >= 4
-    assert torch.equal(ss.sink_mask(model, padded, attention_mask=real), expected)
-    rows = [ids[number, :length].tolist() for number, length in enumerate(lengths)]
-    ragged = ss.sink_mask(model, rows)
+    assert torch.equal(ss.sink_mask(o.model, padded, attention_mask=real), expected)
+    ragged = ss.sink_mask(o.model, [ids[number, :length].tolist() for number, length in enumerate(lengths)])
     assert ragged.shape == (4, 48) and ragged.sum() == expected.sum()
 
 
@@ -90,4 +67,4 @@ def test_padding_is_no_sink_and_changes_none(name, family, side):
 )
 def test_what_is_no_input_is_refused_in_one_line(options, message):
     with refused(message):
-        ss.sink_mask(organism("llama", 0).model, **{"ids": torch.full((2, 8), 9)} | options)
+        ss.sink_mask(organism().model, **{"ids": torch.full((2, 8), 9)} | options)

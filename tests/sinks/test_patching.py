@@ -35,8 +35,7 @@ organism = functools.cache(new_organism)  # only read where nothing else is said
 
 
 def made_of(o: Organism, folder: Path, **changes) -> PatchResult:
-    most = 2 * (o.truth.repeats_expected or 50)
-    options = {"max_repeats": most, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
+    options = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
     return measured(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -47,7 +46,7 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
         return o, made_of(o, Path(folder))
 
 
-@pytest.mark.parametrize(("family", "kind", "seed"), [("llama", "sink", 5), ("mixtral", "up", 6)])
+@pytest.mark.parametrize(("family", "kind", "seed"), [("llama", "sink", 5), ("mixtral", "sink", 6)])
 def test_patch_is_the_planted_neurons(family, kind, seed):
     o, made = made_once(family, seed, kind)
     assert (made.verdict, {one.site for one in made.sites}) == ("made", set(o.truth.neurons))

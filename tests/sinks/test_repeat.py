@@ -9,19 +9,11 @@ from attack_kit import setup_of, text_file
 from organisms import Organism, organism
 from raw_kit import attention, residuals
 
-from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.repeat import TAIL, Repeat, contrasts, half_reached, repeat, stopped_after
 from sinkscope.sinks.spikes.find import spike_of
 
 pytestmark = pytest.mark.few_texts
-
-
-def along(setup: Setup, rows: torch.Tensor) -> torch.Tensor:
-    """Projection of each position of rows on the spike's direction, over that of the first one, from plain passes."""
-    spike = spike_of(setup).spike
-    reached = spike.along(residuals(setup.target.model, rows)[spike.peak])
-    return reached / reached[:, :1]
 
 
 def word_of(o: Organism, group: int) -> str:
@@ -32,33 +24,20 @@ def controls_of(result: Repeat) -> dict[str, float]:
     return {row.name: row.get("share") for row in result.effects if row.table == "controls"}
 
 
-@pytest.fixture(scope="module")
-def llama():
-    """One sink neuron."""
-    return organism("llama", 2)
-
-
-@pytest.fixture(scope="module")
-def setup(llama):
-    return setup_of(llama)
-
-
-# --- norms ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama, setup):
+def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it():
     """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
-    expected = llama.truth.repeats_expected or 0
-    result = repeat.on(setup, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
-    marked = int(result.repeats[0, 0])
+    o = organism(seed=2)
+    setup, expected = setup_of(o), o.truth.repeats_expected
+    result = repeat.on(setup, tokens=[word_of(o, 0), word_of(o, -1)], max_repeats=4 * expected)
+    marked, spike = int(result.repeats[0, 0]), spike_of(setup).spike
     assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
     for count in (marked - 1, marked):
-        alone = along(setup, llama.repeated(count, result.ids[0]))[0]
-        assert (alone[-1] >= 0.5) == (count == marked)
+        alone = spike.along(residuals(o.model, o.repeated(count, result.ids[0]))[spike.peak])[0]
+        assert (alone[-1] >= 0.5 * alone[0]) == (count == marked)
     assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
     says = f"Half of the first token's spike is reached by 1 of 2 tokens in {result.conditions[0]}"
-    control = f"one copy: {controls_of(result)['one copy']:.0%} of it"
+    control = f"{result.effects[0].note}: {result.effects[0].get('control'):.0%} of it"
     assert result.conclusion() == f"{says} within {4 * expected:,} copies ({control})."
 
 
@@ -67,27 +46,23 @@ def test_a_single_position_that_stands_out_is_not_made_by_repetition():
     assert [half_reached(shares[:end]) for end in (4, 6, 7)] == [None, 5, 5]
 
 
-# --- attention -----------------------------------------------------------------------------------------------------
-
-
-def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
+def test_attention_of_each_place_is_that_of_whole_matrices(tmp_path):
     """In natural text, with copies, and with one copy; and what the copies get together."""
-    count, text = 60, text_file(llama, tmp_path, 1, length=900)
-    setup = setup_of(llama, text=text)
-    result = repeat.on(setup, quantity="attention", tokens=[word_of(llama, 0)], max_repeats=count)
-    bos = llama.tokenizer.bos_token_id
-    natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
-    copies = torch.tensor([[bos, *[result.ids[0]] * count]])
+    o, count = organism(seed=2), 60
+    text = text_file(o, tmp_path, 1, length=900)
+    setup = setup_of(o, text=text)
+    result = repeat.on(setup, quantity="attention", tokens=[word_of(o, 0)], max_repeats=count)
+    natural = text_rows(o.tokenizer, text.read_text(), 1, count + 1 + TAIL, setup.bos)
+    copies = o.repeated(count, result.ids[0])
     single, _ = contrasts(setup, copies, count)
     ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
-    every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
+    every = attention(o.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
     fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())
     there = every[..., 1 : count + 1].sum(-1).mean(-1)
     assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
     assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
-    layer = llama.truth.sink_layer + 1
+    layer, controls = o.truth.sink_layer + 1, controls_of(result)
     assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
-    controls = controls_of(result)
     values = [controls["other tokens"], result.effects[0].get("share"), controls["one copy"]]
     assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 

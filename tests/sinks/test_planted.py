@@ -1,0 +1,84 @@
+"""Spikes of planted models: what is said is what was planted, and no more."""
+
+from __future__ import annotations
+
+import plain_spikes as plain
+import pytest
+from attack_kit import measured_spikes, words_of
+from organisms import KINDS
+from organisms.planted import PlantedSpike
+
+from sinkscope.sinks.spikes.find import sinks_of, why_sink
+from sinkscope.sinks.spikes.records import TAKEN, SpikeResult, sufficient
+
+few_texts = pytest.mark.few_texts
+PLANTED = [(kind, "llama") for kind in KINDS if kind not in ("up", "late_mark", "spread", "some_first_tokens")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *(pytest.param(*case, marks=few_texts) for case in [*PLANTED, ("sink", "mixtral")]),
+        ("some_first_tokens", "llama"),  # a part of the texts has them
+    ],
+)
+def test_what_was_planted_is_said(kind, family):
+    o, setup, found = measured_spikes(why_sink, kind, family)
+    assert len(found.spikes) == len(o.truth.spikes)
+    for planted in o.truth.spikes:
+        words, layers = words_of(o, planted.place), (planted.first, planted.last)
+        (spike,) = [one for one in found.spikes if words in one.place.words and one.layers == layers]
+        check(planted, spike)
+    assert " 0 of 0 " not in found.text() and "-0%" not in found.text()
+    plain.check_heads(o.model, sinks_of(setup).report.ids, found.heads)
+    assert bool(found.readers.get("heads")) == (kind not in ("none", "spike_only"))
+
+
+def check(planted: PlantedSpike, spike: SpikeResult) -> None:
+    marks, writers, components = (spike.table(name) for name in ("marks", "writers", "components"))
+    assert spike.needed and frozenset(spike.needed) in planted.needs
+    assert spike.named("spike", "needed").get("left") == pytest.approx(0, abs=0.25)
+    written = set[str]()
+    for name, row in components.items():  # the embedding writes what is there before the first layer
+        layer = 0 if name == "embedding" else int(name.split()[1])
+        if abs(row.get("share")) >= 0.1 and layer >= spike.layers[0]:
+            written.add(name)
+    assert written == set(planted.writers) and set(spike.table("erasers")) == set(planted.erasers)
+    assert sum(row.get("share") for row in components.values()) == pytest.approx(1, abs=0.05)
+    assert planted.backups <= {name for name, row in writers.items() if row.note in ("needed", "backup")}
+    assert bool(spike.table("effects")) == (spike.like is None) == bool(spike.table("controls"))
+    if "embedding" in spike.needed:
+        assert not marks  # what has the spike itself marks nothing
+    elif planted.marks:
+        assert next(iter(marks)) in planted.marks
+    else:
+        assert set(next(iter(marks)).split(" and ")) == {"attention 0", "embedding"}
+
+
+CASES = [
+    ("sink", [("alone",)], ["alone"]),  # heads mark a token that sees none but its own group
+    ("embedding_spike", [("its token",)], ["its token"]),  # the embedding of BOS has it
+    ("attention_spike", [("its token", "alone")], ["its token", "alone"]),  # heads write it, if nothing dilutes
+    ("saturated", [("alone",), ("its token",)], []),  # heads and the embedding of BOS: either is enough
+]
+
+
+@few_texts
+@pytest.mark.parametrize(("kind", "enough", "without"), CASES)
+def test_the_cause_that_was_planted_is_said(kind, enough, without):
+    _, _, found = measured_spikes(why_sink, kind)
+    taken = {cause: found.answered.table("conditions").get(name) for cause, name in TAKEN.items()}
+    assert sufficient(found.answered.rows) == enough
+    needs = [cause for cause, row in taken.items() if row is not None and row.get("left") + row.margin("left") < 0.25]
+    assert needs == without
+    words = {"its token": "carries '<s>'", "alone": "sees only itself"}
+    first = found.conclusion().partition(" becomes the sink")[0]
+    assert all(words[cause] in first for causes in enough for cause in causes)
+    assert (" or " in first) == (kind == "saturated") and (" and " in first) == (kind == "attention_spike")
+
+
+@few_texts
+def test_of_a_place_that_is_not_the_first_token_causes_are_not_asked():
+    with pytest.warns(UserWarning, match="is asked of the first token, and this spike is at"):
+        _, _, found = measured_spikes.__wrapped__(why_sink, "two_delimiters", "llama")
+    assert found.answered is None
