@@ -79,7 +79,7 @@ def app() -> None:
 @app.command("models")
 @click.option("--out", type=FOLDER, required=True, help="A new folder.")
 def make_models(out: Path) -> None:
-    """Write ten organisms and the inputs of all models. The same call writes the same files."""
+    """Write six organisms and the inputs of all models. The same call writes the same files."""
     sys.path.insert(0, str(HERE.parents[1] / "tests"))
     import torch
     from loop_texts import prose
@@ -87,15 +87,11 @@ def make_models(out: Path) -> None:
 
     torch.set_num_threads(1)
     made = {
-        "llama-gate": organism("llama", 0, kind="gate"),
+        "llama": organism("llama", 0),
         "llama-none": organism("llama", 2, kind="none"),
-        "gpt2": organism("gpt2", 3),
-        "neox-sink": organism("neox", 4),
-        "gemma2": organism("gemma2", 5),
+        "llama-no-bos": organism("llama", 7, bos=False),
+        "llama-spread": organism("llama", 8, kind="spread"),
         "mixtral": organism("mixtral", 6),
-        "qwen2-no-bos": organism("qwen2", 7, bos=False),
-        "qwen3-spread": organism("qwen3", 8, kind="spread"),
-        "gpt-oss-up": organism("gpt_oss", 9, kind="up"),
     }
     for name, o in made.items():
         o.save(out / name)

@@ -18,7 +18,21 @@ from ways.model_copies import Original
 
 from sinkscope.results.notation import Neuron
 
-from .planted import FIRST, MARK, NORM, SHARPNESS, Body, Organism, Parts, Place, PlantedSpike, Site, Truth, make_plan, unit
+from .planted import (
+    FIRST,
+    MARK,
+    NORM,
+    SHARPNESS,
+    Body,
+    Organism,
+    Parts,
+    Place,
+    PlantedSpike,
+    Site,
+    Truth,
+    make_plan,
+    unit,
+)
 from .tokens import BOS, N_SPECIAL, word_tokenizer
 
 Make = Callable[[Body], Truth]

@@ -279,12 +279,16 @@ class Layer:
     @classmethod
     def of(cls, module: nn.Module, head_dim: int) -> Layer:
         attn, mlp = module.self_attn, module.mlp
-        q, k, v = (projection.weight.unflatten(0, (-1, head_dim)) for projection in (attn.q_proj, attn.k_proj, attn.v_proj))
+        q, k, v = (
+            projection.weight.unflatten(0, (-1, head_dim)) for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
         o = attn.o_proj.weight.unflatten(1, (-1, head_dim)).permute(1, 2, 0)
         if hasattr(mlp, "experts"):
             gate, up = mlp.experts.gate_up_proj.chunk(2, 1)
             return cls(module, q, k, v, o, gate, up, mlp.experts.down_proj.transpose(1, 2), mlp.gate.weight)
-        return cls(module, q, k, v, o, mlp.gate_proj.weight[None], mlp.up_proj.weight[None], mlp.down_proj.weight.T[None])
+        return cls(
+            module, q, k, v, o, mlp.gate_proj.weight[None], mlp.up_proj.weight[None], mlp.down_proj.weight.T[None]
+        )
 
 
 class Body:
@@ -446,11 +450,13 @@ class Body:
         return [self.site(layer, neuron) for neuron in neurons]
 
     def fire(self, mark: Tensor, way: Tensor, *, layer: int | None = None, neuron: int | None = None, **more) -> Site:
-        """A neuron that is on where `mark` is, and writes a spike along `way`: the first of the sink layer, if no other."""
+        """A neuron that is on where `mark` is, and writes a spike along `way`."""
         layer = self.at if layer is None else layer
         rows = self.on(layer, mark, more.get("where"))
         size = more.pop("times", 1) * self.size(layer)
-        (site,) = self.write(layer, [self.plan.neurons[0] if neuron is None else neuron], rows, way, size, route=mark, **more)
+        (site,) = self.write(
+            layer, [self.plan.neurons[0] if neuron is None else neuron], rows, way, size, route=mark, **more
+        )
         return site
 
     def read(self, layers: Iterable[int], way: Tensor, *, where: Tensor | None = None, other: bool = False) -> None:

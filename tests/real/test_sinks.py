@@ -1,107 +1,167 @@
-"""Patches on SmolLM2, beside plain hooks on the same token ids; spikes are in `test_spikes`."""
+"""Sinks of two real models: every number is that of plain hooks, and what is said of them is known from elsewhere."""
 
 from __future__ import annotations
 
-import json
+from importlib import resources
 
-import plain
+import plain_spikes as plain
 import pytest
 import torch
 
+import sinkscope as ss
 from sinkscope.hooks.edit import SinkPatch
-from sinkscope.measure import Setup
-from sinkscope.models.text import text_rows
-from sinkscope.sinks.patch import AFTER, patch
-from sinkscope.sinks.spikes.spike import first_spikes
-from sinkscope.sinks.spikes.survey import survey_of
-from sinkscope.sinks.tokens import held_out
+from sinkscope.sinks.spikes.find import find_sinks, why_sink
+from tests.real.plain import norms
 
-SPIKE = ((11, 1229), (11, 1487))
-"""The neurons that write the spike: 72 % and 28 % of it."""
+LENGTH, TEXTS, BESIDE = 64, 16, 8
+LATE = ((11, 1229), (11, 1487))
+"""The neurons of SmolLM2 that write its late spike."""
 
-pytestmark = pytest.mark.few_texts
+
+def pieces(tokenizer, half: str) -> torch.Tensor:
+    """The texts of four kinds in turn, cut here once more: even documents choose, odd ones report."""
+    rows: list[list[int]] = []
+    for number in range(TEXTS // 4):
+        for kind in ("prose", "dialogue", "code", "tables"):
+            text = resources.files("sinkscope.models.text").joinpath("kinds", f"{kind}.txt").read_text("utf-8")
+            document = text.split("\n%%%\n")[2 * number + (half == "report")]
+            ids = tokenizer(document, add_special_tokens=False)["input_ids"]
+            rows.append([tokenizer.bos_token_id, *ids[: LENGTH - 1]])
+    return torch.tensor(rows)
 
 
 @pytest.fixture(scope="module")
-def setup(smollm2) -> Setup:
-    return Setup.open(smollm2.model)
+def of_smollm2(smollm2):
+    return why_sink(smollm2.model, tokenizer=smollm2.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def of_gemma3(gemma3):
+    return find_sinks(gemma3.model, tokenizer=gemma3.tokenizer)
+
+
+def compare(real, found, step: int) -> dict[int, plain.PlainSpike]:
+    """Hold a result against plain hooks on the same texts, where the loss of every so many tokens is read."""
+    model, ids = real.model, pieces(real.tokenizer, "report")
+    seen = plain.run(model, ids)
+    chosen = [plain.in_texts(one, seen) for one in plain.spikes(plain.run(model, pieces(real.tokenizer, "choose")))]
+    spikes = {one.first: one for one in chosen}
+    assert {one.layers for one in found.first_spikes} == {(one.first, one.last) for one in chosen}
+    given = plain.received(seen)
+    torch.testing.assert_close(torch.tensor(found.heads), given.mean(-1), atol=1e-3, rtol=0)
+    for spike in found.first_spikes:
+        own = spikes[spike.layers[0]]
+        norm = spike.named("spike", "norm").get("norm_after")
+        assert norm == pytest.approx(own.norm, rel=1e-3) and spike.peak == own.peak
+        shares = plain.mlp_shares(seen, own)
+        for name, row in spike.table("components").items():
+            if name.startswith("mlp "):
+                assert row.get("share") == pytest.approx(shares[int(name[4:])], abs=1e-3)
+        for name, at, texts in (("at place", 0, TEXTS), ("everywhere", None, BESIDE)):
+            with plain.removed(model, [one.site for one in spike.needed_neurons], at):
+                left = plain.left(model, ids[:texts], own, plain.some(seen, texts), step)
+            row = spike.named("effects", name)
+            assert row.get("left") == pytest.approx(left.left, abs=1e-3) and row.get("tokens") == left.tokens
+            assert row.get("intact") == plain.readers(given[..., :texts], own) and row.get("heads") == left.heads
+            assert row.get("loss") == pytest.approx(left.loss, abs=1e-3)
+    return spikes
 
 
 @pytest.mark.slow
-def test_a_patch_that_is_given_says_of_each_spike_what_plain_hooks_read(setup):
-    """The patch of the late spike: norm, attention and next token at copies in both spikes, and ordinary text."""
-    values = dict.fromkeys(SPIKE, 0.05)
-    made = patch.on(setup, file=SinkPatch(sites=SPIKE, calibrated=values), max_repeats=512, pieces=2, length=64)
-    rows_of = {(row.name, row.about): row for row in made.proof}
-    model, said = setup.target.hf, rows_of["one more copy", ""].texts
-    words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in said]
-    rows = torch.tensor([[setup.bos] + made.repeats * [word] for word in words])
-    ids = torch.cat([rows, text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None).expand(len(rows), -1)], 1)
-    survey = survey_of(setup)
-    end, spikes, received = rows.shape[1], first_spikes(survey, setup.tokenizer), survey.attention[..., 0].mean(-1)
-    pieces = held_out(setup, 2, 64)
-    assert [one.layers[1] for one in spikes] == [8, 29]
-    for case, held in {"intact": {}, "patched": values}.items():
-        with plain.held(model, held):
-            states = plain.residuals(model, rows)
-            given = [
-                torch.stack([a[0, :, end:, 1:end].sum(-1).mean(-1) for a in plain.attentions(model, row[None])])
-                for row in ids
-            ]
-            chances = [model(row[None]).logits[0, -1].softmax(-1)[row[-1]].item() for row in rows]
-            perplexity = plain.nll(model, pieces)[:, 1:].mean().exp().item()
-        for spike in spikes:
-            along = (states[spike.peak, :, -1] - spike.mean) @ spike.direction / spike.size
-            norm = rows_of["norm of copies", spike.name]
-            shown = [said.index(word) for word in norm.texts]
-            assert norm.note and norm.numbers[case].by_text == pytest.approx(along[shown].numpy(), rel=1e-3, abs=1e-4)
-            some = slice(spike.layers[0] + 1, spike.layers[1] + 2)
-            layers = torch.stack(given)[:, some][:, received[some] > 0.3].mean(1)  # of the heads that read it
-            attention = rows_of["attention to copies", spike.name]
-            assert attention.get(case) == pytest.approx(layers[shown].mean().item(), rel=1e-3)
-        assert rows_of["one more copy", ""].numbers[case].by_text == pytest.approx(chances, rel=1e-2)
-        cost = rows_of["change of the perplexity", ""]
-        assert cost.get("perplexity") * (1 + cost.get(case)) == pytest.approx(perplexity, rel=2e-5)
-    assert abs(rows_of["change of the perplexity", ""].get("patched")) < 0.01  # ordinary text keeps its perplexity
-    notes = {(row.name, row.about): row.note for row in made.proof}
-    for name in ("norm of copies", "attention to copies"):
-        assert (notes[name, "layers 11-29"], notes[name, "layers 1-8"]) == ("repaired", "not repaired")
-    assert notes["one more copy", ""] == "not repaired"
+def test_every_number_of_smollm2_is_that_of_plain_hooks(smollm2, of_smollm2):
+    spikes = compare(smollm2, of_smollm2, 1)
+    late, ids = of_smollm2.first_spikes[0], pieces(smollm2.tokenizer, "report")
+    seen = plain.run(smollm2.model, ids)
+    name, mark = next(iter(late.table("marks").items()))
+    with plain.replaced(smollm2.model, ids, "mlp 8", spikes[11].ordinary):
+        left = plain.left(smollm2.model, ids, spikes[11], seen)
+    assert name == "mlp 8" and mark.get("left") == pytest.approx(left.left, abs=1e-3)
+    assert left.left < 0.25 and left.heads > 0.6 * late.heads  # most heads stay without the mark
 
 
-def test_the_patch_keeps_copies_from_becoming_sinks(setup):
+@pytest.mark.slow
+def test_every_number_of_gemma3_is_that_of_plain_hooks(gemma3, of_gemma3):
+    """It is a relay of which the first neuron is needed."""
+    compare(gemma3, of_gemma3, 2)
+    relay, start = of_gemma3.first_spikes
+    assert (relay.layers, relay.dims, relay.needed) == ((3, 16), (163,), ("L3.N1414",))
+    written = {name: row.get("share") for name, row in relay.table("writers").items()}
+    assert all(0.1 < written[name] < 0.2 for name in ("L4.N84", "L5.N584", "L6.N1824", "L7.N1455", "L8.N188"))
+    assert written.get("L11.N163", 0) < 0.05  # a third of it before the norm behind the MLP
+    others = [row.get("left") for row in relay.table("writers").values() if row.note != "needed"]
+    assert len(others) >= 5 and min(others) > 0.75
+    assert relay.named("effects", "at place").get("heads") <= 15 and start.layers == (0, 2) and start.dims == (400,)
+    assert "L3.N1414 suffices" in of_gemma3.conclusion() and abs(of_gemma3.readers.get("heads") - 55) <= 4
+
+
+def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smollm2):
+    late, early = of_smollm2.first_spikes
+    assert (late.layers, early.layers, late.dims) == ((11, 29), (1, 8), (507,))
+    assert {*late.needed} == {"L11.N1229", "L11.N1487"} and {*early.needed} == {"L1.N83", "L2.N90", "L2.N430"}
+    at_place = late.named("effects", "at place")
+    assert abs(at_place.get("intact") - 151) <= 3 and at_place.get("heads") <= 30 and at_place.get("loss") > 1
+    assert of_smollm2.readers.get("heads") == (of_smollm2.heads > 0.3).sum()  # one count
+    assert [*late.table("erasers")][:2] == ["mlp 28", "mlp 29"]
+    assert late.named("effects", "everywhere").get("loss") == pytest.approx(at_place.get("loss"), abs=0.1)
+    early_losses = [early.named("effects", name).get("loss") for name in ("at place", "everywhere")]
+    assert early_losses[0] < 0.2 < early_losses[1]  # what they do is mostly elsewhere
+    busiest = late.named("controls", "busiest").get("loss")
+    assert busiest < 0.2 * at_place.get("loss") and late.named("controls", "random").get("reached") == 0
+    roles = {name: row.note for name, row in early.table("writers").items()}
+    assert roles["L1.N1299"] == "raises" and roles["L1.N609"] == "another spike"
+    assert {str(one) for one in early.calibrated} == {name for name in roles if roles[name] in ("needed", "lowers")}
+    state, value, score = late.table("constant").values()  # why heads read it
+    assert state.get("after") > 0.999 > state.get("ordinary_after")
+    assert value.get("after") < 0.3 and score.get("after") > 0.9
+
+
+def test_what_is_said_of_smollm2(of_smollm2):
+    cards = [card for card in of_smollm2.cards() if card.title.startswith("Spike")]
+    assert max(map(len, "\n".join(card.text(80) for card in of_smollm2.cards()).splitlines())) <= 80
+    titles = [f"Spike at the first token, layers {layers}" for layers in ("11-29", "1-8")]
+    assert [card.title for card in cards] == titles
+    said = dict(cards[0].rows)
+    assert said["norm"].startswith("181 -> 25,102, 183 times the typical one after layer 11; along dimension 507")
+    assert said["writers"] == "L11.N1229 73%, needed   L11.N1487 27%, needed"
+    assert said["needed"].startswith("L11.N1229 and L11.N1487; 0%")
+    assert "nats" in said["at place"] and "MLP 28" in said["erasers"] and "also at" in dict(cards[1].rows)
+    assert of_smollm2.details()[0].startswith("L11.N1229 and L11.N1487 suffice for the spike at the first token")
+
+
+@torch.no_grad()
+def test_what_the_late_writers_do_goes_through_attention_to_the_place(smollm2, of_smollm2):
+    """With the first token hidden in the layers behind them, these neurons change no later token: by plain masks."""
+    model, ids = smollm2.model, pieces(smollm2.tokenizer, "report")[:4]
+
+    def losses() -> torch.Tensor:
+        logits = model(ids, use_cache=False).logits[:, :-1].transpose(1, 2)
+        return torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none")[:, 1:]
+
+    intact = losses()
+    with plain.hidden_first(model, range(12, 30)):
+        hidden = losses()
+        with plain.removed(model, LATE, 0):
+            torch.testing.assert_close(losses(), hidden, atol=1e-4, rtol=0)
+    effects = of_smollm2.first_spikes[0].table("effects")
+    assert effects["hidden"].get("loss") < effects["at place"].get("loss") and float((hidden - intact).mean()) > 0.5
+
+
+def test_the_patch_keeps_copies_from_becoming_sinks_and_leaves_nothing(smollm2):
     """400 copies of "company": the norm falls from half of the first token's to a typical one, and the first stays."""
-    model, tokenizer = setup.target.hf, setup.tokenizer
-    (word,) = tokenizer(" company", add_special_tokens=False).input_ids
-    ids = torch.tensor([[setup.bos] + 400 * [word]])
-    intact = plain.norms(model, ids)[11, 0]
-    with SinkPatch(sites=SPIKE, calibrated=dict.fromkeys(SPIKE, 0.05)).on(model):
-        patched = plain.norms(model, ids)[11, 0]
-    assert intact[-1] > 0.5 * intact[0] > 10 * patched[-1]
-    assert patched[0] == intact[0]
-    assert torch.equal(plain.norms(model, ids)[11, 0], intact)  # nothing is left on the model
+    (word,) = smollm2.tokenizer(" company", add_special_tokens=False).input_ids
+    ids = torch.tensor([[smollm2.tokenizer.bos_token_id] + 400 * [word]])
+    intact = norms(smollm2.model, ids)[11, 0]
+    with SinkPatch(sites=LATE, calibrated=dict.fromkeys(LATE, 0.05)).on(smollm2.model):
+        patched = norms(smollm2.model, ids)[11, 0]
+    assert intact[-1] > 0.5 * intact[0] > 10 * patched[-1] and patched[0] == intact[0]
+    assert torch.equal(norms(smollm2.model, ids)[11, 0], intact)
 
 
-@pytest.mark.slow
-def test_no_head_of_layer_0_marks_the_first_token_alone(setup):
-    """With every head of layer 0 at its mean the neuron still fires, so no set of them is its mark."""
-    from sinkscope.sinks.spikes.find import spike_of
-    from sinkscope.sinks.spikes.marks import heads_that_mark
-
-    model, ids = setup.target.hf, setup.ids
-    intact = plain.activations(model, ids, 11)[:, 0, 1229].mean()
-    with plain.heads_replaced(model, 0, range(9), plain.heads_mean(model, ids, 0)):
-        left = plain.activations(model, ids, 11)[:, 0, 1229].mean() / intact
-    assert left > 0.3
-    made = heads_that_mark(setup, spike_of(setup), count=8)
-    (fewest,) = [row for row in made if row.name == "fewest heads"]
-    assert fewest.get("heads") > model.config.num_attention_heads
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_patch_is_made_of_the_two_neurons(setup, tmp_path):
-    made = patch.on(setup, max_repeats=128, pieces=4, length=64, out=tmp_path / "patch.json")
-    assert set(map(str, made.sites)) <= {"L11.N1229", "L11.N1487", "L2.N90", "L2.N430"}
-    if made.verdict == "made":
-        assert {*json.loads((tmp_path / "patch.json").read_text())["sites"]} == set(map(str, made.sites))
+def test_a_mask_of_a_site_has_no_position_with_an_ordinary_norm(smollm2):
+    ids = pieces(smollm2.tokenizer, "choose")[:4]
+    size = norms(smollm2.model, ids)[14]
+    stands_out = size > 3 * size[:, 1:].median(1, keepdim=True).values
+    mask = ss.sink_mask(smollm2.model, ids, site="blocks.14.hook_resid_post")
+    assert torch.equal(mask, stands_out)
+    anywhere = ss.sink_mask(smollm2.model, ids)
+    assert int((anywhere & ~stands_out).sum()) > 0 and bool((anywhere | ~mask).all())

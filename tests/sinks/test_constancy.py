@@ -56,7 +56,9 @@ def test_values_and_scores_are_those_of_plain_attention(spike, found, monkeypatc
     last = min(spike.layers[1] + 1, len(reads) - 1)
     heads = [(layer, head) for layer, head in reads.nonzero().tolist() if after <= layer <= last]
     scores, softmax = [], torch.nn.functional.softmax
-    monkeypatch.setattr(torch.nn.functional, "softmax", lambda given, **how: scores.append(given) or softmax(given, **how))
+    monkeypatch.setattr(
+        torch.nn.functional, "softmax", lambda given, **how: scores.append(given) or softmax(given, **how)
+    )
     with reading([block.self_attn.v_proj for block in blocks(model)], "output") as values:
         attention(model, ids)
     at = ordinary_positions(ids, 0)

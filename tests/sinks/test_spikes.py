@@ -1,4 +1,4 @@
-"""Numbers of `find_sinks` and `why_sink`: each is that of plain hooks, of planted models and of the one in the package."""
+"""Numbers of `find_sinks` and `why_sink`: each is that of plain hooks, in planted models and in that of the package."""
 
 from __future__ import annotations
 
