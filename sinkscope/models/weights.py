@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sinkscope.errors import UnsupportedError, first_line
-from sinkscope.models.hooks import Args, Kwargs, apart, evaluating, has_hooks
+from sinkscope.models.hooks import Args, Kwargs, apart, evaluating, has_hooks, hooked
 from sinkscope.models.shards import local, shards_of
 
 
@@ -60,13 +60,14 @@ _LARGE, _LINEAR = 30.0, 0.05  # inputs by which a module is tried that is asked,
 
 
 def _asked(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What a module gives, with the hooks of its user and without those of sinkscope.
+    """What a module gives for inputs that it gets behind the hooks of its user, without those of sinkscope before.
 
     Raises:
         UnsupportedError: It fails.
     """
     try:
-        with evaluating(module), apart():
+        behind = module, "pre", lambda _module, _args, kwargs: ((inputs,), kwargs)
+        with evaluating(module), apart(), hooked(behind):
             return module(inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise UnsupportedError(
