@@ -163,7 +163,9 @@ def decode(
 
     Raises:
         SinkscopeError: Logits are NaN, where every token would be token 0.
+        UnsupportedError: The model has no language head.
     """
+    target.check_head()
     model: Any = target.hf
     pad = max(0, min(end_ids(target), default=0))
     stops = stops_of(target, options)

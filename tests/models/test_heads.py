@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from organisms.tokens import word_tokenizer
 from refusals import refused
 
 import sinkscope as ss
@@ -35,7 +36,13 @@ def test_states_attention_and_edits_are_served_and_logits_refused(kind):
     by_hand = model_of(kind)
     getattr(by_hand, "transformer", by_hand).h[1].mlp.c_proj.weight[[3, 4]] = 0
     assert torch.allclose(edited, by_hand(IDS)[0], atol=1e-6) and not torch.equal(edited, model(IDS)[0])
-    for use in (lambda: ss.trace(model, IDS, "logits", "norm"), lambda: ss.generate(model, IDS.tolist())):
+    tokenizer = word_tokenizer(90)
+    for use in (
+        lambda: ss.trace(model, IDS, "logits", "norm"),
+        lambda: ss.generate(model, IDS.tolist()),
+        lambda: ss.why_loop(model, IDS[0].tolist(), tokenizer=tokenizer),
+        lambda: ss.barcode(model, IDS[0].tolist(), tokenizer=tokenizer),
+    ):
         with refused(f"a {kind.__name__} has no language head"):
             use()
 
