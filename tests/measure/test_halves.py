@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 from attack_kit import setup_of
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import organism
 
-import sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.text import halves_of
 from sinkscope.sinks.spikes import survey
@@ -20,8 +17,6 @@ from sinkscope.sinks.tokens import held_out
 
 SETUP = setup_of(organism("llama", 0))
 FIRST = 0x4E00  # of 20,000 characters that are all different
-WHOLE_TEXT = {"measure/setup.py", "measure/attention_texts.py", "app/scan.py"}
-"""Files that read the whole text, where nothing is chosen on it, or know it by its hash."""
 
 
 class Pieces:
@@ -66,10 +61,3 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
             return
     spaces = {ord(" ") - FIRST}
     assert not {*first.flatten().tolist()} & {*second.flatten().tolist()} - spaces
-
-
-def test_nothing_else_reads_the_whole_text():
-    folder = Path(sinkscope.__path__[0])
-    for file in folder.rglob("*.py"):
-        if re.search(r"\bsetup\.text\b", file.read_text()):
-            assert file.relative_to(folder).as_posix() in WHOLE_TEXT, file

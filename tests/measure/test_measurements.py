@@ -51,42 +51,28 @@ def measured(tmp_path_factory):
 
     @cache
     def run(name, backend=None):
-        return getattr(ss, name)(bundled(backend), text=text, **QUICK.get(name, {}))
+        return getattr(ss, name)(backend and loaded(backend), text=text, **QUICK.get(name, {}))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sinkscope.loops.why.CONTINUED", 24)
         yield run
 
 
-@cache
-def bundled(backend: str | None):
-    if backend is None:
-        return None
-    return loaded(backend)
-
-
 @EVERY
-def test_json_comes_back_equal(name, measured, tmp_path):
+def test_it_is_shown_with_its_conclusion_and_its_json_comes_back_equal(name, measured, tmp_path):
     result = measured(name)
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
-    assert result.model.name == "bundled" and result.provenance.seconds > 0
     assert {"bos", "text", "seed", "revision"} <= set(result.settings)
-    assert result.provenance.first_ids[0] == load().tokenizer.bos_token_id
-    assert (result.provenance.bos, result.provenance.seed) == (True, result.settings["seed"])
-
-
-@EVERY
-def test_it_is_shown_with_its_conclusion(name, measured):
-    result = measured(name)
+    made = result.provenance
+    assert made.first_ids[0] == load().tokenizer.bos_token_id and made.seconds > 0
+    assert (made.bos, made.seed) == (True, result.settings["seed"])
     conclusion = result.conclusion()
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and not conclusion[0].islower()
     check_size(conclusion)
     assert result.text().endswith(f"Conclusion: {conclusion}")
-    page = result.to_html()
-    assert f"Conclusion: {escape(conclusion)}" in page
+    assert f"Conclusion: {escape(conclusion)}" in result.to_html()
     figure = result.figure()
-    assert len(figure.data) > 0 or len(figure.layout.annotations) > 0
-    assert figure.layout.title.text
+    assert figure.layout.title.text and (len(figure.data) > 0 or len(figure.layout.annotations) > 0)
     keys = [(row.about, row.table, row.name) for row in result.findings()]
     assert len(keys) == len({*keys}) and all(name for *_, name in keys)  # else a card would mix two of its numbers
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import spoiled
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import nn
 from ways.model_copies import bundled
@@ -18,20 +18,13 @@ from sinkscope.measure.setup import Setup
 pytestmark = pytest.mark.few_texts
 
 SAYS = "holds values that are NaN or infinite; download the checkpoint again"
-USES = {
-    "find_sinks": ss.find_sinks,
-    "why_sink": ss.why_sink,
-    "lines": ss.lines,
-    "barcode": ss.barcode,
-    "repeat": ss.repeat,
-    "attack": ss.attack,
-    "patch": ss.patch,
-    "sink_dims": ss.sink_dims,
-    "why_loop": lambda model: ss.why_loop(model, "hello"),
-    "generate": lambda model: ss.generate(model, "hello", max_new_tokens=3),
-    "generate with a guard": lambda model: ss.generate(model, "hello", guard=True, max_new_tokens=3),
-    "conversation": lambda model: ss.Conversation(model, chat=False).ask("hello", max_new_tokens=3),
-}
+USES = (
+    ss.find_sinks,
+    ss.attack,
+    ss.sink_dims,
+    lambda model: ss.generate(model, "hello", guard=True, max_new_tokens=3),
+    lambda model: ss.Conversation(model, chat=False).ask("hello", max_new_tokens=3),
+)
 TENSORS = ("model.norm.weight", "lm_head.weight", "model.layers.2.mlp.down_proj.weight", "model.embed_tokens.weight")
 
 
@@ -48,28 +41,20 @@ def broken(tensor: str, value: float) -> nn.Module:
 @pytest.mark.parametrize(("tensor", "value"), zip(TENSORS, [math.nan, math.inf, -math.inf, math.nan], strict=True))
 def test_every_use_of_a_live_model_names_the_tensor(tensor, value):
     model = broken(tensor, value)
-    for name, use in USES.items():
-        with pytest.raises(ss.SinkscopeError) as refused:
+    for use in USES:
+        with refused(words=[SAYS, tensor]):
             use(model)
-        assert SAYS in str(refused.value) and tensor in str(refused.value), name
-
-
-def written(folder: Path, tensor: str) -> str:
-    """A folder with a checkpoint with one wrong number."""
-    spoiled(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors[tensor].view(-1)[3] = math.nan
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
 
 
 @pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.2.mlp.down_proj.weight"])
 def test_a_folder_names_it_too(tensor, tmp_path):
-    folder = written(tmp_path / "model", tensor)
+    folder = spoiled(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[tensor].view(-1)[3] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for use in (ss.load, ss.find_sinks):
-        with pytest.raises(ss.SinkscopeError, match=SAYS) as refused:
+        with refused(words=[SAYS, tensor]):
             use(folder)
-        assert tensor in str(refused.value)
     if "norm" in tensor:  # what surrounds the layers is checked where they are read one by one
-        with pytest.raises(ss.SinkscopeError, match=r"tensor norm\.weight of the part around the layers"):
+        with refused(r"tensor norm\.weight of the part around the layers"):
             Setup.open(folder)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from calls_kit import calls, edits, measured
-from covering import covering
+import torch
+from calls_kit import calls, measured
 from same_kit import differences, plain
-from surroundings import SURROUNDINGS, state_of
 from transformers import AutoConfig
 from ways.model_copies import bundled
 
@@ -21,7 +25,6 @@ from sinkscope.hooks.edit import SinkPatch
 pytestmark = [
     pytest.mark.few_texts,
     pytest.mark.filterwarnings("ignore::sinkscope.errors.SinkscopeWarning"),  # of settings that are not used
-    pytest.mark.filterwarnings("ignore:`torch.compile`"),
 ]
 
 
@@ -31,65 +34,133 @@ def given_patch(model: Any, *, tokenizer: Any) -> Any:
 
 
 CONFIG = AutoConfig.from_pretrained(Path(ss.__file__).parent / "models/bundled")
-CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    **calls(CONFIG),
-    "a given patch": partial(measured, given_patch),
+CALLS = {**calls(CONFIG), "a given patch": partial(measured, given_patch)}
+
+
+def trained(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+            module._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+    model.train()
+
+
+def other_seeds(_model: Any) -> None:
+    torch.manual_seed(99)
+    np.random.seed(7)
+    random.seed(5)
+
+
+def writes_otherwise(model: Any) -> None:
+    settings = {"do_sample": True, "temperature": 3.0, "num_beams": 3, "repetition_penalty": 1.7, "max_length": 20}
+    model.generation_config.update(**settings, no_repeat_ngram_size=2, use_cache=False, min_new_tokens=3)
+    model.config.use_cache = False
+
+
+def reads_otherwise(model: Any) -> None:
+    model.tokenizer.padding_side = model.tokenizer.truncation_side = "left"
+    model.tokenizer.model_max_length = 16
+    model.tokenizer.backend_tokenizer.enable_truncation(5)
+
+
+def hooked(model: Any) -> None:
+    """On all modules but the MLPs, whose neurons are refused then."""
+    for name, module in model.named_modules():
+        if "mlp" not in name:
+            module.register_forward_hook(lambda *_: None, with_kwargs=True)
+            module.register_forward_pre_hook(lambda *_: None)
+
+
+def measure(model: Any) -> Any:
+    return ss.attack(model, length=2, n_tokens=8, sequences=2).to_dict()["result"]
+
+
+@contextmanager
+def beside_another_thread(model: Any) -> Iterator[None]:
+    """Another thread measures the same model all the while, and must find what it finds alone."""
+    alone, wrong, done = measure(model), list[Any](), threading.Event()
+
+    def work() -> None:
+        try:
+            while not done.is_set():
+                assert measure(model) == alone
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong, wrong
+
+
+@contextmanager
+def default(name: str, value: Any, before: Any, _model: Any) -> Iterator[None]:
+    """A setting of torch for the whole process."""
+    getattr(torch, name)(value)
+    try:
+        yield
+    finally:
+        getattr(torch, name)(before)
+
+
+CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "dropout and gradient checkpointing": ("attack", trained),
+    "dropout under a patch": ("a given patch", trained),
+    "settings of generate": ("why_loop", writes_otherwise),
+    "settings of the tokenizer": ("find_sinks", reads_otherwise),
+    "hooks": ("LoopGuard", hooked),
+    "other seeds": ("attack", other_seeds),
+    "eager attention": ("find_sinks", lambda model: model.set_attn_implementation("eager")),
+    "a thread that measures": ("lines", beside_another_thread),
+    "inference mode": ("repeat", lambda _: torch.inference_mode()),
+    "float64 by default": ("repeat", partial(default, "set_default_dtype", torch.float64, torch.float32)),
+    "the meta device by default": ("find_sinks", partial(default, "set_default_device", "meta", None)),
+    "deterministic algorithms": ("barcode", partial(default, "use_deterministic_algorithms", True, False)),
+    "numpy raises": ("probability", lambda _: np.errstate(all="raise")),
+    "warnings are errors": ("why_loop", lambda _: warnings.catch_warnings(action="error")),
 }
-MEASUREMENTS = [name for name in CALLS if name not in {"trace", "generate", *edits(CONFIG)}]
-"""Each measurement, and the guard; edits and traces are of the net of ways."""
+"""What surrounds a measurement: it is set on the model, or a block around the measurement."""
 
 
-QUICK = {
-    "a thread that calls": "lines",
-    "a thread that writes": "barcode",
-    "a thread that edits": "find_sinks",
-    "a thread that measures": "lines",
-    "dropout": "attack",
-    "gradient checkpointing": "a given patch",
-    "no gradients": "lines",
-    "eager attention": "find_sinks",
-    "settings of generate": "why_loop",
-    "settings of the tokenizer": "find_sinks",
-    "hooks": "LoopGuard",
-    "a wrapped forward": "probability",
-    "other seeds": "attack",
-    "inference mode": "repeat",
-    "float64 by default": "repeat",
-    "the meta device by default": "find_sinks",
-    "deterministic algorithms": "barcode",
-    "numpy raises": "find_sinks",
-    "warnings are errors": "why_loop",
-    "torch.compile": "lines",
-    "a copy": "probability",
-    "a pickled copy": "LoopGuard",
-}
-"""Which measurement each surrounding meets by default."""
-OF_THE_CALLER = {("LoopGuard", one) for one in ("dropout", "gradient checkpointing", "the meta device by default")}
-"""What acts in calls that a guard watches, and in no measurement."""
-EVERY = [(name, one) for one in SURROUNDINGS for name in MEASUREMENTS if (name, one) not in OF_THE_CALLER]
-CASES = covering(EVERY, {(name, one) for one, name in QUICK.items()})
-
-
-def said(name: str, model: Any, tokenizer: Any) -> Any:
-    """What a measurement says."""
-    return plain(CALLS[name](model, tokenizer))
+def state_of(model: Any) -> dict[str, Any]:
+    """What a measurement has to leave as it was: the model, and what all of the process shares."""
+    modules = []
+    for name, module in model.named_modules():
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        modules.append((name, type(module), module.training, hooks, sorted(vars(module))))
+    tokenizer = model.tokenizer
+    return {
+        "modules": modules,
+        "parameters": [(one.requires_grad, one.grad, one._version) for one in model.parameters()],
+        "settings": (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict()),
+        "random numbers": (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()),  # beartype draws others
+        "torch": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), np.geterr(), len(warnings.filters)),
+        "tokenizer": (tokenizer.padding_side, tokenizer.truncation_side, tokenizer.model_max_length),
+    }
 
 
 @cache
 def alone(name: str) -> Any:
     """What a measurement says of a model that nothing surrounds."""
     model = bundled()
-    return said(name, model, model.tokenizer)
+    return plain(CALLS[name](model, model.tokenizer))
 
 
-@pytest.mark.parametrize(("name", "surrounding"), CASES)
-def test_a_measurement_says_the_same_whatever_surrounds_it(name, surrounding):
-    model = bundled()
-    tokenizer = model.tokenizer
-    with SURROUNDINGS[surrounding](model) as surrounded:
+@pytest.mark.parametrize("surrounding", CASES)
+def test_a_measurement_says_the_same_whatever_surrounds_it(surrounding):
+    name, surround = CASES[surrounding]
+    wanted, model = alone(name), bundled()
+    with surround(model) or nullcontext():
         before = state_of(model)
-        found = said(name, surrounded, tokenizer)
+        found = plain(CALLS[name](model, model.tokenizer))
         after = state_of(model)
-    assert differences(alone(name), found, 2e-3) == []
+    assert differences(wanted, found, 2e-3) == []
     for what in before:
         assert "thread" in surrounding or before[what] == after[what], what
