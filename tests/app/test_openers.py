@@ -1,15 +1,16 @@
-"""What a user names is opened by one opener: regular files and links to them are read; nothing waits or has no end."""
+"""What a user names is opened by one opener, and what a token, a file or a model is called steers no terminal."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoints import spoiled
 
-from sinkscope.files.plain import in_one_line
+from sinkscope.files.plain import in_one_line, visible
+from sinkscope.results.result import Result
 
 pytestmark = [pytest.mark.few_texts, pytest.mark.timeout(60)]
 
@@ -20,7 +21,6 @@ COMMANDS = (
     "patch --file {}",
     "loops {}",
     "loops --follow {}",
-    "why-loop --prompt-file {}",
     "why-loop hello --answer-file {}",
     "lines --data {}",
     "bench --task {}",
@@ -31,93 +31,75 @@ COMMANDS = (
     "find-sinks {}",
     "check-cache {}:f",
 )
-ENDLESS = ("/dev/zero", "/dev/tty", "/dev/random", "/dev/stdin")
+STEERING = "\x1b[2J\u202ecod\u2066\x9b\x07"
+PLAIN = r"\x1b[2J\u202ecod\u2066\x9b\x07"
 
 
-def pipe(place: Path) -> str:
-    os.mkfifo(place)
-    return str(place)
-
-
-def link_to_pipe(place: Path) -> str:
-    os.mkfifo(place.with_name(f"{place.name}.pipe"))
-    place.symlink_to(f"{place.name}.pipe")
-    return str(place)
-
-
-def link_to_itself(place: Path) -> str:
-    place.symlink_to(place.name)
-    return str(place)
-
-
-def link_to_a_device(place: Path) -> str:
-    place.symlink_to("/dev/zero")
-    return str(place)
-
-
-def folder(place: Path) -> str:
-    place.mkdir()
-    return str(place)
-
-
-def read_of_a_process(place: Path) -> str:
-    """As a shell names the output of a process: `<(command)`; nobody writes to it."""
-    reading, _writing = os.pipe()
-    return f"/dev/fd/{reading}"
-
-
-KINDS: dict[str, Callable[[Path], str]] = {
-    "pipe": pipe,
-    "link to a pipe": link_to_pipe,
-    "link to itself": link_to_itself,
-    "link to a device": link_to_a_device,
-    "folder": folder,
-    "output of a process": read_of_a_process,
-    "device": lambda place: "/dev/zero",
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_that_waits_or_has_no_end_is_opened(command, kind, tmp_path, monkeypatch, refusal):
+@pytest.mark.parametrize("kind", ["link to a pipe", "link to itself", "device", "folder", "output of a process"])
+def test_nothing_that_waits_or_has_no_end_is_opened(kind, tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     Path("words.txt").write_text("hello world, this is a text.\n" * 40)
-    name = KINDS[kind](tmp_path / "given")
-    said = refusal(command.format(name))
-    assert len(said) < 600
+    name, reading = "given", -1
+    if kind == "folder":
+        Path(name).mkdir()
+    elif kind == "output of a process":  # as a shell names it: <(command); nobody writes to it
+        reading, _ = os.pipe()
+        name = f"/dev/fd/{reading}"
+    else:
+        os.mkfifo("pipe")
+        Path(name).symlink_to({"link to a pipe": "pipe", "link to itself": name, "device": "/dev/zero"}[kind])
+    for command in COMMANDS:
+        assert len(refusal(command.format(name))) < 600
+    if kind not in ("link to itself", "output of a process"):
+        assert refusal(f"generate --prompt-file {name}").startswith(
+            "cannot read given: it is a folder, a pipe or a device"
+        )
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_device_is_named_as_one(name, monkeypatch, tmp_path, refusal):
-    if not Path(name).exists():
-        pytest.skip("this machine has no such device")
-    monkeypatch.chdir(tmp_path)
-    assert refusal(f"generate --prompt-file {name}").startswith(f"cannot read {Path(name).name}: ")
-
-
-@pytest.mark.parametrize("through", ["a file", "a link", "a link to a link"])
-def test_a_regular_file_is_read_through_links(through, monkeypatch, tmp_path, typed):
+def test_a_regular_file_is_read_through_links_but_not_beyond_a_bound(monkeypatch, tmp_path, typed, refusal):
     monkeypatch.chdir(tmp_path)
     Path("real.jsonl").write_text(json.dumps({"text": "one two three four five"}) + "\n")
     Path("a link").symlink_to("real.jsonl")
     Path("a link to a link").symlink_to("a link")
-    Path("a file").write_text(Path("real.jsonl").read_text())
-    typed(["loops", through], 0)
-
-
-def test_a_file_beyond_the_bound_is_refused(monkeypatch, tmp_path, refusal):
-    monkeypatch.chdir(tmp_path)
+    typed(["loops", "a link to a link"], 0)
     monkeypatch.setattr("sinkscope.files.output.MOST", 1 << 20)
     with open("sparse.txt", "wb") as file:
         file.truncate(5 << 20)
     assert "longer than" in refusal("find-sinks --text sparse.txt")
 
 
-@pytest.mark.parametrize("name", ["a\nb.txt", "a\r\tb.txt", "a\x1b[2Jb.txt", "a\u202eb.txt"])
-def test_a_name_is_printed_in_one_line(name, monkeypatch, tmp_path, typed):
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (STEERING, PLAIN),
+        ("a\r\x00b\u2028\u200f\ud800", r"a\r\x00b\u2028\u200f\ud800"),
+        ("tab\t and line\n", "tab\t and line\n"),
+        ("caf\u00e9 \u65e5\u672c\u3000\u00a0 \U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0634\u0648\u062f", None),
+    ],
+)
+def test_control_characters_are_written_out(text, shown):
+    assert visible(text) == (text if shown is None else shown) == visible(visible(text))
+
+
+def test_control_characters_of_generated_text_are_written_out(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
-    Path(name).write_text("hello world " * 60)
-    out, err = typed(["loops", name], 3)
-    shown = in_one_line(name)
-    assert f"Conclusion: {shown} loops" in out
-    assert name not in out + err
+    model = spoiled(tmp_path / f"m{STEERING}")
+    content = json.loads((model / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    content["model"]["vocab"] = {f"{word}{STEERING}" if i > 10 else word: i for word, i in words.items()}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    out, err = typed(["generate", "a b c", "--model", str(model), "--max-new-tokens", "8"])
+    assert visible(out) == out and PLAIN in out and visible(err) == err
+
+
+@pytest.mark.parametrize("name", ["a\nb.txt", "a\r\tb.txt", "a\u202eb\x1b[2J.txt"])
+def test_names_tables_figures_and_pages_hold_no_control_characters(name, tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(f"loop {STEERING} " * 40)
+    for files in (["--json", "x.json", "--html", "x.html", "--csv", "x.csv"], ["--csv", "-"]):
+        out, err = typed(["loops", name, *files], 3)
+        assert visible(out) == out and visible(err) == err and name not in out + err
+    result = Result.load("x.json")
+    assert result.conclusion().startswith(f"{in_one_line(name)} loops")
+    for text in (Path("x.html").read_text(), result.to_html()):
+        assert text and not {"\x1b", "\u202e", "\u2066", "\x07"} & set(text)

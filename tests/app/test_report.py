@@ -1,90 +1,125 @@
+"""All results of a folder on one page: markup in files is text, and damaged files are named."""
+
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import ClassVar
 
-import pytest
-from report_kit import BAD, WORSE, Reader, files_shown, fill, made_report, read_report, spoil
+from sample_results import FIRST, sample_find_sinks, spike, with_rows, writer
 
+import sinkscope as ss
+from sinkscope import loops
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.opening.load import load
+from sinkscope.results.result import Result
+
+BAD = "<img src=x onerror=alert(1)>&lt;"
+WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"
 
 
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("filled") / "results"
-    fill(folder, WORSE)
+@dataclass(frozen=True, kw_only=True)
+class Plain(Result):
+    """A result of a user: it has no figure, and no conclusion if its share is NaN."""
+
+    kind: ClassVar[str] = "test-plain"
+
+    word: str
+    share: float = 0.125
+
+    def conclusion(self) -> str:
+        return f"The word is {self.word}, {int(self.share)}."
+
+
+def fill(folder: Path, text: str) -> Path:
+    """Results of three forms, with `text` wherever a tokenizer or a file could have put it."""
+    (folder / "below").mkdir(parents=True)
+    found = sample_find_sinks(
+        model=ModelInfo(text.replace("/", ""), text, 6, 64, 512, text),
+        settings={text: text, "list": [text]},
+        spikes=(with_rows(spike(FIRST, 9.0), *(writer(f"L9.N{n}", 0.1, 0.9, "lowers") for n in range(30))),),
+        provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
+    )
+    found.save(folder / "sinks.json")
+    # The loop is prose, whatever the text is: of markup, fewer are loops.
+    loops.check([f"{text} " + "and the same again here " * 300, text], name=text).save(folder / "loops.json")
+    Plain(word=text, settings={text: text}).save(folder / "below/plain.json")
     return folder
 
 
-@pytest.fixture
-def folder(filled, tmp_path):
-    return Path(shutil.copytree(filled, tmp_path / "results"))
+class Reader(HTMLParser):
+    """What a browser makes of the report of a folder: its tags, their attributes, and what is read."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str):
+        self.text += "" if self.cdata_elem == "script" else data
 
 
-@pytest.fixture(scope="module")
-def whole(filled, tmp_path_factory):
-    """The report of `folder`, for those who only read."""
-    return made_report(shutil.copytree(filled, tmp_path_factory.mktemp("whole") / "results"))
+def report_of(folder: Path) -> Reader:
+    ss.report(folder)
+    return Reader(folder / "report.html")
 
 
-@pytest.fixture(scope="module")
-def seen(whole):
-    """What a reader sees of it."""
-    return read_report(whole)
-
-
-def test_markup_from_files_is_text(seen, tmp_path):
-    fill(tmp_path / "plain", "wo/rd")
-    attacked, plain = seen, read_report(made_report(tmp_path / "plain"))
+def test_markup_from_files_is_text_and_nothing_is_fetched(tmp_path):
+    attacked, plain = report_of(fill(tmp_path / "a", WORSE)), report_of(fill(tmp_path / "b", "wo/rd"))
     assert attacked.tags == plain.tags
     assert {name for name, _ in attacked.attributes} == {name for name, _ in plain.attributes}
-    assert not [value for name, value in attacked.attributes if name == "src"]
     assert attacked.text.count(visible(WORSE)) > 10
+    said = [value or "" for name, value in attacked.attributes if name == "content"]
+    assert any(value.startswith("default-src 'none'; ") for value in said)
+    addresses = [value or "" for name, value in attacked.attributes if name in ("src", "href", "action", "srcset")]
+    assert addresses and all(address.startswith("#") for address in addresses)
 
 
-def test_nothing_is_fetched(seen):
-    policy = next(value for name, value in seen.attributes if name == "content" and value and "default" in value)
-    assert policy.startswith("default-src 'none'; ")
-    addresses = [value or "" for name, value in seen.attributes if name in ("src", "href", "action", "srcset")]
-    assert all(address.startswith("#") for address in addresses)
-
-
-REASONS = {
-    "cut.json": "is not a JSON file",
-    "foreign.json": "is not a result of sinkscope: expected an object with schema, kind and result",
-    "older.json": "has schema 1, and this version reads 6",
-    "unknown.json": f"holds the unknown kind {BAD!r}",
-    "uneven.json": "",
-}
-
-
-def test_damaged_and_foreign_files_are_left_out_and_listed(folder, tmp_path, typed):
-    spoil(folder)
+def test_damaged_and_foreign_files_are_left_out_and_listed(tmp_path, typed):
+    folder = fill(tmp_path / "results", WORSE)
+    whole = json.loads((folder / "below/plain.json").read_text())
+    strange = f"{BAD}\n\x1b[2J.json"
+    damaged = {
+        "cut.json": (json.dumps(whole)[:200], "is not a JSON file"),
+        "foreign.json": ('{"a": 1}', "is not a result of sinkscope: expected an object with schema, kind and result"),
+        "older.json": (json.dumps(whole | {"schema": 1}), "has schema 1, and this version reads 6"),
+        "unknown.json": (json.dumps(whole | {"kind": BAD}), f"holds the unknown kind {BAD!r}"),
+        "failing.json": (json.dumps(whole | {"result": {"word": "x", "share": None}}), "it failed (ValueError: "),
+        strange: ("{", "is not a JSON file"),
+    }
+    for name, (content, _) in damaged.items():
+        (folder / name).write_text(content)
+    (folder / "notes.txt").write_text("not JSON")
+    (folder / ".hidden.json").write_text("{")
     page = tmp_path / "new/all.html"
-    said = typed(f"report {folder} --out {page}")
-    assert said.out == f"{page}: 4 results, 6 left out\n"
-    text = read_report(page).text
-    assert "6 files left out" in text and len(files_shown(page)) == 4
-    left = text[text.rindex("6 files left out") :]
-    for file, reason in REASONS.items():
-        assert file in left and reason in left
-    assert "img" not in Reader(page.read_text().rpartition("6 files left out")[2]).tags
+    assert typed(f"report {folder} --out {page}").out == f"{page}: 3 results, 6 left out\n"
+    shown = re.findall(r"<h2>.*? <small>(.*?)</small></h2>", page.read_text())
+    assert sorted(shown) == ["below/plain.json", "loops.json", "sinks.json"]
+    left = Reader(page).text.rpartition("6 files left out")[2]
+    for name, (_, reason) in damaged.items():
+        assert visible(name).replace("\n", "") in left.replace("\n", "") and reason in left
     assert not (folder / "report.html").exists()
 
 
 def test_folders_of_runs_are_their_tables(tmp_path):
     talks, near = tmp_path / "talks", tmp_path / "below/near"
-    task = "recall:samples=1:turns=1:lengths=200:hops=1"
-    run_bench(load("recall"), task, ["full"], out=talks, max_new_tokens=4)
+    run_bench(load("recall"), "recall:samples=1:turns=1:lengths=200:hops=1", ["full"], out=talks, max_new_tokens=4)
     shutil.copytree(talks, near)
     settings = json.loads((near / "settings.json").read_text())
-    (near / "settings.json").write_text(json.dumps({**settings, "command": "atlas"}))
-    page = made_report(tmp_path)
-    text = read_report(page).text
-    assert files_shown(page) == ["talks"]
-    assert "is no folder of `sinkscope bench`: give what --out was given" in text
+    (near / "settings.json").write_text(json.dumps({**settings, "command": "scan"}))
+    text = report_of(tmp_path).text
     assert bench_table([str(talks)]).conclusion() in text
+    assert "below/near: near is no folder of `sinkscope bench`: give what --out was given" in text
