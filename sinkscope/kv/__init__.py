@@ -8,7 +8,7 @@ from sinkscope.kv.policy import KeptPerRow, LayerMoment, Policy
 from sinkscope.kv.published import H2O, TOVA, AdaKV, Full, Pyramid, SnapKV, StreamingLLM
 from sinkscope.kv.registry import policies, policy_named, register_policy
 from sinkscope.kv.usage import Usage
-from sinkscope.kv.watch import Observe, keep_queries, watch
+from sinkscope.kv.watch import Observe, keep_queries
 
 __all__ = [
     "H2O",
@@ -29,5 +29,4 @@ __all__ = [
     "policies",
     "policy_named",
     "register_policy",
-    "watch",
 ]

@@ -25,7 +25,7 @@ from sinkscope.files.records import Budget, Natural, Share, share_of
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy, rank_from_top, unseen_queries
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.watch import keep_queries, watch
+from sinkscope.kv.watch import Observe, keep_queries
 from sinkscope.models.layers import in_groups, per_query_head
 
 
@@ -93,7 +93,7 @@ class H2O(Policy):
 
     def watch(self, run: Run) -> None:
         """Watch every query of every layer."""
-        watch(run, self._add)
+        run.act(Observe(self._add))
 
     def _add(self, rows: AttentionRows) -> None:
         kv, probs = rows.kv, rows.probs
@@ -136,7 +136,7 @@ class TOVA(Policy):
 
     def watch(self, run: Run) -> None:
         """Watch the newest query of every layer."""
-        watch(run, of_all_heads(run.target, self._note), last=1)
+        run.act(Observe(of_all_heads(run.target, self._note), last=1))
 
     def _note(self, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache

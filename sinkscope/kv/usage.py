@@ -30,13 +30,10 @@ class Usage:
 
 def held_summary(name: str, run: Run) -> str:
     """Return a sentence: the tokens that the run's caches held while decoding, and their bytes."""
-    usages: list[Usage] = run.usage
+    usages: list[Usage] = [usage for usage in run.usage if usage.decoding_tokens]
     if not usages:
-        return f"{name} has read nothing yet."
+        return f"{name} acts when the first generated token follows; there was none."
     read = count_of(max(usage.read_tokens for usage in usages), "token")
-    decoding = [usage for usage in usages if usage.decoding_tokens]
-    if not decoding:
-        return f"{name} read {read} and acts when the first generated token follows."
-    most = max(max(usage.decoding_tokens) for usage in decoding)
-    held = max(usage.decoding_bytes for usage in decoding) / 1e6
+    most = max(max(usage.decoding_tokens) for usage in usages)
+    held = max(usage.decoding_bytes for usage in usages) / 1e6
     return f"{name} held at most {most:,.0f} of {read} while it generated: {held:,.3g} MB."

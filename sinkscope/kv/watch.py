@@ -29,51 +29,13 @@ from sinkscope.models.inputs import attending_layers
 from sinkscope.models.layers import per_query_head
 
 
-@dataclass(frozen=True, eq=False)
-class _Watcher(Actor):
-    """Shows attention rows to a function.
-
-    Attributes:
-        fn: The function.
-        layers: Layers that it sees; None for all.
-        last: How many of the last queries of a call it sees; None for all.
-    """
-
-    fn: Shown
-    layers: Sequence[int] | None
-    last: int | None
-
-    def before(self, step: Step) -> None:
-        """Refuse a cache on which attention cannot be seen."""
-        check_seen(step)
-
-    def attends(self, step: Step) -> bool:
-        """Return True: rows are wanted in every call."""
-        return True
-
-    def attend(self, step: Step, attention: Attention) -> None:
-        """Ask for the rows of a layer."""
-        if self.layers is None or attention.layer in self.layers:
-            first = 0 if self.last is None else max(0, attention.queries - self.last)
-            attention.show(self.fn, step, first=first)
-
-
-def watch(run: Run, fn: Shown, layers: Sequence[int] | None = None, last: int | None = None) -> None:
-    """Show attention rows to a function in every call of a run: of some layers, of the `last` queries.
-
-    Raises:
-        UnsupportedError: The attention of the model cannot be observed.
-    """
-    check_servable(run.target)
-    run.act(_Watcher(fn, layers, last))
-
-
 @dataclass(frozen=True)
-class Observe(Intervention):
+class Observe(Intervention, Actor):
     """Show attention rows to a function; no full query x key matrix is stored.
 
     In a single-token call, the output of a watched layer is computed from the rows that are shown, and equals the stock
-    output up to rounding. In other calls, the model's own attention computes the output.
+    output up to rounding. In other calls, the model's own attention computes the output. A policy that needs attention
+    lets it act by itself, `run.act(Observe(self.fn))`.
 
     Attributes:
         fn: Called with `AttentionRows`, one chunk of queries at a time.
@@ -97,9 +59,28 @@ class Observe(Intervention):
         check_fields(self)
 
     def enter(self, run: Run, key: int) -> None:
-        """Watch."""
+        """Watch.
+
+        Raises:
+            UnsupportedError: The attention of the model cannot be observed.
+        """
+        check_servable(run.target)
         layers = None if self.layers is None else attending_layers(run.target, self.layers)
-        watch(run, of_all_heads(run.target, self.fn), layers, self.last)
+        run.act(Observe(of_all_heads(run.target, self.fn), layers, self.last))
+
+    def before(self, step: Step) -> None:
+        """Refuse a cache on which attention cannot be seen."""
+        check_seen(step)
+
+    def attends(self, step: Step) -> bool:
+        """Return True: rows are wanted in every call."""
+        return True
+
+    def attend(self, step: Step, attention: Attention) -> None:
+        """Ask for the rows of a layer."""
+        if self.layers is None or attention.layer in self.layers:
+            first = 0 if self.last is None else max(0, attention.queries - self.last)
+            attention.show(self.fn, step, first=first)
 
 
 @dataclass(frozen=True, eq=False)

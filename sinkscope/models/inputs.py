@@ -248,7 +248,7 @@ def _rows_of_ids(ids: Any) -> list[list[int]]:
         rows = plain(ids)
     if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
         rows = [rows]
-    if not rows or not all(isinstance(row, list) and row for row in rows):
+    if not isinstance(rows, list) or not all(isinstance(row, list) and row for row in rows):
         raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")
     return rows
 
