@@ -1,11 +1,9 @@
-"""generate: the model's own greedy text, with and without a patch, alone and in batches."""
+"""generate: what is put together by hand, drawn tokens, BOS, and logits that are no numbers."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import pytest
 import torch
 from intervention_kit import loud_model
 from organisms import tiny_model
@@ -14,54 +12,32 @@ from tokenizers.processors import TemplateProcessing
 
 from experiments.loopguard.variants import Timed
 from sinkscope.generation.generate import generate
-from sinkscope.hooks.edit import Event, SinkPatch
+from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 
-SITES = loud_model()[2]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-
-
-def test_a_patch_is_given_as_it_is_or_by_its_path(tmp_path):
-    model, tokenizer, _ = loud_model()
-    settings = {"tokenizer": tokenizer, "max_new_tokens": 8}
-    patch = SinkPatch(sites=SITES)
-    patch.save(tmp_path / "patch.json")
-    results = generate(model, PROMPTS, patch=tmp_path / "patch.json", **settings)
-    assert results == generate(model, PROMPTS, patch=patch, **settings)
-    assert all(r.summary.startswith("SinkPatch patched") for r in results)
-
-
 GUARD = LoopGuard.paper(budget=12, anchors=2, monitor=Timed(window=16, warmup=0, every=9))
 
 
-def endless() -> tuple[Any, Any]:
-    model, tokenizer, _ = loud_model()
-    model.generation_config.eos_token_id = None
-    return model, tokenizer
-
-
-def acts(events: list[Event]) -> list[tuple[int, int]]:
-    return [(event.step, event.position) for event in events if event.kind == "guard"]
-
-
-def test_a_patch_a_policy_and_a_guard_act_together_alone_and_in_a_batch():
+def test_a_patch_a_policy_and_a_guard_act_together(tmp_path):
     """As if they were put together by hand."""
-    model, tokenizer = endless()
+    model, tokenizer, sites = loud_model()
+    model.generation_config.eos_token_id = None
+    patch = SinkPatch(sites=sites)
+    patch.save(tmp_path / "patch.json")
     settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
-    acting = {"patch": SinkPatch(sites=SITES), "policy": "streaming:16", "guard": GUARD}
-    plain = [one.tokens for one in generate(model, PROMPTS, **settings)]
-    rows = []
-    for prompt in PROMPTS:
+    got = generate(model, PROMPTS, patch=tmp_path / "patch.json", policy="streaming:16", guard=GUARD, **settings)
+    for prompt, one in zip(PROMPTS, got, strict=True):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        with (SinkPatch(sites=SITES) | StreamingLLM(budget=16) | GUARD).on(model) as run:
+        with (patch | StreamingLLM(budget=16) | GUARD).on(model) as run:
             out = model.generate(ids, max_new_tokens=14, do_sample=False)[0, ids.shape[1] :].tolist()
-        rows.append((out, acts(run.events)))
-    got = generate(model, PROMPTS, **acting, **settings)
-    assert [(one.tokens, acts(one.events)) for one in got] == rows
-    assert all(len(events) == 1 for _, events in rows) and rows[0][0] != plain[0]
+        assert (one.tokens, one.events, one.summary) == (out, run.events, run.summary())
+    assert all(len(one.events) == 1 and one.summary.startswith("SinkPatch patched") for one in got)
+    plain = [one.tokens for one in generate(model, PROMPTS, **settings)]
     # Shorter than the warm-up: the guard's own settings leave the text alone.
-    assert [r.tokens for r in generate(model, PROMPTS, guard=True, **settings)] == plain
+    assert plain == [one.tokens for one in generate(model, PROMPTS, guard=True, **settings)]
+    assert plain[0] != got[0].tokens
 
 
 def test_sampling_follows_the_seed_whatever_else_is_drawn():
@@ -89,14 +65,13 @@ def test_bos_stands_before_a_prompt_unless_it_is_refused():
         length(True)
 
 
-@pytest.mark.parametrize("guard", [False, True])
-def test_a_model_with_nan_weights_is_refused_by_the_name_of_the_tensor(guard):
+def test_a_model_with_nan_weights_is_refused_by_the_name_of_the_tensor():
     model, tokenizer = tiny_model("llama")
-    prompt = {"prompts": PROMPTS, "guard": guard, "tokenizer": tokenizer, "max_new_tokens": 3}
-    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = torch.nan
+    weight = model.model.layers[1].mlp.up_proj.weight.data
+    weight[3, 2] = torch.nan
     with refused("tensor model.layers.1.mlp.up_proj.weight holds values that are NaN or infinite"):
-        generate(model, **prompt)
-    model.model.layers[1].mlp.up_proj.weight.data[3, 2] = 0
+        generate(model, PROMPTS, guard=True, tokenizer=tokenizer, max_new_tokens=3)
+    weight[3, 2] = 0
     with model.lm_head.register_forward_hook(lambda *_: torch.full((1, 1, 100), torch.nan)):
         with refused(r"the logits of .* are NaN after \d+ tokens, .* finite: load it with dtype=float32"):
-            generate(model, **{**prompt, "guard": False})
+            generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=3)

@@ -1,16 +1,12 @@
-"""A layer of the cache against lists, and what a cache has to be for a policy to take it over."""
+"""A layer of the cache against sets, and what a cache has to be for a policy to take it over."""
 
 from __future__ import annotations
 
 import copy
 from random import Random
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_kit import Drawn, allocated_slots, append, decode, model_of, prompts
 from refusals import refused
 from transformers import DynamicCache, EncoderDecoderCache
@@ -21,179 +17,124 @@ from sinkscope.kv import cache as layers_of
 from sinkscope.kv.cache import CacheLayer
 
 HEADS = 2
-ALWAYS = ("update", "settle", "crop", "reset")
-"""Operations that a layer takes in every state; the others need tokens, and what chooses slots a whole layer."""
-WITH_TOKENS = ("note", "reorder", "repeat", "rows")
-
-
-def may(layer: CacheLayer, name: str) -> bool:
-    if name in ALWAYS:
-        return True
-    return layer.is_initialized and (name in WITH_TOKENS or layer.whole_layer is None)
 
 
 class Slow:
-    """held[row][head]: position -> [key, note], in order; real[row]: of each column."""
+    """What a layer should hold: of each row its name, which columns are real, and the positions that each head holds.
+
+    A key says its row and position, and so does what is noted of a slot.
+    """
 
     def __init__(self, rows: int):
-        self.held = [[{} for _ in range(HEADS)] for _ in range(rows)]
-        self.real = [[] for _ in range(rows)]
+        self.rows = [(row + 1, list[bool](), [set[int]() for _ in range(HEADS)]) for row in range(rows)]
 
-    def update(self, layer: CacheLayer, random: Random):
+    def update(self, layer: CacheLayer, random: Random) -> None:
         """New tokens, with padding at the left of each row; a single one is real."""
         new = 1 if layer.whole_layer else random.randint(1, 4)
-        keys = torch.rand(len(self.real), HEADS, new, 1)
-        for row, real in enumerate(self.real):
+        keys = torch.zeros(len(self.rows), HEADS, new, 1)
+        for row, (name, real, held) in enumerate(self.rows):
             padding = random.randint(0, new) if new > 1 else 0
             for column in range(new):
                 real.append(column >= padding)
-                for head in range(HEADS):
-                    if real[-1]:
-                        self.held[row][head][sum(real) - 1] = [float(keys[row, head, column]), 0]
-        columns = torch.tensor(self.real)
+                if real[-1]:
+                    keys[row, :, column] = 100 * name + sum(real) - 1
+                    for head in held:
+                        head.add(sum(real) - 1)
+        columns = torch.tensor([real for _, real, _ in self.rows])
         layer.upcoming = TokenPositions.of(torch.where(columns, columns.long().cumsum(1) - 1, -1))
         layer.update(keys, -keys)
 
-    def apply(self, layer: CacheLayer, random: Random, name: str):
-        """One operation on both, with a number from 0 to 9 for every slot."""
-        rows = len(self.real)
+    def evict(self, layer: CacheLayer) -> None:
+        keep = (torch.rand(layer.pos.shape) < torch.rand(1)) & (layer.pos >= 0)
+        for row, (_, _, held) in enumerate(self.rows):
+            for head in range(HEADS):
+                held[head] = {*layer.pos[row, head, keep[row, head]].tolist()}
+        layer.evict(keep)
+
+    def crop(self, layer: CacheLayer, count: int) -> None:
+        layer.crop(-count)
+        for _, real, held in self.rows:
+            del real[len(real) - count :]
+            for head in held:
+                head -= {pos for pos in head if pos >= sum(real)}
+
+    def select(self, order: list[int]) -> None:
+        self.rows = [copy.deepcopy(self.rows[row]) for row in order]
+
+    def apply(self, layer: CacheLayer, random: Random, name: str) -> None:
+        """One operation on both."""
+        count = len(self.rows)
+        order = [random.randrange(count) for _ in range(random.randint(1, 3))]
         if name == "update":
-            return self.update(layer, random)
-        if name == "settle":
-            return layer.settle()
-        if not layer.is_initialized and name == "crop":
-            return layer.crop(-1)
-        if name == "reset":
+            self.update(layer, random)
+        elif name == "reset":
             layer.reset()
-            return self.__init__(random.randint(1, 3))
-        numbers = torch.randint(0, 10, layer.pos.shape)
-        share = random.choice([0, 3, 7, 10])
-        crop = min(random.randint(0, len(self.real[0]) + 2), len(self.real[0]))
-        index = [random.randrange(rows) for _ in range(random.randint(1, 3))]
-        entries = []
-        for row, head, slot in (layer.pos >= 0).nonzero().tolist():
-            if layer.whole_layer is None:  # else what is noted is lost with the part
-                entries.append((self.held[row][head], int(layer.pos[row, head, slot]), int(numbers[row, head, slot])))
-        if name == "evict":
-            layer.evict(numbers < share)
-            for held, pos, number in entries:
-                if number >= share:
-                    del held[pos]
-            counts = [len(head) for row in self.held for head in row]
-            assert layer.slots == max(counts) and layer.gapless == (min(counts) == max(counts))
+            self.__init__(random.randint(1, 3))
+        elif not layer.is_initialized:
+            layer.settle()
+        elif name == "note":
+            layer.extra("n")
+            layer.numbers["n"] = layer.keys[..., 0].clone()
+        elif name == "settle":
+            layer.settle()
+        elif name == "evict" and layer.whole_layer is None:
+            self.evict(layer)
         elif name == "part":
             layer.settle()
-            whole = layer.copy()
-            layer.evict(numbers < share)
-            layer.whole_layer = whole
-        elif name == "note":
-            layer.numbers["n"] = layer.extra("n") + numbers
-            for held, pos, number in entries:
-                held[pos][1] += number
+            whole, before = layer.copy(), copy.deepcopy(self.rows)
+            self.evict(layer)
+            layer.whole_layer, self.rows = whole, before
         elif name == "crop":
-            layer.crop(-crop)
-            self.real = [row[: len(row) - crop] for row in self.real]
-            for real, heads in zip(self.real, self.held, strict=True):
-                for held in heads:
-                    for pos in [pos for pos in held if pos >= sum(real)]:
-                        del held[pos]
-        else:
-            if name == "repeat":
-                layer.batch_repeat_interleave(2)
-                index = sorted([*range(rows), *range(rows)])
-            elif name == "reorder":
-                layer.reorder_cache(torch.tensor(index))
-            else:
-                layer.batch_select_indices(torch.tensor(index))
-            self.held = [copy.deepcopy(self.held[row]) for row in index]
-            self.real = [list(self.real[row]) for row in index]
+            self.crop(layer, random.randint(0, len(self.rows[0][1])))
+        elif name == "repeat":
+            layer.batch_repeat_interleave(2)
+            self.select(sorted([*range(count), *range(count)]))
+        elif name == "reorder":
+            layer.reorder_cache(torch.tensor(order))
+            self.select(order)
 
-    def check(self, layer: CacheLayer):
+    def check(self, layer: CacheLayer) -> None:
         if layer.whole_layer is not None:
             layer = layer.copy()
             layer.settle()
-        assert layer.seen == layer.get_seq_length() == len(self.real[0])
+        if not layer.is_initialized:
+            assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
+            return
+        assert layer.seen == layer.get_seq_length() == len(self.rows[0][1]) and layer.slots <= allocated_slots(layer)
         assert torch.equal(layer.values, -layer.keys)
         assert layer.get_mask_sizes(3) == (layer.slots + 3, layer.seen - layer.slots)
-        holes = torch.zeros(len(self.real))
-        for row, heads in enumerate(self.held):
-            for head, held in enumerate(heads):
-                got = {}
-                for slot in (layer.pos[row, head] >= 0).nonzero().flatten().tolist():
-                    note = float(layer.extra("n")[row, head, slot])
-                    got[int(layer.pos[row, head, slot])] = [float(layer.keys[row, head, slot, 0]), note]
-                assert list(got.items()) == list(held.items())
-                holes[row] += (layer.slots - len(held)) / HEADS
-        assert torch.equal(layer.holes(), holes)
-        if layer.gapless:
-            assert not holes.any()  # what lets a call go without a mask
+        for row, (name, _, held) in enumerate(self.rows):
+            for head in range(HEADS):
+                there = layer.pos[row, head] >= 0
+                pos, keys, notes = (
+                    part[row, head, there] for part in (layer.pos, layer.keys[..., 0], layer.extra("n"))
+                )
+                assert pos.tolist() == sorted(held[head]) and torch.equal(keys, 100.0 * name + pos)
+                assert bool(((notes == keys) | (notes == 0)).all())
+            assert layer.holes()[row] == sum(layer.slots - len(head) for head in held) / HEADS
+        assert not layer.gapless or not layer.holes().any()  # what lets a call go without a mask
 
 
-class Layers(RuleBasedStateMachine):
-    """Layers and copies that share their memory, with buffers so short that they are full now and then."""
+OPERATIONS = ("settle", "crop", "reset", "note", "reorder", "repeat", "evict", "part", "update", "update", "fork")
 
-    def __init__(self):
-        super().__init__()
-        self.patches = [mock.patch.multiple(layers_of, COPY_LIMIT=4, SPARE=3), torch.no_grad()]
-        for patch in self.patches:
-            patch.__enter__()
 
-    def teardown(self):
-        try:
-            self.all_hold_what_they_should()
-        finally:
-            for patch in self.patches:
-                patch.__exit__(None, None, None)
-
-    @initialize(random=st.randoms(use_true_random=False))
-    def begin(self, random: Random):
-        torch.manual_seed(random.randint(0, 9999))
-        self.pairs = [(Slow(random.randint(1, 3)), CacheLayer())]
-        self.operate(random, "update")
-
-    @rule(
-        random=st.randoms(use_true_random=False),
-        name=st.sampled_from([*ALWAYS, *WITH_TOKENS, "evict", "part", "update", "update", "fork"]),
-    )
-    def operate(self, random: Random, name: str):
-        slow, layer = random.choice(self.pairs)
-        if name == "fork" and len(self.pairs) < 4:
-            self.pairs.append((copy.deepcopy(slow), layer.copy()))
-        elif name != "fork" and may(layer, name):
+@pytest.mark.parametrize("seed", range(40))
+def test_layers_and_copies_that_share_their_memory(seed, monkeypatch):
+    """With buffers so short that they are full now and then."""
+    monkeypatch.setattr(layers_of, "COPY_LIMIT", 4)
+    monkeypatch.setattr(layers_of, "SPARE", 3)
+    torch.manual_seed(seed)
+    random = Random(seed)
+    pairs = [(Slow(random.randint(1, 3)), CacheLayer())]
+    with torch.no_grad():
+        pairs[0][0].update(pairs[0][1], random)
+        for name in random.choices(OPERATIONS, k=40):
+            slow, layer = random.choice(pairs)
+            if name == "fork" and len(pairs) < 4:
+                pairs.append((copy.deepcopy(slow), layer.copy()))
             slow.apply(layer, random, name)
-        self.all_hold_what_they_should()
-
-    def all_hold_what_they_should(self):
-        for slow, layer in self.pairs:
-            holds_what_it_should(slow, layer)
-
-
-def holds_what_it_should(slow: Slow, layer: CacheLayer):
-    if layer.is_initialized:
-        slow.check(layer)
-        assert layer.slots <= allocated_slots(layer)
-    else:
-        assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
-
-
-TestLayers = Layers.TestCase
-TestLayers.settings = settings(max_examples=60, stateful_step_count=20)
-
-
-@pytest.mark.parametrize(
-    ("seed", "names"),
-    [
-        (1, ["note", "part", "update", "note", "update", "note", "crop", "evict"]),
-        (2, ["part", *["update"] * 4, "fork", *["update"] * 4]),  # both append in the room that they share
-        (3, [*["evict", "update", "crop"] * 4]),
-    ],
-)
-def test_fixed_orders_of_cache_operations(seed: int, names: list[str]):
-    layers, random = Layers(), Random(seed)
-    layers.begin(random)
-    for name in names:
-        layers.operate(random, name)
-    layers.teardown()
+            for each in pairs:
+                each[0].check(each[1])
 
 
 def test_a_layer_of_which_all_is_taken_back_is_empty():

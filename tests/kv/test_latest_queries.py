@@ -1,35 +1,16 @@
-"""The latest queries of each layer, by which SnapKV and others choose: their size, and that they follow their rows."""
+"""The latest queries of each layer, by which SnapKV and others choose, are no part of a prompt that stays in memory."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
-from sinkscope.engine.actor import Actor
-from sinkscope.engine.run import Run
-from sinkscope.engine.step import Step
-from sinkscope.hooks.edit.base import Intervention
+from sinkscope.engine.step import ROWS
 from sinkscope.kv import SnapKV
 from sinkscope.kv.keeper import LATEST_QUERIES
 from sinkscope.sparse.serve import LoopServe
-
-
-@dataclass
-class Looking(Intervention, Actor):
-    """Notes what is known of the rows after each call."""
-
-    known: Any = None
-
-    def enter(self, run: Run, key: int) -> None:
-        run.act(self)
-
-    def after(self, step: Step) -> None:
-        self.known = step.state.known
 
 
 @pytest.mark.parametrize(
@@ -40,10 +21,11 @@ class Looking(Intervention, Actor):
 def test_only_the_latest_queries_stay_and_they_are_counted(voter, family):
     model = model_of(family)
     ids, mask = prompts([600], 3)
-    looking, cache = Looking(), DynamicCache(config=model.config)
-    with (voter | looking).on(model) as run:
+    cache = DynamicCache(config=model.config)
+    with voter.on(model) as run:
         decode(model, ids, mask, 600, cache)
-        queries = [latest.query for latest in looking.known[LATEST_QUERIES].by_layer.values()]
+        known = getattr(cache, ROWS)[run.number].known[LATEST_QUERIES]
+        queries = [latest.query for latest in known.by_layer.values()]
         kept = sum(query.nbytes for query in queries)
         assert len(queries) == 2 and kept == sum(query.untyped_storage().nbytes() for query in queries)
         assert all(query.shape[2] <= 64 for query in queries)
