@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from intervention_kit import logits
-from organisms import Organism, organism
+from organisms import Organism, organism, tiny_model
 from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
 from sample_results import sample_find_sinks, with_rows
@@ -33,11 +33,6 @@ def differing(o: Organism, ids: Tensor) -> int:
     return sum(counts)
 
 
-def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
-    values = {} if calibrated is None else dict.fromkeys(o.truth.neurons, calibrated)
-    return SinkPatch(sites=o.truth.neurons, calibrated=values, **settings)
-
-
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("mixtral", 1)])
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
@@ -48,7 +43,7 @@ def test_repairs_repetition_and_nothing_else(family, seed):
     want = logits(o.model, text)
     is_dense = family != "mixtral"
     expected = differing(o, ids) if is_dense else repeats / 2
-    with patch_for(o).on(o.model) as run:
+    with SinkPatch(sites=o.truth.neurons).on(o.model) as run:
         after = norms(o.model, ids)[layer, 0]
         assert after[1:].max() < 1.2 * typical.max()
         assert_close(after[0], before[0])  # the first token's sink stays
@@ -60,38 +55,17 @@ def test_repairs_repetition_and_nothing_else(family, seed):
     assert run.counts["patched"] > patched  # those of ordinary text, too
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("sink", 0), ("up", 1)])
-def test_which_site_repairs_which_sink(kind, seed):
-    """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
-    o = organism("llama", seed, kind=kind)
-    ids, layer = o.repeated(300), o.truth.sink_layer
-    before = norms(o.model, ids)[layer, 0, -1]
-    left = {}
-    for site in ("post", "up"):
-        with patch_for(o, site=site).on(o.model):
-            left[site] = norms(o.model, ids)[layer, 0, -1] / before
-    assert left["post"] < 0.2
-    assert left["up"] < 0.2 if kind == "up" else left["up"] > 0.8
+def test_calibrated_values_are_set_behind_the_first_token():
+    model, ids = tiny_model("llama")[0], torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 
+    def put(values: Tensor) -> Tensor:
+        values[:, 1:, [11, 3]] = torch.tensor([0.5, -0.25])
+        return values
 
-def test_calibrated_values_help_where_the_second_token_is_a_sink():
-    """The second token reads like BOS, so that the sink neurons fire there too; words come after it."""
-    o = organism("llama", 2)
-    bos, twin = o.tokenizer.bos_token_id, o.tokens_of(0)[1]
-    embedding = o.model.get_input_embeddings().weight
-    with torch.no_grad():
-        embedding[twin] = embedding[bos]
-    ids = torch.tensor([[bos, twin, *o.tokens_of(-1)[:6]]])
-
-    def lengths() -> Tensor:
-        return norms(o.model, ids)[o.truth.sink_layer, 0]
-
-    before = lengths()
-    assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
-    with patch_for(o).on(o.model):
-        assert (lengths()[2:] > 0.5 * before[0]).all()
-    with patch_for(o, 0.01).on(o.model):
-        assert (lengths()[1:] < 0.1 * before[0]).all()
+    with inputs_edited(down(blocks(model)[1]), put):
+        want = logits(model, ids)
+    with SinkPatch(sites=["L1.N11", "L1.N3"], calibrated={"L1.N3": -0.25, "L1.N11": 0.5}).on(model):
+        assert_close(logits(model, ids), want)
 
 
 def test_patch_from_result(tmp_path):

@@ -12,7 +12,6 @@ import transformers as tf
 from torch import Tensor
 
 from .calls import Use
-from .families import FAMILIES
 
 
 def forward(use: Use) -> Tensor:
@@ -117,57 +116,6 @@ def pickled(use: Use) -> Tensor:
 
 def static(use: Use) -> Tensor:
     return steps(use, tf.StaticCache(config=use.model.config, max_cache_len=use.length + 8))
-
-
-class Waiting:
-    """A call in another thread that waits before its first layer until it is told to go on."""
-
-    def __init__(self, use: Use):
-        self._use = use
-        self._go, self._there = threading.Event(), threading.Event()
-        self._given: list[Any] = []
-        self._thread = threading.Thread(target=self._work)
-        self._hook = FAMILIES[use.draw["family"]].block(use.model, 0).register_forward_pre_hook(self._wait)
-
-    def _wait(self, *_: Any) -> None:
-        if threading.current_thread() is self._thread:
-            self._there.set()
-            self._go.wait(20)
-
-    def _work(self) -> None:
-        try:
-            with torch.no_grad():
-                self._given.append(self._use.run(0, self._use.length))
-        except Exception as error:
-            self._given.append(error)
-        self._there.set()
-
-    def begin(self) -> None:
-        self._thread.start()
-        self._there.wait(20)
-
-    def go_on(self, after: float = 0.0) -> None:
-        threading.Timer(after, self._go.set).start()
-
-    def given(self) -> Tensor:
-        """What the call gives."""
-        self._thread.join()
-        self._hook.remove()
-        if isinstance(self._given[0], Exception):
-            raise self._given[0]
-        return self._given[0]
-
-
-def begun_before(use: Use) -> Tensor:
-    """A call that begins before the block goes on inside it."""
-    waiting = Waiting(use)
-    waiting.begin()
-    try:
-        with use.inside():
-            waiting.go_on()
-            return waiting.given()
-    finally:
-        waiting.go_on()
 
 
 def gradients(use: Use) -> Tensor:

@@ -69,7 +69,7 @@ def allowed(draw: Draw) -> bool:
 
 def _meet(draw: Draw) -> bool:
     """Whether values that depend on each other have an answer together."""
-    edit, way = EDITS[draw["edit"]], WAYS[draw["cache"]]
+    edit = EDITS[draw["edit"]]
     if EDITS[draw["edit"]].site == ROWS_SEEN and draw["other"] in ("plain thread", "thread with a trace"):
         return False  # calls of a thread without a block are seen, too
     if draw["hooks"] != "none" and draw["other"] in ("plain thread", "thread that waits"):  # which they act in, too
@@ -89,10 +89,10 @@ def _meet(draw: Draw) -> bool:
     if edit.acts != (draw["cache"] == "looping") or edit.steers != (draw["cache"] in ("steered", "ss.generate")):
         return edit.acts == (draw["cache"] == "looping") and not edit.steers and draw["cache"] != "steered"
     if edit.site == ROWS_SEEN:
-        return not way.plain and draw["hooks"] == "none"
+        return draw["hooks"] == "none"
     if edit.site is not None:
         return draw["cache"] == "none" and draw["call"] == "keyword" and draw["wrapper"] != "nnsight"
-    return not way.plain or draw["hooks"] == "none"
+    return True
 
 
 def _has_row_alone(draw: Draw) -> bool:
@@ -156,7 +156,7 @@ RARE = {
     "call": ("embeds", "everything"),
     "length": (300, 600),
     "other": tuple(OTHERS)[1:],
-    "cache": ("copied from", "repeated", "conversation kept", "pickled", "turns", "prefix"),
+    "cache": ("copied from", "repeated", "conversation kept", "pickled", "turns"),
     "options": ("dry", "assistant", "static"),
     "edit": (
         *("guard", "h2o", "snapkv", "loopserve", "zero;full", "add;zero", "loopserve 0", "add embed"),

@@ -61,7 +61,7 @@ REFUSED = [
     ),
     Refusal(lambda draw: draw["cache"] in MOVES and _owns_cache(draw), "rows of the cache changed places"),
     Refusal(
-        lambda draw: (draw["options"] == "beams" or draw["cache"] == "beam scores") and _owns_cache(draw),
+        lambda draw: draw["options"] == "beams" and _owns_cache(draw),
         "rows of the cache changed places",
     ),
     Refusal(

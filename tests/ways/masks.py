@@ -41,7 +41,7 @@ def _told(draw: Draw) -> bool:
 
 def _told_in_calls(draw: Draw) -> bool:
     """Whether positions of one's own can be said: `generate` makes them by itself in other ways."""
-    takes = draw["cache"] not in ("looping", "steered", "ss.generate", "beam scores", "turns", "prefix")
+    takes = draw["cache"] not in ("looping", "steered", "ss.generate", "turns")
     return _told(draw) and takes and "conversation" not in draw["cache"] and draw["options"] == "greedy"
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -220,7 +220,7 @@ class Mode:
 
 def _in_one_thread(draw: Draw) -> bool:
     """Modes of torch are those of a thread."""
-    threads = draw["other"] != "nothing" or draw["cache"] == "begun before"
+    threads = draw["other"] != "nothing"
     return not threads and draw["cache"] != "gradients"
 
 
@@ -239,39 +239,27 @@ MODES = {
 Beside = Callable[[Any, torch.Tensor, list[str]], Callable[[], Any]]
 
 
-def _plain_calls(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
-    """Bare calls, which are refused in a line while another thread is in a block, and plain otherwise."""
+def _calls(waits: bool, model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
+    """Bare calls, which are refused in a line while another thread is in a block, and plain otherwise.
+
+    Or calls inside a block of this thread, which waits until no other thread is in one.
+    """
     short = ids[:1, :9]
     with torch.no_grad():
         plain = model(input_ids=short).logits
 
     def call() -> None:
         try:
-            logits = model(input_ids=short).logits
+            with _nothing().on(model) if waits else contextlib.nullcontext():
+                logits = model(input_ids=short).logits
         except ss.SinkscopeError as error:
-            if "one thread steers a model at a time" not in str(error):
+            if waits or "one thread steers a model at a time" not in str(error):
                 wrong.append(f"refused: {error}")
             time.sleep(0.001)
             return
         off = (logits - plain).abs().max()
         if logits.dtype == torch.float32 and off > 2e-3 * max(1.0, float(plain.std())):
-            wrong.append(f"a bare call is edited by another thread's block: off by {float(off):.3g}")
-
-    return call
-
-
-def _own_calls(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
-    """Calls inside a block of this thread, which waits until no other thread is in one."""
-    short = ids[:1, :9]
-    with torch.no_grad():
-        plain = model(input_ids=short).logits
-
-    def call() -> None:
-        with _nothing().on(model):
-            logits = model(input_ids=short).logits
-        off = (logits - plain).abs().max()
-        if logits.dtype == torch.float32 and off > 2e-3 * max(1.0, float(plain.std())):
-            wrong.append(f"its own block is edited by another thread's: off by {float(off):.3g}")
+            wrong.append(f"a call is edited by another thread's block: off by {float(off):.3g}")
 
     return call
 
@@ -351,8 +339,8 @@ def _nothing() -> Any:
 
 OTHERS = {
     "nothing": Other(),
-    "plain thread": Other(_plain_calls),
-    "thread that waits": Other(_own_calls),
+    "plain thread": Other(partial(_calls, False)),
+    "thread that waits": Other(partial(_calls, True)),
     "thread with a trace": Other(_traces),
     "thread with another model": Other(_another_model, fits=_keeps_keys),
 }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -18,8 +15,7 @@ from sinkscope.loops import DRY
 
 from .calls import NEW, Use
 from .edits import EDITS
-from .families import FAMILIES, PAD, model_of
-from .masks import counted
+from .families import PAD, model_of
 from .settings import tokenizer_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -74,52 +70,6 @@ def turns(use: Use) -> Tensor:
         read = torch.cat([use.mask[:, : use.prompt], torch.ones_like(first.sequences[:, use.prompt :])], 1)
         second = _went_on(use, ids, torch.cat([read, use.mask[:, use.prompt :]], 1), cache)
     return torch.stack([*first.logits, *second.logits], 1)
-
-
-def prefix(use: Use) -> Tensor:
-    """A prompt is read once, and `generate` goes on twice from copies of its cache."""
-    cache, first = use.cache(), told(use)
-    with use.inside():
-        first.run(0, use.prompt, cache)
-        found = []
-        for ids in (use.ids, torch.cat([use.ids[:, : use.prompt], use.ids[:, use.prompt :].flip(1)], 1)):
-            found += _went_on(use, ids, use.mask, copy.deepcopy(cache)).logits
-    return torch.stack(found, 1)
-
-
-def told(use: Use) -> Use:
-    """Calls that say positions, as `generate` does."""
-    other = copy.copy(use)
-    other.draw = {**use.draw, "call": "keyword"}
-    if FAMILIES[use.draw["family"]].positions:
-        other.layout = replace(use.layout, places=counted(use.mask))
-    return other
-
-
-def beam_scores(use: Use) -> Tensor:
-    """How far the scores of beams are from those of their tokens, read one by one into another cache: nowhere."""
-    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": 3, "length_penalty": 0.0}
-    with use.inside():
-        output = use.model.generate(
-            input_ids=use.ids,
-            attention_mask=use.mask,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **settings,
-        )
-        again = copy.copy(use)
-        again.inside = nullcontext
-        again.ids = output.sequences
-        again.mask = torch.cat([use.mask, torch.ones_like(output.sequences[:, use.length :])], 1)
-        again = told(again)
-        cache = again.cache()
-        found = [again.run(0, use.length, cache)[:, -1:]]
-        for start in range(use.length, again.length - 1):
-            found.append(again.run(start, start + 1, cache))
-    logits = torch.cat(found, 1).float()
-    scores = logits.log_softmax(-1).gather(-1, again.ids[:, use.length :, None]).sum((1, 2))
-    return (output.sequences_scores - scores)[:, None, None]
 
 
 def looping(use: Use) -> Tensor:

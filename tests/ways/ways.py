@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .caches import (
-    begun_before,
     chunks,
     copied,
     cropped,
@@ -27,7 +26,7 @@ from .calls import Use
 from .edits import EDITS, Draw
 from .families import FAMILIES, PAD, VOCAB
 from .masks import put_image, put_padding
-from .texts import beam_scores, conversation, conversation_kept, generate, looping, prefix, ss_generate, steered, turns
+from .texts import conversation, conversation_kept, generate, looping, ss_generate, steered, turns
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,12 @@ class Way:
         fits: Draws to which it belongs.
         tokens: Whether new tokens are written, after the whole of the ids.
         nothing: Whether right is 0, because differences are returned.
-        plain: Whether right is the plain model, because the call is none of the block's.
     """
 
     run: Callable[[Use], Tensor]
     alone: str | None = None
     fits: Callable[[Draw], bool] = field(default=lambda draw: True)
     tokens: bool = False
-    plain: bool = False
     nothing: bool = False
 
 
@@ -64,11 +61,6 @@ def _crops(draw: Draw) -> bool:
     return _long(draw) and FAMILIES[draw["family"]].window is None and not EDITS[draw["edit"]].budget
 
 
-def _another_thread(draw: Draw) -> bool:
-    wrapper = draw["wrapper"] in ("bare", "module") and draw["other"] == "nothing"
-    return wrapper and draw["hooks"] == "none" and not EDITS[draw["edit"]].alone
-
-
 def _bare(draw: Draw) -> bool:
     """Whether the model stands by itself, in full precision."""
     return draw["wrapper"] == "bare" and draw["dtype"] == "float32"
@@ -76,10 +68,6 @@ def _bare(draw: Draw) -> bool:
 
 def _one_row(draw: Draw) -> bool:
     return draw["rows"] == 1 and _bare(draw) and _long(draw) and draw["hooks"] == "none"
-
-
-def _scores(draw: Draw) -> bool:
-    return _bare(draw) and not EDITS[draw["edit"]].budget
 
 
 def _replays(draw: Draw) -> bool:
@@ -108,11 +96,8 @@ WAYS = {
     # What is read again has no queries of the prompt: Progressive lets those vote that it saw.
     "pickled": Way(pickled, "steps", lambda draw: _long(draw) and draw["edit"] != "progressive 12"),
     "turns": Way(turns, "turns", _cached, tokens=True),
-    "prefix": Way(prefix, "prefix", _cached, tokens=True),
-    "begun before": Way(begun_before, None, _another_thread, plain=True),
     "gradients": Way(gradients, None, lambda draw: draw["dtype"] == "float32" and draw["wrapper"] != "nnsight"),
     "generate": Way(generate, "generate", tokens=True),
-    "beam scores": Way(beam_scores, "beam scores", _scores, tokens=True, nothing=True),
     "looping": Way(looping, None, _replays, tokens=True, nothing=True),
     "steered": Way(steered, "steered", lambda draw: draw["edit"] == "guard steers" and _bare(draw), tokens=True),
     "ss.generate": Way(
