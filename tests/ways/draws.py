@@ -84,7 +84,9 @@ def _meet(draw: Draw) -> bool:
         return False
     if draw["options"] in ASSISTED and draw["wrapper"] == "offloaded":  # plain models cannot do it
         return False
-    if draw["dtype"] != "float32" and (draw["cache"] not in ("none", "generate") or draw["options"] == "drawn"):
+    if draw["dtype"] != "float32" and draw["cache"] not in ("none", "generate"):
+        return False
+    if _rounds(draw) and draw["options"] in ("drawn", "second text"):  # what is written does not follow from logits
         return False
     if edit.acts != (draw["cache"] == "looping") or edit.steers != (draw["cache"] in ("steered", "ss.generate")):
         return edit.acts == (draw["cache"] == "looping") and not edit.steers and draw["cache"] != "steered"
@@ -93,6 +95,10 @@ def _meet(draw: Draw) -> bool:
     if edit.site is not None:
         return draw["cache"] == "none" and draw["call"] == "keyword" and draw["wrapper"] != "nnsight"
     return True
+
+
+def _rounds(draw: Draw) -> bool:
+    return draw["dtype"] != "float32" or draw["mode"] == "autocast"
 
 
 def _has_row_alone(draw: Draw) -> bool:
@@ -104,7 +110,7 @@ def _has_row_alone(draw: Draw) -> bool:
         return False  # rows end at different times
     if counts_padding(draw) and EDITS[draw["edit"]].budget and family.absolute:
         return False  # policies count real tokens
-    return draw["dtype"] == "float32" and draw["mode"] != "autocast"
+    return not _rounds(draw)
 
 
 def counts_padding(draw: Draw) -> bool:
