@@ -11,8 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard
 from sinkscope.app.report import not_measured, sections_of, why_missing
@@ -24,8 +22,6 @@ from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
 from sinkscope.files.store import Keyed, kept_in
 from sinkscope.measure import Setup
-from sinkscope.models.checkpoints.config import parse_dtype
-from sinkscope.models.target import Target
 from sinkscope.opening.load import fits
 from sinkscope.results.console import note
 from sinkscope.results.pages import document
@@ -137,7 +133,7 @@ def scan(
     setup = Setup.open(model, **settings)
     target = setup.target
     target.shards.check_alone("scan")
-    if not target.resident and fits(weight_bytes(target, settings.get("dtype")), target.device):  # else by layers
+    if not target.resident and fits(target, settings.get("dtype")):  # else by layers
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
@@ -220,11 +216,3 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
         return CardPart(part.name, command, not_measured(outcome), measured=False, topic=part.topic)
     rows, cards = tuple(outcome.findings()), tuple(outcome.cards())
     return CardPart(part.name, command, outcome.conclusion(), rows, cards, topic=part.topic)
-
-
-def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:
-    """Return the size of the weights in memory, in a dtype or that of the checkpoint."""
-    kind = parse_dtype(dtype) or getattr(target.config, "dtype", None)
-    if not isinstance(kind, torch.dtype):
-        kind = target.dtype
-    return kind.itemsize * sum(parameter.numel() for parameter in target.hf.parameters())

@@ -24,12 +24,12 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.models.checkpoints.checkpoint import fingerprint_of
 from sinkscope.models.checkpoints.config import check_finite
-from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
 from sinkscope.models.text.chat import own_text, text_records
-from sinkscope.opening.load import fits_in_memory, open_target
+from sinkscope.opening.load import fits, open_target
 
 T = TypeVar("T")
 
@@ -138,8 +138,10 @@ class Setup:
         if field is not None and text is None:
             raise SinkscopeError(f"--field {field}: no text is given whose field it is; give --text")
         records = None if text is None else text_records(text, field)
-        whole = loading == "whole" or (loading == "fits" and fits_in_memory(model, device, dtype))
-        target = open_target(model, tokenizer, revision=revision, dtype=dtype, device=device, whole=whole)
+        given: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device}
+        target = open_target(model, tokenizer, **given, whole=loading == "whole")
+        if loading == "fits" and not target.resident and fits(target, dtype):
+            target = open_target(model, tokenizer, **given, whole=True)
         if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
             check_finite(target.hf)
         start = resolve_bos(target.tokenizer, target.config, bos)

@@ -19,6 +19,7 @@ from sinkscope.files.progress import world_size
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.checkpoints.checkpoint import (
     Files,
+    fingerprint,
     is_quantised,
     loading_errors,
     model_with_weights,
@@ -32,7 +33,6 @@ from sinkscope.models.checkpoints.config import (
     read_config,
     read_tokenizer,
 )
-from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.gguf_file import parsed_once
 from sinkscope.models.checkpoints.locate import BUNDLED, locate
 from sinkscope.models.checkpoints.stream import LayerStore
@@ -136,29 +136,18 @@ def _plant(hf: Any, file: Path) -> None:
 SHARE = 0.5  # of the free memory that weights may take: the rest is for what is computed
 
 
-def fits(weights: int, device: torch.device) -> bool:
-    """Return whether weights of this many bytes leave enough memory free; they pass through the host to a device."""
-    free = psutil.virtual_memory().available
-    if device.type == "cuda":
-        free = min(free, torch.cuda.mem_get_info(device)[0])
-    return 0 < weights <= SHARE * free
+def fits(target: Target, dtype: torch.dtype | str | None = None) -> bool:
+    """Return whether the weights of a model leave enough memory free; they pass through the host to a device.
 
-
-def fits_in_memory(
-    model: object, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
-) -> bool:
-    """Return whether a folder of safetensors takes at most half of the memory that is free where it would be loaded.
-
-    It is False of anything else. The arguments are those of `load`; a dtype that is asked for counts as twice the one
-    that is stored, if it is wider than half precision.
+    Args:
+        target: The model.
+        dtype: In which type the weights would be loaded. None: that of the checkpoint.
     """
-    if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
-        return False
-    size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    kind = parse_dtype(dtype)
-    if kind is not None and kind.itemsize > 2:
-        size *= 2
-    return fits(size, parse_device(device))
+    kind = parse_dtype(dtype) or getattr(target.config, "dtype", None) or target.dtype
+    free = psutil.virtual_memory().available
+    if target.device.type == "cuda":
+        free = min(free, torch.cuda.mem_get_info(target.device)[0])
+    return kind.itemsize * sum(parameter.numel() for parameter in target.hf.parameters()) <= SHARE * free
 
 
 LAYER_BYTES = 1 << 30

@@ -19,8 +19,7 @@ def test_find_sinks_streams_a_folder_that_does_not_fit(tmp_path, monkeypatch):
     text = text_file(deep, tmp_path, 20)
     memory = find_sinks(deep.model, tokenizer=deep.tokenizer, text=text)
     assert {neuron.site for neuron in memory.needed} == set(deep.truth.neurons)
-    assert opening.fits_in_memory(tmp_path / "m") and not opening.fits_in_memory("llama-2-7b")
-    monkeypatch.setattr(setups, "fits_in_memory", lambda *_: False)
+    monkeypatch.setattr(setups, "fits", lambda *_: False)
     target = opening.open_target(tmp_path / "m")
     reads, layer_of = Counter[int](), target.store._layer
     monkeypatch.setattr(target.store, "_layer", lambda index: (reads.update([index]), layer_of(index))[1])

@@ -16,9 +16,8 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 
 import sinkscope as ss
-from sinkscope.models.checkpoints.checkpoint import Files
+from sinkscope.models.checkpoints.checkpoint import Files, fingerprint
 from sinkscope.models.checkpoints.config import TOKENIZER_FILES
-from sinkscope.models.checkpoints.fingerprint import fingerprint
 
 pytestmark = [pytest.mark.few_texts, pytest.mark.timeout(60)]
 

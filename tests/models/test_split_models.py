@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
 import sinkscope as ss
-from sinkscope.models.checkpoints.fingerprint import fingerprint
+from sinkscope.models.checkpoints.checkpoint import fingerprint
 from sinkscope.models.neurons import columns
 from sinkscope.models.weights import input_columns
 from sinkscope.opening.live import target_of

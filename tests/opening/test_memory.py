@@ -6,22 +6,22 @@ from types import SimpleNamespace
 
 import psutil
 import torch
-from safetensors.torch import save_file
+from organisms import tiny_model
 
-from sinkscope.opening.load import fits, fits_in_memory
+from sinkscope.opening.load import fits
 
 
 def test_a_model_takes_half_of_what_is_free_in_each_place(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=40))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80, 80))
-    assert [fits(size, torch.device("cuda")) for size in (0, 20, 21)] == [False, True, False]  # through the host
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20, 80))
-    assert [fits(20, torch.device(place)) for place in ("cpu", "cuda")] == [True, False]
+    model = tiny_model("llama")[0]
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    target = SimpleNamespace(hf=model, config=model.config, dtype=torch.float32)
 
+    def fit(place: str, host: int, device: int, dtype: str | None = None) -> bool:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device, device))
+        target.device = torch.device(place)
+        return fits(target, dtype)
 
-def test_weights_are_counted_as_they_are_stored_or_as_twice_that_in_float32(tmp_path, monkeypatch):
-    save_file({"w": torch.zeros(300, 100)}, tmp_path / "a.safetensors")
-    free = 2 * (tmp_path / "a.safetensors").stat().st_size
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-    assert fits_in_memory(tmp_path, "cpu") and not fits_in_memory(tmp_path, "cpu", "float32")
-    assert not fits_in_memory("gpt2") and not fits_in_memory(tmp_path / "none")
+    assert fit("cpu", 2 * size, 0) and not fit("cpu", 2 * size - 2, 0)
+    assert fit("cuda", 2 * size, 2 * size) and not fit("cuda", 2 * size, size) and not fit("cuda", size, 2 * size)
+    assert fit("cpu", size, 0, "bfloat16") and not fit("cpu", size - 2, 0, "bfloat16")

@@ -19,7 +19,7 @@ from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
 from sinkscope.hooks.edit.edits import NeuronEdit, Values, spike_of
 from sinkscope.hooks.edit.sites import Where, python_numbers, site_of
-from sinkscope.models.checkpoints.fingerprint import check_made_for
+from sinkscope.models.checkpoints.checkpoint import check_made_for
 from sinkscope.models.target import Target
 
 
