@@ -13,10 +13,8 @@ import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.models.text.chat import own_text, text_records
 
-CHATS = [
-    {"messages": [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"It is {number}."}]}
-    for number in range(60)
-]
+ASKED = {"role": "user", "content": "Say 0"}
+CHATS = [{"messages": [ASKED, {"role": "assistant", "content": "It is 0."}]}] * 2
 
 
 class Words:
@@ -42,8 +40,8 @@ def written(tmp_path):
 
 def test_chats_are_read_in_the_template_of_the_model(written):
     read, said = own_text(text_records(written("chats.jsonl", CHATS)), Words(), "m")
-    assert read.startswith("<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Say 1<|end|>")
-    assert said == "60 texts, 60 of them chats in the model's template"
+    assert read.startswith("<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Say 0<|end|>")
+    assert said == "2 texts, 2 of them chats in the model's template"
 
 
 def test_a_field_that_is_named_is_read_and_an_unknown_one_is_refused_with_those_that_are_there(written):

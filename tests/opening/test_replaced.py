@@ -8,27 +8,35 @@ from types import MethodType
 import pytest
 import torch
 from organisms.tiny import tiny_model
+from refusals import refused
 from torch import nn
 from torch.nn.functional import linear
 
 import sinkscope as ss
 from sinkscope import kv
-from sinkscope.errors import UnsupportedError
 from sinkscope.models.neurons import columns, view_layer
 from sinkscope.opening.live import target_of
 
 IDS = torch.tensor([[1, 10, 11, 12, 13]])
-LAYER = 1
-
-
-def llama():
-    """A model of a class that was proved before."""
-    target_of(tiny_model("llama")[0])
-    return copy.deepcopy(tiny_model("llama")[0])
-
-
+LAYER, SOME = 1, torch.tensor([3, 5])
 CHANGE = torch.randn(32, 2, generator=torch.Generator().manual_seed(0)) @ torch.randn(2, 64)
 """What is added to the weight of a down projection."""
+
+
+def changed(change=None, family="llama"):
+    """A model of a class that was proved before, after a change."""
+    target_of(tiny_model(family)[0])
+    model = copy.deepcopy(tiny_model(family)[0])
+    if change is not None:
+        change(model)
+    return model
+
+
+def mlp_of(model):
+    return model.model.layers[LAYER].mlp
+
+
+# -- what is served as it is -------------------------------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -42,28 +50,29 @@ class Wrapped(nn.Module):
         return self.base(hidden) + hidden @ CHANGE.T
 
 
-def by_forward(mlp):
-    own = mlp.down_proj.forward
-    mlp.down_proj.forward = lambda hidden: own(hidden) + hidden @ CHANGE.T
+def merged(model):
+    mlp_of(model).down_proj.weight.data += CHANGE
 
 
-def by_hook(mlp):
-    mlp.down_proj.register_forward_hook(lambda _module, args, output: output + args[0] @ CHANGE.T)
+def by_forward(model):
+    own = mlp_of(model).down_proj.forward
+    mlp_of(model).down_proj.forward = lambda hidden: own(hidden) + hidden @ CHANGE.T
 
 
-def by_wrapper(mlp):
-    mlp.down_proj = Wrapped(mlp.down_proj)
+def by_hook(model):
+    mlp_of(model).down_proj.register_forward_hook(lambda _module, args, output: output + args[0] @ CHANGE.T)
+
+
+def by_wrapper(model):
+    mlp_of(model).down_proj = Wrapped(mlp_of(model).down_proj)
 
 
 @pytest.mark.parametrize("change", [by_forward, by_hook, by_wrapper])
 def test_columns_are_those_with_which_the_model_computes(change):
-    merged, changed = llama(), llama()
-    merged.model.layers[LAYER].mlp.down_proj.weight.data += CHANGE
-    change(changed.model.layers[LAYER].mlp)
-    assert torch.allclose(changed(IDS).logits, merged(IDS).logits, atol=1e-4)
+    models = changed(change), changed(merged)
+    assert torch.allclose(*[model(IDS).logits for model in models], atol=1e-4)
     for layer in (0, LAYER):
-        written = [columns(target_of(model), layer, torch.tensor([3, 5])) for model in (changed, merged)]
-        assert torch.allclose(*written, atol=1e-4)
+        assert torch.allclose(*[columns(target_of(model), layer, SOME) for model in models], atol=1e-4)
 
 
 def test_what_a_hook_does_with_neurons_is_in_their_values_and_not_in_the_columns():
@@ -74,36 +83,37 @@ def test_what_a_hook_does_with_neurons_is_in_their_values_and_not_in_the_columns
 
 
 def test_what_was_put_in_place_and_taken_out_again_is_noticed():
-    model = llama()
-    before = columns(target_of(model), LAYER, torch.tensor([3]))
-    by_forward(model.model.layers[LAYER].mlp)
-    assert not torch.allclose(columns(target_of(model), LAYER, torch.tensor([3])), before)
-    del model.model.layers[LAYER].mlp.down_proj.forward
-    assert torch.equal(columns(target_of(model), LAYER, torch.tensor([3])), before)
+    model = changed()
+    before = columns(target_of(model), LAYER, SOME)
+    by_forward(model)
+    assert not torch.allclose(columns(target_of(model), LAYER, SOME), before)
+    del mlp_of(model).down_proj.forward
+    assert torch.equal(columns(target_of(model), LAYER, SOME), before)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "part", "site"), [("llama", "mlp", "N3"), ("mixtral", "mlp.experts", "E1.N3")])
 def test_a_hook_on_the_mlp_is_refused_where_neurons_are_read_or_edited(family, part, site):
     """It may change what the MLP gives, which is then not what its neurons write."""
-    model = copy.deepcopy(tiny_model(family)[0])
+    model, where = changed(family=family), torch.ones_like(IDS, dtype=torch.bool)
     handle = model.model.layers[LAYER].get_submodule(part).register_forward_hook(lambda _module, _args, output: output)
-    where = torch.ones_like(IDS, dtype=torch.bool)
-    with pytest.raises(UnsupportedError, match="a hook of yours is on its MLP"):
-        ss.Ablate(sites=f"L{LAYER}.{site}").on(model).__enter__()
-    with pytest.raises(UnsupportedError, match="a hook of yours is on its MLP"):
-        view_layer(target_of(model), LAYER, IDS, where)
+    for use in (
+        lambda: ss.Ablate(sites=f"L{LAYER}.{site}").on(model).__enter__(),
+        lambda: view_layer(target_of(model), LAYER, IDS, where),
+    ):
+        with refused("a hook of yours is on its MLP"):
+            use()
     handle.remove()
     view_layer(target_of(model), LAYER, IDS, where)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def mlp_of_its_own(model):
     def forward(self, hidden):
         return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) + 0.1 * hidden
 
-    model.model.layers[LAYER].mlp.forward = MethodType(forward, model.model.layers[LAYER].mlp)
+    mlp_of(model).forward = MethodType(forward, mlp_of(model))
 
 
 def fewer_heads(model):
@@ -119,10 +129,6 @@ def fewer_heads(model):
 def moved(model):
     layers = model.model.layers
     layers[0], layers[1] = layers[1], layers[0]
-
-
-def shared_layer(model):
-    model.model.layers[1] = model.model.layers[0]
 
 
 def shared_projection(model):
@@ -143,36 +149,35 @@ def renamed(model):
         (mlp_of_its_own, "does not compute what its class LlamaForCausalLM does: a moved"),
         (fewer_heads, r"layer 1 has 2 heads, and the configuration 4"),
         (moved, r"the layer at place 0 of .* calls itself layer 1"),
-        (shared_layer, r"has one module in layers 0 and 1"),
         (shared_projection, r"has one module in layers 0 and 2"),
         (renamed, r"has no down, but 'mlp.narrow'.*register\(Adapter\('llama', down='...'"),
     ],
 )
 def test_what_is_not_as_its_class_is_refused_each_time(change, says):
-    model = llama()
-    target_of(model)
-    change(model)
+    model = changed(change)
     model(IDS)
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=says):
+        with refused(says):
             ss.trace(model, IDS, "blocks.0.hook_resid_post")
 
 
-def test_a_module_that_is_not_linear_has_no_columns():
-    model = llama()
-    model.model.layers[LAYER].mlp.down_proj.register_forward_hook(lambda _module, _args, output: output + output.tanh())
-    with pytest.raises(UnsupportedError, match="not linear in its inputs"):
-        columns(target_of(model), LAYER, torch.tensor([3]))
+def not_linear(model):
+    mlp_of(model).down_proj.register_forward_hook(lambda _module, _args, output: output + output.tanh())
 
 
-def test_an_mlp_whose_modules_do_not_run_has_no_neurons():
-    model = llama()
+def modules_do_not_run(model):
     for layer in model.model.layers:
         mlp = layer.mlp
         mlp.forward = lambda hidden, mlp=mlp: linear(hidden[..., :1], mlp.down_proj.weight[:, :1])
-    with pytest.raises(UnsupportedError, match="the modules of its MLP do not run"):
+
+
+def test_an_mlp_that_is_not_linear_or_whose_modules_do_not_run_has_no_neurons():
+    with refused("not linear in its inputs"):
+        columns(target_of(changed(not_linear)), LAYER, SOME)
+    model = changed(modules_do_not_run)
+    with refused("the modules of its MLP do not run"):
         ss.Ablate(layer=0, neurons=[1]).on(model).__enter__()
-    with pytest.raises(UnsupportedError, match=r"no layer of .* has neurons"):
+    with refused(r"no layer of .* has neurons"):
         _ = target_of(model).d_mlp
 
 
@@ -182,9 +187,8 @@ class Skip(nn.Module):
 
 
 def test_a_layer_that_fills_no_cache_is_refused_under_a_policy():
-    model = llama()
-    model.model.layers[1] = Skip()
-    with pytest.raises(UnsupportedError, match=r"layer 1 of .* has no attention"), kv.H2O(8).on(model):
+    model = changed(lambda model: model.model.layers.__setitem__(LAYER, Skip()))
+    with refused(r"layer 1 of .* has no attention"), kv.H2O(8).on(model):
         model.generate(IDS, max_new_tokens=2)
     with ss.Ablate(layer=0, neurons=[1]).on(model):
         model(IDS)
