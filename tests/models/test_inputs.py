@@ -69,9 +69,6 @@ def masked(ids, mask) -> dict:
 )
 def test_what_cannot_be_read(tokens, words):
     model, tokenizer = tiny_model("llama")
-    for use in (
-        lambda: trace(model, tokens, [SITE], tokenizer=tokenizer),
-        lambda: generate(model, tokens, tokenizer=tokenizer),
-    ):
+    for use, *more in ((trace, [SITE]), (generate,)):
         with refused(words=words):
-            use(model, tokens, tokenizer=tokenizer)
+            use(model, tokens, *more, tokenizer=tokenizer)
