@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable, plain
@@ -169,14 +170,12 @@ def read_inputs(
     else:
         rows = _rows_of_ids(tokens)
     _check_ids(target, rows)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    real = torch.arange(ids.shape[1]) < lengths[:, None]
-    if bool(real.all()):
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    if len({*map(len, rows)}) == 1:
         return Inputs(ids, None if mask is None else _checked_mask(mask, ids))
     if mask is not None:
         raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-    return Inputs(ids, real.long())
+    return Inputs(ids, pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], batch_first=True))
 
 
 def read_row(

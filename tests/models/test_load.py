@@ -8,17 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from checkpoints import checkpoint
-from gguf_file import write_gguf
-from intervention_kit import loaded, logits
 from organisms.tiny import tiny_model
 from refusals import refused
-from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load, open_stream
-
-IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 
 
 @pytest.mark.parametrize(
@@ -49,17 +44,6 @@ def test_nothing_on_stdout_and_nothing_on_stderr(terminal, monkeypatch, capfd):
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", terminal)
     load(checkpoint("llama"))
     assert capfd.readouterr() == ("", "")
-
-
-def test_gguf_computes_what_was_written(tmp_path):
-    pytest.importorskip("gguf")
-    write_gguf(tmp_path / "tiny.gguf", *tiny_model("llama"))
-    expected = logits(tiny_model("llama")[0], IDS)
-    for backend in ("bridge", "hf"):
-        model = loaded(backend, tmp_path / "tiny.gguf")
-        assert_close(logits(model, IDS), expected, atol=1e-5, rtol=0)
-        target = target_of(model)
-        assert (target.name, target.tokenizer.bos_token_id) == ("tiny.gguf", 1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from organisms.tiny import tiny_model
 from refusals import refused
 from torch import nn
 from torch.nn.functional import linear
+from torch.nn.utils.parametrize import register_parametrization
 
 import sinkscope as ss
 from sinkscope import kv
@@ -67,7 +68,16 @@ def by_wrapper(model):
     mlp_of(model).down_proj = Wrapped(mlp_of(model).down_proj)
 
 
-@pytest.mark.parametrize("change", [by_forward, by_hook, by_wrapper])
+class Plus(nn.Module):
+    def forward(self, weight):
+        return weight + CHANGE
+
+
+def by_subclass(model):
+    register_parametrization(mlp_of(model).down_proj, "weight", Plus())
+
+
+@pytest.mark.parametrize("change", [by_forward, by_hook, by_wrapper, by_subclass])
 def test_columns_are_those_with_which_the_model_computes(change):
     models = changed(change), changed(merged)
     assert torch.allclose(*[model(IDS).logits for model in models], atol=1e-4)

@@ -60,10 +60,9 @@ class Halves:
 def halves_of(text: str) -> Halves:
     """Cut a text in the middle, between two words if there are any."""
     middle = len(text) // 2
-    word = re.compile(r"\S*").match(text, middle)
-    if word is not None and word.end() < len(text):
-        middle = word.end()
-    return Halves(text[:middle], text[middle:])
+    rest = re.split(r"(?=\s)", text[middle:], maxsplit=1)[-1]  # from the next white space on
+    end = len(text) - len(rest)
+    return Halves(text[:end], text[end:])
 
 
 def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
