@@ -86,10 +86,10 @@ def test_columns_are_those_with_which_the_model_computes(change):
 
 
 def test_what_a_hook_does_with_neurons_is_in_their_values_and_not_in_the_columns():
-    model = llama()
-    before = columns(target_of(model), LAYER, torch.tensor([3]))
-    model.model.layers[LAYER].mlp.down_proj.register_forward_pre_hook(lambda _module, args: (0.5 * args[0],))
-    assert torch.allclose(columns(target_of(model), LAYER, torch.tensor([3])), before)
+    model = changed()
+    before = columns(target_of(model), LAYER, SOME)
+    mlp_of(model).down_proj.register_forward_pre_hook(lambda _module, args: (0.5 * args[0],))
+    assert torch.allclose(columns(target_of(model), LAYER, SOME), before)
 
 
 def test_what_was_put_in_place_and_taken_out_again_is_noticed():
