@@ -86,20 +86,16 @@ def test_a_measurement_of_a_stranger_that_fails_says_why(bundled, tmp_path):
     assert measured.sentence == "Not measured, because it failed (ValueError: no)." and not measured.columns
 
 
-def test_a_token_that_is_isolated_sees_only_itself_and_one_with_the_first_id_is_another_text(bundled):
+def test_a_token_that_is_isolated_makes_a_sink_and_one_with_the_first_id_is_another_text(bundled):
     text = bundled.view(TEXT).texts[0]
-    ids, length, layer = ids_of(bundled.setup, TEXT), len(text.tokens), bundled.layer
+    ids, layer, at = ids_of(bundled.setup, TEXT), bundled.layer, len(text.tokens) // 2
     intact, isolated, placed = text.variants[0], *text.variants[-2:]
-    at = length // 2
     assert [one.name for one in (isolated, placed)] == [f"token {at} isolated", f"token {at} with the first id"]
-    model, mask = bundled.setup.target.hf, torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
-    mask[at, :at] = torch.finfo(torch.float32).min
-    with torch.no_grad():
-        states = model(torch.tensor([ids]), attention_mask=mask[None, None], output_hidden_states=True).hidden_states
-    assert isolated.norm[layer] == pytest.approx(states[layer + 1][0].norm(dim=-1).numpy(), rel=2e-3)
     assert isolated.norm[layer, at] > 0.5 * intact.norm[layer, 0] > 3 * intact.norm[layer, at]
+    assert isolated.norm[layer, :at] == pytest.approx(intact.norm[layer, :at])  # which see it no more and no less
     ids[at] = ids[0]
-    assert placed.norm[layer] == pytest.approx(norms(model, torch.tensor([ids]))[layer, 0].numpy(), rel=2e-3)
+    changed = norms(bundled.setup.target.hf, torch.tensor([ids]))[layer, 0].numpy()
+    assert placed.norm[layer] == pytest.approx(changed, rel=2e-3)
     (asked,) = bundled.answer({"switch": "token 3 isolated"})["result"]["texts"][0]["variants"]
     assert asked["name"] == "token 3 isolated"
     assert "expected a token from 1" in bundled.answer({"switch": "token 700 isolated"})["error"]
@@ -107,13 +103,12 @@ def test_a_token_that_is_isolated_sees_only_itself_and_one_with_the_first_id_is_
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
     setup = bundled.setup
-    variants = {variant.name: variant for variant in bundled.view(TEXT).texts[0].variants}
-    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.neurons))):
-        with torch.no_grad(), zeroed(setup.target.hf, sites):
-            best = setup.target.hf(torch.tensor([ids_of(setup, TEXT)])).logits[0, -1].softmax(-1).topk(5)
-        words, shares = zip(*variants[name].following, strict=True)
-        assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
-        assert shares == pytest.approx(best.values.tolist(), abs=1e-4)
+    zeroed_neurons = bundled.view(TEXT).texts[0].variants[1]
+    with torch.no_grad(), zeroed(setup.target.hf, tuple(one.site for one in bundled.neurons)):
+        best = setup.target.hf(torch.tensor([ids_of(setup, TEXT)])).logits[0, -1].softmax(-1).topk(5)
+    words, shares = zip(*zeroed_neurons.following, strict=True)
+    assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
+    assert shares == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from sinkscope.results.notation import percent, word_list
+from sinkscope.results.notation import count_of, percent, word_list
 
 
-@given(st.lists(st.text("abc", min_size=1), max_size=30), st.integers(1, 20))
-def test_lists_name_each_once_with_one_and(names, most):
-    text = word_list(names, most)
-    parts = re.split(", | and ", text)
-    more = max(0, len(names) - most)
-    assert parts == [*names[:most], *([f"{more} more"] if more else [])] or (not names and text == "none")
-    assert text.count(" and ") == (len(parts) > 1)
+def test_lists_and_counts_are_said_in_words():
+    assert [word_list("abcd"[:count], 3) for count in range(5)] == [
+        "none",
+        "a",
+        "a and b",
+        "a, b and c",
+        "a, b, c and 1 more",
+    ]
+    assert [count_of(count, "token") for count in (0, 1, 2000)] == ["no token", "1 token", "2,000 tokens"]
 
 
 @pytest.mark.parametrize(
     ("share", "digits", "said"),
-    [
-        (-1e-5, 0, "0%"),
-        (-1e-5, 1, "0.0%"),
-        (-1e-5, 3, "-0.001%"),
-        (-0.0005, 1, "-0.1%"),
-        (-0.004, 2, "-0.40%"),
-        (-1.0, 0, "-100%"),
-    ],
+    [(-1e-5, 0, "0%"), (-1e-5, 1, "0.0%"), (-1e-5, 3, "-0.001%"), (-0.0005, 1, "-0.1%"), (-1.0, 0, "-100%")],
 )
 def test_what_rounds_to_zero_has_no_sign(share, digits, said):
     assert percent(share, digits) == said
