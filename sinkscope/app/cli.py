@@ -18,7 +18,7 @@ import click
 from click.exceptions import NoSuchCommand
 
 from sinkscope import __version__
-from sinkscope.app.commands import COMMANDS, LEFT
+from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.others import ELSEWHERE, other_command, other_commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.progress import is_first, world_size
@@ -56,11 +56,8 @@ class CommandLine(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command of the first word; of one that left, say what has its work."""
-        words, every = " ".join(args[:2]), self.list_commands(ctx)
-        for name in (words, args[0]):
-            if name in LEFT and name not in every:
-                raise SinkscopeError(f"`sinkscope {name}` left in version 0.3: {LEFT[name]}")
+        """Find the command of the first word; of one that is not there, name those that are like it."""
+        every = self.list_commands(ctx)
         if args[0] not in every:
             raise NoSuchCommand(args[0], possibilities=every, ctx=ctx)
         return super().resolve_command(ctx, args)

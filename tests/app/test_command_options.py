@@ -11,8 +11,7 @@ import pytest
 from repository import python
 
 import sinkscope as ss
-from sinkscope.app.cli import main
-from sinkscope.app.commands import COMMANDS, LEFT
+from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Several, TextFile
 from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
 from sinkscope.files.envelope import OWN, kind_modules, measurements
@@ -68,10 +67,7 @@ def test_every_parameter_is_an_option_with_its_default_its_choices_its_kind_and_
         )
 
 
-def test_a_command_or_a_name_that_left_says_what_has_its_work(capsys):
-    for words, remedy in LEFT.items():
-        assert main([*words.split(), "--model", "bundled"]) == 2
-        assert capsys.readouterr().err == f"error: `sinkscope {words}` left in version 0.3: {remedy}\n"
+def test_a_name_that_left_says_what_has_its_work_and_every_kind_has_its_place():
     for name in ss.LEFT:
         with pytest.raises(AttributeError, match=ss.LEFT[name].replace("(", r"\(").replace(")", r"\)")):
             getattr(ss, name)

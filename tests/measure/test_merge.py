@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sinkscope.measure.merge import CAME, SAME, UNJUDGED, WENT, merge
+from sinkscope.measure.merge import CAME, CHANGED, SAME, UNJUDGED, WENT, merge
 from sinkscope.results.row import Mean, Row
 
 
@@ -31,6 +31,8 @@ def test_without_texts_the_margin_is_that_of_both_and_without_margins_nothing_is
     (row,) = merge([one(1.0, margin=0.3)], [one(1.4, margin=0.4)])
     assert (row.table, row.margin("change")) == (SAME, pytest.approx(0.5))
     assert [row.table for row in merge([one(1.0)], [one(9.0, margin=0.4)])] == [UNJUDGED]
+    for after, verdict in ((100.9, SAME), (101.1, CHANGED)):  # by less than 1 %, or by more
+        assert [row.table for row in merge([one(100.0, margin=0.1)], [one(after, margin=0.1)])] == [verdict]
 
 
 def test_subjects_are_the_same_by_their_names_but_for_numbers_and_by_common_layers():
