@@ -60,7 +60,7 @@ class Compared:
     @property
     def judged(self) -> list[Row]:
         """The numbers whose change has a margin, those that changed first."""
-        return [row for row in self.rows if row.numbers and row.table != UNJUDGED]
+        return [row for row in self.rows if row.numbers and row.numbers["change"].margin is not None]
 
     @property
     def moved(self) -> list[Row]:

@@ -5,8 +5,8 @@
 2. Where both have a number for each text, the change is the mean of the differences over the texts that both have, with
    its margin; before and after are then means over these texts. Else the margin is that of both together (the root of
    the sum of their squares).
-3. A number changed if it moved by more than its margin, and by 1 % of its value. A number without a margin is shown and
-   not judged; a word changed if it is another.
+3. A number changed if it moved by more than its margin, and by 1 % of its value. A number without a margin is not
+   judged: it is shown if it moved at all. A word changed if it is another.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _number(first: Row, second: Row, number: str) -> Row:
     elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
     change = Mean(end - start, margin, kind=before.kind)
-    verdict = UNJUDGED
+    verdict = UNJUDGED if change.value else SAME
     if margin is not None:
         moved = abs(change.value) > max(margin, SMALLEST_CHANGE * abs(before.value))
         verdict = CHANGED if moved else SAME
