@@ -32,7 +32,7 @@ def writer(block: nn.Module, kind: str) -> nn.Module:
         return block.post_feedforward_layernorm if kind == "mlp" else block.post_attention_layernorm
     if kind == "mlp":
         return part(block, "mlp", "feed_forward")
-    return part(block, "self_attn", "attn", "attention", "conv")
+    return part(block, "self_attn", "self_attention", "attn", "attention", "conv")
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
@@ -279,6 +280,43 @@ def attention_rows(
         hooks.append((module, "post", on_output(read)))
     with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
         yield
+
+
+@contextmanager
+def attention_received(
+    target: Target, layers: list[int], *, least: int, since: int = 0
+) -> Iterator[dict[int, tuple[Float[Tensor, "row head key"], Int[Tensor, "seen _ key"]]]]:
+    """Context manager with what `given_later` says of each layer of the passes in it, by layer.
+
+    Args:
+        target: The model.
+        layers: The layers.
+        least: As for `given_later`.
+        since: The first query that counts.
+    """
+    received: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(rows: AttentionRows) -> None:
+        received[rows.layer] = given_later(rows, least=least, since=since)
+
+    with attention_rows(target, keep, layers=layers):
+        yield received
+
+
+def given_later(
+    rows: AttentionRows, *, least: int, since: int = 0
+) -> tuple[Float[Tensor, "row head key"], Int[Tensor, "seen _ key"]]:
+    """Return what later queries give to each position, and how many see it.
+
+    Args:
+        rows: Attention of texts without padding, all queries.
+        least: Where a window hides the first position and shows fewer, both are 0.
+        since: The first query that counts.
+    """
+    sees = rows.visible[:, :, since:].tril(since - 1)
+    if not bool(sees[0, 0, -1, 0]) and int(sees[0, 0, -1].sum()) + 1 < least:
+        sees = torch.zeros_like(sees)
+    return (rows.probs[:, :, since:] * sees.to(rows.probs.device)).sum(2).cpu(), sees.sum(2).cpu()
 
 
 def of_all_heads(target: Target, fn: Shown) -> Shown:

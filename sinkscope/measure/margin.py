@@ -12,13 +12,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from scipy.special import stdtrit
 
 from sinkscope.results.row import Kind, Mean
@@ -92,23 +92,21 @@ def mean_of(values: Float[Any, " sample"], kind: Kind = "number") -> Mean | None
     return Mean(float(np.nanmean(samples)), margin_of(samples), tuple(samples.tolist()), kind)
 
 
-def resampled_margin(
-    number: Callable[[Int[np.ndarray, "sample text"]], Float[np.ndarray, " sample"]], texts: int
-) -> float | None:
-    """Return half of the 95 % interval of a number over texts, by a bootstrap (percentiles; Efron and Tibshirani 1993).
+def count_above(values: Float[np.ndarray, "thing text"], bound: float) -> Mean:
+    """Return how many things have a mean over texts above a bound, with the margin of this count.
 
-    Args:
-        number: Computes the number from the texts of each sample, of which some come several times.
-        texts: How many texts there are.
-
-    Returns:
-        None for fewer than three texts.
+    It is half of the 95 % interval under a bootstrap over texts (percentiles; Efron and Tibshirani 1993).
     """
-    if texts < FEWEST_VALUES:
-        return None
-    drawn = number(np.random.default_rng(0).integers(texts, size=(RESAMPLED, texts)))
-    low, high = np.quantile(drawn, [(1 - SURE) / 2, (1 + SURE) / 2]).tolist()
-    return (high - low) / 2
+    texts = values.shape[1]
+    margin = None
+    if len(values) and texts >= FEWEST_VALUES:
+        drawn = np.random.default_rng(0).integers(texts, size=(RESAMPLED, texts))
+        times = (drawn[:, :, None] == np.arange(texts)).sum(1)  # how often each text was drawn
+        counts = (values @ times.T > bound * texts).sum(0)
+        low, high = np.quantile(counts, [(1 - SURE) / 2, (1 + SURE) / 2]).tolist()
+        margin = (high - low) / 2
+    by_text = (values > bound).sum(0).astype(float)
+    return Mean(float((values.mean(1) > bound).sum()), margin, tuple(by_text.tolist()), "count")
 
 
 def difference_of(

@@ -37,13 +37,6 @@ PIECE = 64
 """Tokens in one piece of typical text."""
 FIRST_IDS = 4  # of the first text, which a result says
 WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
-MOST_NUMBERS = 1 << 24
-"""Numbers of the widest activation of a pass: 64 MB in float32."""
-
-
-def rows_at_once(length: int, width: int) -> int:
-    """Return how many texts of a length one pass reads, if its widest activation has `width` numbers for each token."""
-    return max(1, MOST_NUMBERS // (length * width))
 
 
 def model_info(target: Target) -> ModelInfo:

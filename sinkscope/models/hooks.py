@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,13 +87,6 @@ def without_compiler() -> Iterator[None]:
     finally:
         with _COMPILER:
             _FORCED.pop().__exit__(None, None, None)  # the first one's, which sets back what was before, comes last
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager in which no autocast of the caller rounds numbers on a device."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Ho
     def keep(output: Tensor) -> None:
         outputs.append(output)
         if len(outputs) == len(writers):
-            total = outputs[0]
+            total = outputs[0].clone()  # some layers add to it in place
             for other in outputs[1:]:
                 total = total + other.view_as(total)
             outputs.clear()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sinkscope.engine.attention import without_autocast
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.models.adapters import (
     DRAFT,
@@ -35,7 +36,7 @@ from sinkscope.models.adapters import (
     stack_of,
 )
 from sinkscope.models.checkpoints.config import cpu_by_default
-from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks, without_autocast
+from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks
 from sinkscope.models.layers import check_numbering
 from sinkscope.models.target import Target, parts_of
 from sinkscope.opening.places import proposed, sample_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -66,22 +66,16 @@ def sink_mask(
             raise SinkscopeError(f"site {site!r} {problem}: expected one with a value for each position")
     there = torch.zeros_like(real)
     for number, row in enumerate(rows):
-        if len(row) < 2:
+        if len(row) < LEAST_TYPICAL:
             continue
         row_ids = torch.tensor([row])
-        if site is not None:
-            there[number, real[number]] = standing_out(trace(target, row_ids, [site])[site].flatten(2)[None])[0]
-            continue
-        survey = read_survey(target, row_ids)
-        there[number, real[number]] = standing_out(survey.states).any(0) | attended(survey)[0]
+        if site is None:
+            survey = read_survey(target, row_ids)
+            sinks = (survey.ratios[:, 0] > STANDS_OUT).any(0) | attended(survey)[0]
+        else:
+            sinks = ratios_of(trace(target, row_ids, [site])[site].flatten(2)[None])[0, 0] > STANDS_OUT
+        there[number, real[number]] = sinks
     return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
-
-
-def standing_out(states: Float[Tensor, "site 1 pos d"]) -> Bool[Tensor, "site pos"]:
-    """Mark the positions of a row whose norm stands out at each site; none in a row without a typical norm."""
-    if states.shape[2] < LEAST_TYPICAL:
-        return torch.zeros(states.shape[0], states.shape[2], dtype=torch.bool)
-    return ratios_of(states)[:, 0] > STANDS_OUT
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:

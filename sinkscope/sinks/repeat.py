@@ -27,7 +27,6 @@ from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Mean, Result, Row, Setup, mean_of, measurement
-from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
@@ -36,6 +35,7 @@ from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import rows_at_once
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit, token_texts
 

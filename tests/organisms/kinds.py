@@ -245,8 +245,7 @@ def _saturated(b: Body) -> Truth:
     layer.down[0, two] = -layer.down[0, one] + 0.1 * layer.down[0, one].norm() * b.side
     b.model.model.embed_tokens.weight[BOS] += MARK * b.mark
     b.read(b.behind, b.way)
-    needs = (names((b.at, one), (b.at, two)), frozenset({f"mlp {b.at}"}))
-    return truth_of(planted(b, needs=needs, marks=()))
+    return truth_of(planted(b, (b.at, one), (b.at, two), marks=()))
 
 
 # --- several spikes --------------------------------------------------------------------------------------------------

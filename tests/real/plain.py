@@ -58,7 +58,7 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
         seen.append((args[0] if args else kwargs["hidden_states"]).detach())
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        seen.append(first(output).detach())
+        seen.append(first(output).detach().clone())  # some layers add to it in place
 
     with ExitStack() as stack:
         for module in modules:

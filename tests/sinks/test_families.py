@@ -50,7 +50,9 @@ OUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "self_attention.den
 """Where heads are put together."""
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mixtral", "glm4_moe", "gpt2", "gpt_neox", "lfm2"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma2", "gpt_oss", "mixtral", "glm4_moe", "gpt2", "gpt_neox", "falcon", "lfm2"]
+)
 @torch.no_grad()
 def test_neurons_heads_and_components_of_each_family_are_those_of_plain_hooks(model_type):
     """Norms behind parts, experts in two layouts and shared ones, fused and transposed projections, mixers."""
@@ -170,4 +172,4 @@ def test_with_alibi_no_key_can_be_hidden_and_this_is_said_in_one_line():
         with pytest.raises(UnsupportedError, match="where no cache policy, guard, knockout or"):
             ask()
     with pytest.warns(UserWarning, match="is not measured: a model of type"):
-        assert not answers_of(Sinks(spike.survey, spike.survey, (circuit_of(spike),)), 0, {"conditions", "purpose"})
+        assert not answers_of(Sinks(spike.survey, spike.survey, (circuit_of(spike),)), 0)

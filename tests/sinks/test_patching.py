@@ -20,7 +20,6 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import text_rows
-from sinkscope.opening.live import target_of
 from sinkscope.results.notation import Neuron
 from sinkscope.results.result import Result
 from sinkscope.results.row import row_of
@@ -86,21 +85,15 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     monkeypatch.setattr("sinkscope.sinks.patch.PIECES", 4)
     o = organism("llama", 2)
     patch = SinkPatch(sites=o.truth.neurons, calibrated=dict.fromkeys(o.truth.neurons, 3.0))
-    patch.save(tmp_path / "patch.json")
-    few = {"pieces": 5, "length": 24, "max_repeats": 8, "text": text_file(o, tmp_path), "seed": 4}
-    change = made_of(o, tmp_path, file=tmp_path / "patch.json", **few).proof[-1]
-    made = setup_of(o, text=text_file(o, tmp_path), seed=4)
-
-    @torch.no_grad()
-    def loss(row):
-        logits = o.model(row[None]).logits[0].log_softmax(-1)
-        return -float(logits[range(1, 23), row[2:]].mean())
-
-    each = []
-    for edit in (None, patch, random_patch(made, patch)):
-        with under(edit, target_of(o.model, o.tokenizer)):
-            each.append([loss(row) for row in held_out(made, 5, 24)])
-    each = torch.tensor(each)
+    setup = setup_of(o, text=text_file(o, tmp_path), seed=4)
+    change = measured.on(setup, file=patch, pieces=5, length=24, max_repeats=8).proof[-1]
+    losses = []
+    for edit in (None, patch, random_patch(setup, patch)):
+        with under(edit, setup.target), torch.no_grad():
+            for row in held_out(setup, 5, 24):
+                logits = o.model(row[None]).logits[0].log_softmax(-1)
+                losses.append(-float(logits[range(1, 23), row[2:]].mean()))
+    each = torch.tensor(losses).view(3, 5)
     plain, patched, drawn = each.mean(1).exp().tolist()
     assert change.get("perplexity") == pytest.approx(plain, rel=1e-5)
     assert change.get("patched") == pytest.approx(patched / plain - 1, rel=1e-3)
@@ -113,41 +106,36 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
 # --- what is said ---
 
 EARLY, LATE = "layers 1-2", "layers 4-5"
-
-
-def two_spikes(**changes) -> PatchResult:
-    """A patch of the late of two spikes: the early one stays, one of two words reaches it, and text attends to it."""
-    fields = {
-        "along": [[[0.1, 0.9], [0.8, 0.9]], [[0.1, 0.9], [0.1, 0.1]], [[0.1, 0.9], [0.8, 0.9]]],
-        "one_copy": [[0.0, 0.0], [0.0, 0.0]],
-        "attention": [[[0.1, 0.9], [0.9, 0.9]], [[0.1, 0.9], [0.4, 0.2]], [[0.1, 0.9], [0.9, 0.9]]],
-        "one_more": [[0.1, 0.0], [0.2, 0.1], [0.1, 0.0]],
-    }
-    arrays = {name: torch.tensor(values) for name, values in (fields | changes).items()}
-    read = torch.cat([arrays["along"], arrays["attention"], arrays["one_more"][:, None]], 1)
-    rows = copies_rows(("a", "b"), (EARLY, LATE), read, arrays["one_copy"])
-    given = {"verdict": "given", "reason": "it was given.", "sites": (Neuron(4, None, 7),)}
-    return PatchResult(**given, words=2, repeats=64, proof=tuple(rows))
+NORM, ATTENTION, NEXT = "norm of copies", "attention to copies", "one more copy"
 
 
 def test_rows_say_what_is_repaired_and_what_is_not():
-    """A spike's words alone count for it; what copies do not break in the intact model is not said to be repaired."""
-    found, norm, attention, one_more = two_spikes(), "norm of copies", "attention to copies", ("one more copy", "")
-    assert found.conclusion().endswith(
-        "reach at most 90% of the spike of layers 1-2 (without it: 90%; random neurons: 90%)."
-    )
-    table = {(row.name, row.about): row for row in found.proof}
+    """A patch of the late of two spikes: the early one stays, one of two words reaches it, and text attends to it.
+
+    A spike's words alone count for it; what copies do not break in the intact model is not said to be repaired.
+    """
+    intact = [[0.1, 0.9], [0.8, 0.9], [0.1, 0.9], [0.9, 0.9], [0.1, 0.0]]  # norms, attention, one more copy; by word
+    patched = [[0.1, 0.9], [0.1, 0.1], [0.1, 0.9], [0.4, 0.2], [0.2, 0.1]]
+
+    def rows(patched=patched, intact=intact, one_copy=0.0):
+        read = torch.tensor([intact, patched, intact])
+        return copies_rows(("a", "b"), (EARLY, LATE), read, torch.full((2, 2), one_copy))
+
+    table = {(row.name, row.about): row for row in rows()}
     assert {key: row.note for key, row in table.items()} == {
-        (norm, EARLY): "not repaired", (norm, LATE): "repaired", (attention, EARLY): "not repaired",
-        (attention, LATE): "repaired", one_more: "not repaired",
+        (NORM, EARLY): "not repaired", (NORM, LATE): "repaired", (ATTENTION, EARLY): "not repaired",
+        (ATTENTION, LATE): "repaired", (NEXT, ""): "not repaired",
     }  # fmt: skip
-    assert table[norm, EARLY].texts == ("b",) and table[attention, LATE].texts == ("a", "b")
-    assert table[attention, LATE].get("patched") == pytest.approx(0.3) and table[norm, EARLY].get("intact") > 0.89
-    intact = [[0.1, 0.9], [0.8, 0.9]]
-    half = two_spikes(along=[intact, [[0.1, 0.9], [0.8, 0.1]], intact])  # one of two words still reaches it
-    assert {(row.name, row.about): row.note for row in half.proof}[norm, LATE] == "not repaired"
-    assert {row.note for row in two_spikes(one_copy=intact).proof} == {""}  # one copy does as much
-    assert two_spikes(one_more=[[0.9, 0.9]] * 3).proof[-1].note == ""
+    assert table[NORM, EARLY].texts == ("b",) and table[ATTENTION, LATE].texts == ("a", "b")
+    assert table[ATTENTION, LATE].get("patched") == pytest.approx(0.3) and table[NORM, EARLY].get("intact") > 0.89
+    half = rows([patched[0], [0.8, 0.1], *patched[2:]])  # one of two words still reaches it
+    assert half[1].note == "not repaired"
+    assert {row.note for row in rows(one_copy=0.9)} == {""}  # one copy does as much
+    assert rows(intact=[*intact[:4], [0.9, 0.9]])[-1].note == ""
+    given = {"verdict": "given", "reason": "it was given.", "sites": (Neuron(4, None, 7),)}
+    found = PatchResult(**given, words=2, repeats=64, proof=tuple(rows()))
+    said = "reach at most 90% of the spike of layers 1-2 (without it: 90%; random neurons: 90%)."
+    assert found.conclusion().endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +157,7 @@ def test_only_words_that_need_repair_prove_it(intact, patched, attention, change
     found = PatchResult(verdict="given", reason="", words=3, repeats=9, proof=(*rows, cost))
     said, reason = verdict_of(found, 0.01)
     assert said == verdict and reason.endswith(".")
-    if verdict == "refused" and change == 0.02:
+    if change == 0.02:
         assert reason == "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%."
         assert verdict_of(found, 0.03)[0] == "made"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
+import plain_spikes as plain
 import pytest
 import torch
 from raw_kit import blocks
 from torch import nn
 
+from sinkscope.results.notation import Neuron
 from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEGIN, purpose_of
 from sinkscope.sinks.spikes.edited import Batch, read
@@ -23,6 +25,22 @@ def batch(bundled):
     spike = sinks_of(bundled).spikes[0].reported
     rows = torch.arange(4)
     return Batch((spike,), spike.survey.ids[rows], (spike.place.mask[rows],), texts=rows)
+
+
+@torch.no_grad()
+def plain_loss(model, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids, use_cache=False).logits.float()
+    return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_neurons_are_zeroed_at_the_place_alone_or_everywhere(bundled, batch, everywhere):
+    sites, model = [(1, 338), (2, 5)], bundled.target.hf
+    sets = [tuple(map(Neuron.of, sites))]
+    edited = replace(batch, edits=sets, everywhere=everywhere, edit_of=torch.zeros(4, dtype=torch.long))
+    with plain.removed(model, sites, None if everywhere else 0):
+        expected = plain_loss(model, batch.ids)
+    torch.testing.assert_close(read(edited, loss=True).loss, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -48,9 +66,8 @@ def test_another_value_is_that_of_plain_attention(bundled, batch, mean):
         for layer in layers:
             attention = blocks(model)[layer].self_attn
             stack.callback(attention.register_forward_hook(edit, with_kwargs=True).remove)
-        logits = model(ids, use_cache=False).logits.float()
+        expected = plain_loss(model, ids)
     model.set_attn_implementation("sdpa")
-    expected = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     torch.testing.assert_close(seen.loss[:, BEGIN:], expected[:, BEGIN:], atol=2e-4, rtol=1e-4)
     assert float((seen.loss - read(batch, loss=True).loss).nanmean().abs()) > 1e-3
 

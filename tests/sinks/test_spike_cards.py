@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from sample_results import FIRST, control, outcome, spike, with_rows
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.result import Result
-from sinkscope.results.row import Card, Mean
+from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.records import NO_EQUAL, needed_sentence, spike_card
 
 NUMBERS = st.floats(-40, 40) | st.floats(0, 1e6) | st.sampled_from([0.0, -0.0, 0.004, -0.004, 0.99, 1.0, 9.99])
@@ -76,18 +75,3 @@ def test_a_control_that_is_most_of_its_layer_is_no_control_and_none_at_all_is_re
     assert said.endswith("they cost 0.34 (± 0.14) nats a token, no set of others writes as much (busiest: 0.01).")
     with pytest.raises(SinkscopeError, match="have no control: give the rows of its controls"):
         with_rows(spike(FIRST, 232.0), without=("controls",))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hostile(Result):
-    """A result whose card has the words of a tokenizer."""
-
-    kind = "test-hostile"
-
-    def cards(self) -> list[Card]:
-        return [Card("<b>", (("a&b", "<script>"),))]
-
-
-def test_what_comes_from_a_tokenizer_is_escaped():
-    page = Hostile().fragment()
-    assert "<script>" not in page and "&lt;script&gt;" in page and "a&amp;b" in page

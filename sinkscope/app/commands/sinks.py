@@ -19,7 +19,6 @@ why_sink = measures(
     "why-sink",
     SINKS,
     "sinkscope why-sink llama-2-7b --html why-sink.html",
-    params=[click.Option(["--only"], type=click.Choice(["conditions", "purpose"]))],
 )
 
 patch = measures(

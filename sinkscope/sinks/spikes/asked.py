@@ -25,7 +25,7 @@ from torch.nn.functional import one_hot
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure.margin import mean_of, resampled_margin
+from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.models.draws import draws
 from sinkscope.results.notation import Neuron
 from sinkscope.results.row import Mean, Row, row_of
@@ -126,15 +126,7 @@ class SpikeCircuit:
 
 def count_readers(received: Float[Tensor, "layer head text"]) -> Mean:
     """Return how many heads give more than 0.3 of their attention, mean over texts, and the margin of this count."""
-    attention = received.flatten(0, 1).double()
-
-    def count(sample: Int[np.ndarray, "sample text"]) -> Float[np.ndarray, " sample"]:
-        times = one_hot(torch.from_numpy(sample), attention.shape[1]).sum(1).double()  # how often each text was drawn
-        return (attention @ times.T > READS * sample.shape[1]).sum(0).double().numpy()
-
-    margin = resampled_margin(count, attention.shape[1]) if attention.numel() else None
-    by_text = tuple((attention > READS).sum(0).double().tolist())
-    return Mean(float((attention.mean(1) > READS).sum()), margin, by_text, "count")
+    return count_above(received.flatten(0, 1).double().numpy(), READS)
 
 
 def measure(
@@ -169,21 +161,22 @@ def measure(
         how: What else is done, as `Batch` has it: `everywhere`, `value`, `layers`.
     """
     chosen = spike.texts[:count]
-    many = max(len(chosen), len(sets))
-    rows = chosen[torch.arange(many) % len(chosen)]
-    edit_of = torch.arange(many) % len(sets)
+    many = torch.arange(max(len(chosen), len(sets)))
+    text_of = many % len(chosen)
+    edit_of = many % len(sets)
+    rows = chosen[text_of]
     batch = replace(batch_of(spike, sets, rows, edit_of), **how)
     if hide is not None:
         hidden = batch.places[0] if hide == "place" else at_position(batch.ids, hide)
         batch = replace(batch, unseen=hidden[:, None].expand(-1, hidden.shape[1], -1))
     seen = read(batch, heads, loss=bool(heads), since=since)
     left = share_left(seen.along[:, 0], intact_along(spike, rows))
-    rise = torch.full((many,), torch.nan)
+    rise = torch.full_like(left, torch.nan)
     numbers: dict[str, Mean | float | None] = {"left": mean_of(left, "share")}
     if heads:
         numbers["heads"] = count_readers(seen.attention[:, [*heads]].permute(1, 2, 0))
         if not since:
-            numbers["intact"] = count_readers(spike.attention[..., torch.arange(many) % len(chosen)])
+            numbers["intact"] = count_readers(spike.attention[..., text_of])
     if bool(seen.loss.isfinite().any()):
         place = batch.places[0].int()
         counted = (place.cumsum(1) > place)[:, :-1]  # queries after the first position of the place
@@ -192,13 +185,10 @@ def measure(
         numbers |= {"loss": mean_of(rise), "tokens": int(change.isfinite().sum())}
     if like is not None:  # sets that raise the loss as much in the same texts, or leave as little of the spike
         what, sign, own = ("loss", 1, rise) if "loss" in like.numbers else ("left", -1, left)
-        known = sign * torch.tensor(like.numbers[what].by_text)
-        reached = 0
-        for number in range(len(sets)):
-            some = edit_of == number
-            reached += bool(sign * own[some].mean() >= known[torch.arange(many)[some] % len(chosen)].mean())
+        known = torch.tensor(like.numbers[what].by_text)[text_of]
         if len(sets) > 1:
-            numbers |= {"sets": len(sets), "reached": reached}
+            reached = [sign * own[edit_of == n].mean() >= sign * known[edit_of == n].mean() for n in range(len(sets))]
+            numbers |= {"sets": len(sets), "reached": sum(map(bool, reached))}
         numbers["size"] = Mean(float(np.mean([len(parts) for parts in sets])), kind="count")
         numbers["norm"] = None if norm is None else Mean(norm, kind="share")
     return row_of(table, name, note, **numbers)

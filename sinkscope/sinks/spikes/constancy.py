@@ -138,7 +138,7 @@ def states_of(batch: Batch, depth: int) -> States:
 
     hooks: list[Hook] = [(target.layers[0], "first", on_input(keep))]
     hooks += [(target.layers[layer], "post", on_hidden(keep)) for layer in range(depth)]
-    with batch.acting(), target.hooks(*hooks):
+    with batch.acting(*hooks):
         target.forward(batch.ids, last_layer=depth - 1, **batch.inputs())
     return torch.stack(states)
 

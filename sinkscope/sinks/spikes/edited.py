@@ -23,20 +23,20 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinkscope.engine.attention import AttentionRows
-from sinkscope.engine.tap import attention_rows
+from sinkscope.engine.tap import attention_received, attention_rows
 from sinkscope.files.progress import report_progress
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.trace import trace
-from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.layers import per_query_head
 from sinkscope.models.neurons import groups_of, heads_point, neurons_point
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
-from sinkscope.sinks.spikes.survey import given_later, to_place
+from sinkscope.sinks.spikes.survey import MOST_NUMBERS, rows_at_once, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
+from sinkscope.sinks.thresholds import NARROWEST
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 LOGITS = 1 << 23  # logits of a text at most: of very large vocabularies, every second token is read, or fewer
@@ -97,8 +97,12 @@ class Batch:
         return replace(self, ids=self.ids[:, :end], places=places, unseen=unseen, positions=positions)
 
     @contextmanager
-    def acting(self) -> Iterator[None]:
-        """Context manager in which everything acts that is done to the rows: each part is edited in its own rows."""
+    def acting(self, *more: Hook) -> Iterator[None]:
+        """Context manager in which everything acts that is done to the rows: each part is edited in its own rows.
+
+        Args:
+            more: Hooks that read.
+        """
         target = self.target
         place = self.places[0]
         hooks = list[Hook]()
@@ -122,7 +126,7 @@ class Batch:
             if self.value is not None:
                 position = int(place[0].nonzero()[0])
                 stack.enter_context(other_value(target, layers, position, mean=self.value == "mean"))
-            stack.enter_context(target.hooks(*hooks))
+            stack.enter_context(target.hooks(*hooks, *more))
             yield
 
     def inputs(self) -> dict[str, Any]:
@@ -192,10 +196,6 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         there = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
         along[:, number] = mean_by_row(spikes[number].along(there), own)
 
-    def attend(rows: AttentionRows) -> None:
-        received, seen = given_later(rows.probs, rows.visible, since)
-        attention[:, rows.layer] = to_place(received, seen, batch.places[0][:, None])
-
     acts = [*layers, *[part.layer or 0 for part in chain(*batch.edits)]]
     if batch.unseen is not None or batch.value is not None:
         acts += [0] if batch.layers is None else batch.layers[:1]
@@ -210,15 +210,17 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         else:  # it is as the survey saw it: nothing acts up to there
             at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
     with ExitStack() as stack:
+        received: dict[int, tuple[Tensor, Tensor]] = {}
         if layers:
-            stack.enter_context(attention_rows(target, attend, layers=list(layers)))
-        stack.enter_context(batch.acting())
-        stack.enter_context(target.hooks(*hooks))
+            received = stack.enter_context(attention_received(target, [*layers], least=NARROWEST, since=since))
+        stack.enter_context(batch.acting(*hooks))
         if positions is None:
             last = max([*layers, *(spike.peak for spike in spikes)])
             target.forward(ids, last_layer=last, start=start, **batch.inputs())
         else:
             loss[:, positions] = losses_at(target, ids, positions, start)
+    for layer, (given, seen) in received.items():
+        attention[:, layer] = to_place(given, seen, batch.places[0][:, None])
     return Reading(along, attention, loss)
 
 

@@ -13,10 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -56,27 +56,21 @@ def find_sinks(setup: Setup) -> FindSinks:
     the neurons that they need; the other half tells what these do at the place, beside others that write as much (Sun
     et al. 2024; Yona et al. 2025, section 4).
     """
-    return FindSinks(**fields_of(setup, {"effects"}))
+    return FindSinks(**fields_of(setup))
 
 
 @measurement(loading="fits")
-def why_sink(setup: Setup, *, only: Literal["conditions", "purpose"] | None = None) -> WhySink:
+def why_sink(setup: Setup) -> WhySink:
     """Ask what makes a position the sink, and what it is for; then trace its circuit to the heads that read it.
 
     An ordinary position gets the place's token, sees only itself, or has its position id; each is taken away at the
     place. The place is hidden from later tokens, or they read another value from it. Then components are replaced at
     the place by what they write on average at ordinary positions, and heads at many tokens that are put first, each
     alone.
-
-    Args:
-        only: Ask one of both questions alone: "conditions" (what makes the place, and why heads read
-            it) or "purpose" (what it is for).
     """
-    if only is not None:
-        return WhySink(**fields_of(setup, {only}))
     chosen = spike_of(setup)
     marking = [] if chosen is None else heads_that_mark(setup, chosen)
-    return WhySink(marking=tuple(marking), **fields_of(setup, {"effects", "marks", "conditions", "purpose"}))
+    return WhySink(marking=tuple(marking), **fields_of(setup, why=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,17 +129,16 @@ def _sinks_of(setup: Setup) -> Sinks:
     return Sinks(survey, report, tuple(ordered))
 
 
-def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[SpikeCircuit, list[Row]]:
+def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, list[Row]]:
     """Return, of each spike of the first token, what makes its place and what the place is for.
 
     Args:
         sinks: The spikes.
         seed: Seed of ordinary positions and tokens.
-        parts: What is asked: "conditions", "purpose".
     """
     asked = [one for one in sinks.at_first if one.like is None and one.reported.survey is sinks.report]
     answers: dict[SpikeCircuit, list[Row]] = {circuit: [] for circuit in asked}
-    if not sinks.spikes or not parts & {"conditions", "purpose"}:
+    if not sinks.spikes:
         return {}
     if not asked:
         place = sinks.spikes[0].spike.place.label.words
@@ -155,39 +148,37 @@ def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[SpikeCircuit, l
     begins = min(spike.layers[0] for spike in spikes)
     try:
         check_attention_visible(sinks.survey.target)
-        if "conditions" in parts:
-            for circuit, rows in zip(asked, conditions_of(spikes, seed), strict=True):
-                enough = next(iter(sufficient(rows)), ())
-                answers[circuit] += [*rows, *(constancy_of(circuit.reported, begins, enough, seed) if rows else [])]
-        if "purpose" in parts:
-            for circuit, rows in zip(asked, purpose_of(asked), strict=True):
-                answers[circuit] += rows
+        for circuit, rows in zip(asked, conditions_of(spikes, seed), strict=True):
+            enough = next(iter(sufficient(rows)), ())
+            answers[circuit] += [*rows, *(constancy_of(circuit.reported, begins, enough, seed) if rows else [])]
+        for circuit, rows in zip(asked, purpose_of(asked), strict=True):
+            answers[circuit] += rows
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
         return {}
     return answers
 
 
-def fields_of(setup: Setup, parts: Set[str]) -> dict[str, Any]:
-    """Measure parts of the circuit, and who attends where; return the fields of a result.
+def fields_of(setup: Setup, why: bool = False) -> dict[str, Any]:
+    """Measure the circuit, and who attends where; return the fields of a result.
 
     Args:
         setup: The model and its text.
-        parts: What is measured: "effects", "marks", "conditions", "purpose".
+        why: Whether marks, conditions and purpose are measured, too.
     """
     sinks = sinks_of(setup)
     target = setup.target
     results = list[SpikeResult]()
     report = sinks.report
     # Steps 7 and 8: conditions and purpose
-    answers = answers_of(sinks, setup.seed, parts)
+    answers = answers_of(sinks, setup.seed) if why else {}
     for circuit in sinks.spikes:
         rows: list[Row] = []
         # Step 4: marks
-        if "marks" in parts:
+        if why:
             rows += marks_of(circuit)
         # Step 5: effects
-        if "effects" in parts and circuit.like is None:
+        if circuit.like is None:
             rows += effects_of(circuit, sinks.survey, setup.seed)
         results.append(record_of(circuit, [*rows, *answers.get(circuit, [])]))
         setup.progress("effects", len(results), len(sinks.spikes))

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.neurons import (
     HookPoint,
     LayerView,
@@ -36,6 +35,7 @@ from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.spike import Part, Spike, per_text
+from sinkscope.sinks.spikes.survey import MOST_NUMBERS, rows_at_once
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 
 Unit = tuple[Neuron, ...]
