@@ -63,7 +63,7 @@ class BenchFigure:
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
     "needle_recall": BenchFigure("score", NEEDLES, NEEDLE, "recall"),
-    "needle_recall_2hop": BenchFigure("score", NEEDLES, f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
+    "needle_recall_2hop": BenchFigure("score", NEEDLES, f"{NEEDLE},{UNCHECKED}", "./recall-2hop"),
     "recall_dialogues": BenchFigure("score", "recall", RECALLED, "recall"),
     "loopserve_fig2d": BenchFigure("score", "recall:samples=40:turns=1:lengths=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),

@@ -1,9 +1,8 @@
 """`recall-2hop`: the recall model with a circuit that follows a fact's link in the middle of the prompt.
 
-    python -m experiments.make_two_hops [--out FILE]
+    python -m experiments.make_two_hops [--out FOLDER]
 
-This writes the numbers that differ from those of the recall model into `two_hops.npz` beside its weights: NaN stands
-for a number that is the same. `sinkscope.load` puts them over the recall model's.
+This writes the model into a folder, by default `recall-2hop`, which is then its name.
 
 Facts and questions are written as for the recall model. The answer to a question about A is the two values of the fact
 that A's fact links to, if that fact was stated before; if A's fact ends in ".", it is A's own values:
@@ -26,15 +25,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
+import sinkscope as ss
 from experiments.make_recall import CONST, CONST_SIZE, DIM, Terms, one, write_head
-from experiments.record import Row
 from experiments.script import run
 
-RECALL = Path(__file__).parents[1] / "sinkscope/models/recall"
+NAME = "recall-2hop"
 
 # Scores, in nats. Layer 1: key and place of a linked fact beat BOS, and those of the own fact only where it ends; two
 # keys that share a dimension with opposite signs take _OWN from _LINKED.
@@ -71,22 +68,13 @@ def plant_two_hops(hf: Any) -> None:
     hf.lm_head.weight[hf.config.eos_token_id, DIM["want_3"]] = _SAID
 
 
-def changes() -> Row:
-    """What the circuit changes: name of a tensor -> its numbers, NaN where they are the recall model's."""
-    hf: Any = AutoModelForCausalLM.from_pretrained(RECALL, dtype=torch.float32)
-    before = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+def main(*, out: Path = Path(NAME)) -> None:
+    """Write the model, with its tokenizer."""
+    hf = ss.load("recall", device="cpu")
     plant_two_hops(hf)
-    values: Row = {}
-    for name, tensor in hf.state_dict().items():
-        changed = tensor != before[name]
-        if bool(changed.any()):
-            values[name] = tensor.where(changed, torch.nan).numpy()
-    return values
-
-
-def main(*, out: Path = RECALL / "two_hops.npz") -> None:
-    """Write the file."""
-    np.savez_compressed(out, **changes())
+    hf.config.circuit = NAME
+    hf.save_pretrained(out)
+    hf.tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

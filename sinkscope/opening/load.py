@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
@@ -102,12 +101,9 @@ def load(
         hf.sinkscope_name, hf.tokenizer = source.name, tokenizer
         if files.commit is not None:
             hf.config._name_or_path, hf.config._commit_hash = str(source.where), files.commit
-        if source.planted:
-            _plant(hf, files.folder / source.planted)
-            hf.config.circuit = source.name
         check_finite(hf)
         _checked(hf, tokenizer, source.name)
-        if quantization_config is None and not source.planted:  # which is not the model it was made from
+        if quantization_config is None:  # else it is not the model that it was made from
             hf.sinkscope_origin = fingerprint(files), fingerprint(hf)
     return hf
 
@@ -121,16 +117,6 @@ def _checked(hf: Any, tokenizer: Any, name: str, store: Any = None) -> Target:
         for config in target.configs:
             set_attention(config, "eager")
     return target
-
-
-@torch.no_grad()
-def _plant(hf: Any, file: Path) -> None:
-    """Overwrite weights of a freshly loaded model with the numbers in a file, except where these are NaN."""
-    weights = hf.state_dict()  # of a model that was cut to its first layers only their tensors
-    with np.load(file) as planted:
-        for name in weights.keys() & planted.keys():
-            new = torch.from_numpy(planted[name]).to(weights[name])
-            weights[name].copy_(new.where(~new.isnan(), weights[name]))
 
 
 SHARE = 0.5  # of the free memory that weights may take: the rest is for what is computed
@@ -175,8 +161,7 @@ def open_target(
     if model is None or isinstance(model, str | os.PathLike):
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         source = locate(model, revision)
-        is_small = model in (None, BUNDLED) or source.planted
-        if not (whole or world_size() > 1 or is_small or source.is_gguf):
+        if not (whole or world_size() > 1 or model in (None, BUNDLED) or source.is_gguf):
             # Where that is not possible it is loaded whole, or refused.
             with suppress(UnsupportedError), quiet(), loading_errors(source.name):
                 files = Files(source.where, revision=source.revision)

@@ -19,8 +19,6 @@ BUNDLED = "bundled"
 """Name of the model inside the package."""
 RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
-TWO_HOPS = "recall-2hop"
-"""The recall model with another circuit, which answers over two hops; its weights are made while it is loaded."""
 ADAPTER_CONFIG = "adapter_config.json"
 SHOWN = 5  # short names that an error lists
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -87,13 +85,11 @@ class ModelSource(NamedTuple):
         where: Path of the folder or `.gguf` file, or hub id.
         name: Name used in reports: a short name, hub id, or base name.
         revision: Branch, tag or commit of a hub id.
-        planted: File in the folder whose numbers replace weights after loading; "" for none.
     """
 
     where: Path | str
     name: str
     revision: str | None = None
-    planted: str = ""
 
     @property
     def is_gguf(self) -> bool:
@@ -103,7 +99,6 @@ class ModelSource(NamedTuple):
 
 _HERE = Path(__file__).parents[1]
 _IN_PACKAGE = {name: ModelSource(_HERE / name, name) for name in (BUNDLED, RECALL)}
-_IN_PACKAGE[TWO_HOPS] = ModelSource(_HERE / RECALL, TWO_HOPS, planted="two_hops.npz")
 
 
 def locate(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
