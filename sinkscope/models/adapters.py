@@ -107,7 +107,7 @@ class NotInferredError(Exception):
 
 
 def stack_of(hf: nn.Module) -> str:
-    """Return the path of the list of decoder layers.
+    """Return the path of the list of decoder layers: of the configured length, in a module with the text configuration.
 
     Raises:
         UnsupportedError: There is none.
@@ -116,10 +116,16 @@ def stack_of(hf: nn.Module) -> str:
     row = row_of(model.config.model_type)
     if row is not None:
         return row.layers
-    try:
-        return _stack_path(model)
-    except NotInferredError as error:
-        raise not_inferred(replace(DRAFT, model_type=model.config.model_type, layers="..."), error) from None
+    text = model.config.get_text_config()
+    depth = getattr(text, "num_hidden_layers", None)
+    for path, module in model.named_modules():
+        if type(getattr(module, "config", None)) is type(text):  # towers for images have another one
+            for name, stack in module.named_children():
+                if isinstance(stack, nn.ModuleList) and len(stack) > 0 and depth in (None, len(stack)):
+                    return f"{path}.{name}".strip(".")
+    missing = f"it has no list of {depth} layers, one for each that its configuration names"
+    draft = replace(DRAFT, model_type=model.config.model_type, layers="...")
+    raise not_inferred(draft, NotInferredError(missing)) from None
 
 
 def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
@@ -129,22 +135,6 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
         f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts "
         f"under other names, write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))"
     )
-
-
-def _stack_path(model: Any) -> str:
-    """Path of the list of decoder layers: a list of the configured length in a module with the text configuration.
-
-    Raises:
-        NotInferredError: There is none.
-    """
-    text = model.config.get_text_config()
-    depth = getattr(text, "num_hidden_layers", None)
-    for path, module in model.named_modules():
-        if type(getattr(module, "config", None)) is type(text):  # towers for images have another one
-            for name, stack in module.named_children():
-                if isinstance(stack, nn.ModuleList) and len(stack) > 0 and depth in (None, len(stack)):
-                    return f"{path}.{name}".strip(".")
-    raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
 
 
 def layers_at(hf: nn.Module, path: str) -> list[nn.Module]:

@@ -175,12 +175,6 @@ def open_target(
     return replace(target, tokenizer=target.available_tokenizer)
 
 
-def dtype_on(device: torch.device, config: Any) -> torch.dtype:
-    """Return the dtype of computation: the checkpoint's; on a CPU float32, because half precision is slow there."""
-    own = config.dtype or config.get_text_config().dtype
-    return torch.float32 if device.type == "cpu" or own is None else own
-
-
 def open_stream(
     source: Files | str | Path,
     *,
@@ -216,7 +210,8 @@ def open_stream(
     name = name or source.name
     source.fetch_beside()
     config = read_config(name, source.folder)
-    kind = parse_dtype(dtype) or dtype_on(place, config)
+    own = torch.float32 if place.type == "cpu" else config.dtype or config.get_text_config().dtype  # half is slow there
+    kind = parse_dtype(dtype) or own or torch.float32
     if tokenizer is None:
         tokenizer = read_tokenizer(source.folder)
     try:

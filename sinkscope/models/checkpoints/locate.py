@@ -51,30 +51,21 @@ def list_models() -> tuple[ModelEntry, ...]:
     return tuple(entries)
 
 
-def find(name: str) -> ModelEntry | None:
-    """Return a model by its short name, its hub id, or the last part of a hub id or path; case does not matter."""
-    last = name.strip().rstrip("/").lower().rpartition("/")[2]
-    for entry in list_models():
-        if last in (entry.name, entry.hub_id.lower().rpartition("/")[2]):
-            return entry
-    return None
-
-
 def hub_id_of(name: str) -> str:
     """Return the hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
 
     Raises:
         SinkscopeError: The name is unknown; the message lists the closest short names.
     """
-    entry = None if "/" in name else find(name)
-    if entry is not None:
-        return entry.hub_id
-    short = [each.name for each in list_models()]
+    short: list[str] = []
+    for entry in list_models():
+        if name.lower() in (entry.name, entry.hub_id.lower().rpartition("/")[2]):
+            return entry.hub_id
+        short.append(entry.name)
+    near = difflib.get_close_matches(name.lower(), short, n=SHOWN, cutoff=0.0)
     raise SinkscopeError(
-        f"unknown model {name!r}: expected a short name such as "
-        f"{', '.join(difflib.get_close_matches(name.lower(), short, n=SHOWN, cutoff=0.0))} "
-        f"(`sinkscope.list_models()` has all {len(short)}), a hub id such as org/name, a folder such as ./my-model, or "
-        "a .gguf file"
+        f"unknown model {name!r}: expected a short name such as {', '.join(near)} (`sinkscope.list_models()` has all "
+        f"{len(short)}), a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
     )
 
 
