@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,10 +162,15 @@ def open_target(
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         source = locate(model, revision)
         if not (whole or world_size() > 1 or model in (None, BUNDLED) or source.is_gguf):
-            # Where that is not possible it is loaded whole, or refused.
-            with suppress(UnsupportedError), quiet(), loading_errors(source.name):
-                files = Files(source.where, revision=source.revision)
-                target = open_stream(files, name=source.name, **options)
+            with quiet(), loading_errors(source.name):
+                try:
+                    files = Files(source.where, revision=source.revision)
+                    target = open_stream(files, name=source.name, **options)
+                except (SinkscopeError, MemoryError, OSError, torch.OutOfMemoryError) as error:
+                    if not isinstance(error, UnsupportedError):
+                        raise
+                except Exception:  # its layers may be such that they cannot be made alone: it is loaded whole
+                    target = None
         if target is None:
             model = load(model, revision=revision, **options)
     if target is None:
@@ -197,39 +202,28 @@ def open_stream(
     Raises:
         SinkscopeError: The checkpoint is incomplete.
         UnsupportedError: The checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
-            models must be loaded whole.
+            models must be loaded whole. Layers that cannot be made alone raise errors of other kinds.
     """
     place = parse_device(device)
     if not isinstance(source, Files):
         source = Files(source)
-    if not source.weight_map:
-        raise UnsupportedError(
-            f"{source.name} has no safetensors weights, so its layers cannot be read one by one; load it whole with "
-            "sinkscope.load(...), or convert it with save_pretrained"
-        )
     name = name or source.name
     source.fetch_beside()
     config = read_config(name, source.folder)
+    if not source.weight_map or is_quantised(config):
+        raise UnsupportedError(
+            f"the layers of {name} cannot be read one by one, because it is quantised or no safetensors: load it whole "
+            "with sinkscope.load(...)"
+        )
     own = torch.float32 if place.type == "cpu" else config.dtype or config.get_text_config().dtype  # half is slow there
     kind = parse_dtype(dtype) or own or torch.float32
     if tokenizer is None:
         tokenizer = read_tokenizer(source.folder)
-    try:
-        if is_quantised(config):
-            raise UnsupportedError("it is quantised")
-        # Two layers, while the adapter is proposed and proved.
-        store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
-        target = _checked(store.causal, tokenizer, name, store)
-        ids = torch.zeros(1, 4, dtype=torch.long)
-        target.forward(ids, last_layer=max(kinds_of(target.layers)))  # a proof may be known from another object
-    except (MemoryError, OSError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if isinstance(error, SinkscopeError) and not isinstance(error, UnsupportedError):
-            raise
-        raise UnsupportedError(  # its layers, or the part around them, may be such that they cannot be made alone
-            f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)"
-        ) from error
+    # Two layers, while the adapter is proposed and proved.
+    store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
+    target = _checked(store.causal, tokenizer, name, store)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    target.forward(ids, last_layer=max(kinds_of(target.layers)))  # a proof may be known from another object
     layer_bytes = kind.itemsize * sum(parameter.numel() for parameter in target.layers[-1].parameters())
     store.resident = resident or max(1, LAYER_BYTES // max(layer_bytes, 1))
     return target
