@@ -127,7 +127,12 @@ class Calls:
         if kwargs is None or DEPTH.value > self._depth:
             return None
         if self._thread is not threading.current_thread():
-            return self._begin_elsewhere()
+            if not self._thread.is_alive():
+                return None
+            raise UnsupportedError(
+                f"{self.target.name} is inside a `with` of thread {self._thread.name!r}, and one thread steers a "
+                "model at a time: call it in that thread, or enter a `with` in this one, which waits for the other"
+            )
         if self._step is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
             self._drop()
         if not self._is_open:
@@ -158,14 +163,6 @@ class Calls:
         if self._listener is not None:
             self._begin_actors(step, self._listener)
         return changed
-
-    def _begin_elsewhere(self) -> None:
-        """Refuse a call in another thread than the one that steers, unless that has ended."""
-        if self._thread.is_alive():
-            raise UnsupportedError(
-                f"{self.target.name} is inside a `with` of thread {self._thread.name!r}, and one thread steers a "
-                "model at a time: call it in that thread, or enter a `with` in this one, which waits for the other"
-            )
 
     def _begin_actors(self, step: Step, listener: Listener) -> None:
         """Let actors act before the model reads, and note which of them act in its layers."""
@@ -224,8 +221,12 @@ class Calls:
             listener.has_gaps = False
         if output is None:
             return
-        if listener is not None and not listener.was_reached:
-            raise self._attention_elsewhere()
+        if listener is not None and not listener.was_reached:  # it was set after the run was entered
+            names = {attention_name(config) for config in self.target.configs} - {NAME}
+            raise UnsupportedError(
+                f"the attention of {self.target.name} was set to {', '.join(map(repr, sorted(names)))} inside the "
+                "`with`, which goes past what acts here: set it before the `with`"
+            )
         self.passes += 1
         if step.past == 0:
             self._note_cache(step, cache_in(output))
@@ -258,14 +259,6 @@ class Calls:
         if self._listener is not None:
             self._listener.idle = True
             self._listener.has_gaps = False
-
-    def _attention_elsewhere(self) -> UnsupportedError:
-        """The error for a call whose attention did not come by the tap, because it was set after entering a run."""
-        names = ", ".join(sorted({repr(attention_name(config)) for config in self.target.configs} - {repr(NAME)}))
-        return UnsupportedError(
-            f"the attention of {self.target.name} was set to {names} inside the `with`, which goes past what acts "
-            "here: set it before the `with`"
-        )
 
     def _note_cache(self, step: Step, cache: Any) -> None:
         """Lay what is known of the rows of a first call on the cache that it made, if it was given none."""

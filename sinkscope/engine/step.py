@@ -94,8 +94,7 @@ class RowState:
         """Take rows of the batch, by their numbers, in place of the present ones."""
         self.tokens = TokenPositions.of(self.tokens.pos[rows.to(self.tokens.pos.device)])
         if self.prompt:
-            numbers = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows  # they may be given by a mask
-            self.prompt = tuple(self.prompt[row] for row in numbers.tolist())
+            self.prompt = tuple(torch.tensor(self.prompt)[rows.cpu()].tolist())
         moved = {
             key: value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
             for key, value in self.known.items()
@@ -174,7 +173,6 @@ class Step:
     settings: Any = None
     logits: Tensor | None = None
     draft: Draft | None = None
-    _by_device: dict[torch.device, Int[Tensor, "batch pos"]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> TokenPositions:
@@ -203,8 +201,4 @@ class Step:
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
         """Return `index` on the device of a layer; a model may be spread over several."""
-        if self.index.device == device:
-            return self.index
-        if device not in self._by_device:
-            self._by_device[device] = self.index.to(device)
-        return self._by_device[device]
+        return self.index.to(device)

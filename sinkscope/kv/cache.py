@@ -151,11 +151,6 @@ class Slots(DynamicLayer):
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
 
-    def held(self, device: torch.device) -> Float[Tensor, " batch"] | int:
-        """Return the number of tokens of each row, averaged over kv heads; one number if there are no holes."""
-        slots = self.keys.shape[-2]
-        return slots if self.gapless else slots - self.holes().to(device)
-
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Return numbers for each slot, such as the attention it received.
 
@@ -315,7 +310,7 @@ class CacheLayer(Slots):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, including evicted ones; it determines the positions of new tokens."""
-        return self.seen
+        return 0 if self.columns is None else self.columns.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that a mask covers, and the offset of the first.

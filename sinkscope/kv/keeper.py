@@ -36,17 +36,18 @@ def held_tokens(layers: Sequence[CacheLayer]) -> tuple[Float[Tensor, " row"], Fl
     It reads fewer than are held where it reads a copy of a part. This does not wait for the device.
     """
     first = layers[0].keys
-    held: Tensor | int = 0
-    read: Tensor | int = 0
-    for kv in layers:
-        here = kv.held(first.device)
-        read = read + here
+    counts: list[Tensor | int] = [0, 0]
+    for kv in layers:  # a plain loop: every token comes here
         whole = kv.whole_layer
         if whole is not None:
-            here = whole.held(first.device) + kv.seen - whole.seen
-        held = held + here
-    held = torch.as_tensor(held, dtype=torch.double).expand(len(first))
-    return held / len(layers), torch.as_tensor(read, dtype=torch.double).expand(len(first)) / len(layers)
+            counts[0] = counts[0] + kv.seen - whole.seen
+        for number, part in enumerate((kv if whole is None else whole, kv)):
+            here = part.keys.shape[-2]
+            if not part.gapless:
+                here = here - part.holes().to(first.device)
+            counts[number] = counts[number] + here
+    held = torch.as_tensor(counts[0], dtype=torch.double).expand(len(first))
+    return held / len(layers), torch.as_tensor(counts[1], dtype=torch.double).expand(len(first)) / len(layers)
 
 
 @dataclass(eq=False)

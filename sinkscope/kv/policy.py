@@ -300,7 +300,7 @@ class PolicyActor(Actor):
 
     def before(self, step: Step) -> None:
         """Choose what the cache keeps."""
-        if step.decodes and (step.prefill_ended or self.policy.every != "prefill"):
+        if step.decodes:
             self.policy.act(step)
 
 
