@@ -12,6 +12,7 @@ from edit_kit import EDITS, IDS, MASK
 from kv_kit import decode, model_of
 from refusals import refused
 from torch import nn
+from torch.nn.utils import parametrize
 from ways.settings import Around
 
 from sinkscope.opening.live import target_of
@@ -43,6 +44,35 @@ def test_an_edit_acts_inside_a_wrapper_and_on_weights_that_were_assigned(name, m
     put(model, "model.layers.0.self_attn", Around)
     with EDITS[name].on(model):
         assert torch.allclose(run(model), expected, atol=1e-5)
+
+
+class Longer(nn.Module):
+    """Another weight than the one that is kept."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1.5
+
+
+@pytest.mark.parametrize("name", ["ablate", "heads", "h2o", "snapkv"])
+def test_a_weight_that_is_computed_counts_as_it_is_computed(name, model):
+    for layer in model.model.layers:
+        parametrize.register_parametrization(layer.self_attn.v_proj, "weight", Longer())
+    with EDITS[name].on(model):
+        found = run(model)
+    for layer in model.model.layers:
+        parametrize.remove_parametrizations(layer.self_attn.v_proj, "weight")
+    with EDITS[name].on(model):
+        assert torch.equal(run(model), found)
+
+
+def test_a_layer_without_attention_among_those_of_the_cache_is_refused(model):
+    class Passing(nn.Module):
+        def forward(self, hidden_states, *args, **kwargs):
+            return hidden_states
+
+    model.model.layers[1] = Passing()
+    with refused("layer 1 of .* has no attention, and its configuration counts it"):
+        EDITS["h2o"].on(model).__enter__()
 
 
 class Backend:

@@ -13,7 +13,6 @@ from .calls import CALLS
 from .edits import EDITS, ROWS_SEEN, Draw
 from .families import ENDS, FAMILIES
 from .knockouts import knockouts
-from .layers import LAYERED
 from .masks import MASKS, POSITIONS
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import ASSISTED, OPTIONS, ROW_ALONE
@@ -24,7 +23,6 @@ DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "family": FAMILIES,
     "attention": ATTENTIONS,
     "wrapper": WRAPPERS,
-    "layers": LAYERED,
     "rows": dict.fromkeys((1, 2, 3)),
     "padding": dict.fromkeys(("none", "left", "right")),
     "length": dict.fromkeys((20, 1, 2, 300, 600)),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from .draws import draw_of
 from .edits import EDITS, ROWS_SEEN, Draw
 from .families import INSIDE
-from .layers import LAYERED
 from .texts import ASSISTED
 
 MOVES = ("reordered", "repeated")
@@ -87,8 +86,6 @@ REFUSED = [
         "tokens were read before this run was entered",
         always=True,
     ),
-    # A tensor that was made in inference mode, and is no weight of a module.
-    Refusal(lambda draw: (draw["layers"], draw["mode"]) == ("replaced", "inference"), "Inference tensors"),
     Refusal(
         lambda draw: (
             draw["mask"] == "image" and draw["edit"] in (*SHAPES, "a shape 12", "minference 12", "loopserve 12")
@@ -96,13 +93,6 @@ REFUSED = [
         "reads prompts under causal masks",
     ),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "is padded on the right"),
-    *[
-        Refusal(lambda draw, name=name: draw["layers"] == name, one.refused)
-        for name, one in LAYERED.items()
-        if one.refused
-    ],
-    Refusal(lambda draw: draw["layers"] == "passing" and draw["edit"] == "knock in heads", "has no softmax attention"),
-    Refusal(lambda draw: LAYERED[draw["layers"]].always(draw), "", always=True),
 ]
 """A refusal that stands here is no failure; any other one is."""
 

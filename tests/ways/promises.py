@@ -25,7 +25,6 @@ from .edits import EDITS, LAYER, PATTERN, RESID, ROWS_SEEN, Draw, Z, rows_by_han
 from .families import FAMILIES, model_of
 from .hiding import hide
 from .known import may_be_refused, must_be_refused
-from .layers import LAYERED
 from .masks import SECOND, Layout, counted, layout_of
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import AS_GREEDY, ASSISTED, BY_TOKENS
@@ -131,7 +130,6 @@ def _broken(draw: Draw, seed: int) -> str | None:
 
 def _model(draw: Draw) -> nn.Module:
     model = model_of(draw["family"], draw["dtype"], draw["ends"], draw["device"])
-    LAYERED[draw["layers"]].change(model)
     name = ATTENTIONS[draw["attention"]].name
     if name is not None:
         model.set_attn_implementation(name)
