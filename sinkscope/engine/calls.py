@@ -133,8 +133,6 @@ class Calls:
                 f"{self.target.name} is inside a `with` of thread {self._thread.name!r}, and one thread steers a "
                 "model at a time: call it in that thread, or enter a `with` in this one, which waits for the other"
             )
-        if self._step is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
-            self._drop()
         if not self._is_open:
             return None
         arguments = by_name(module, args, kwargs) if args else kwargs
@@ -252,13 +250,6 @@ class Calls:
                 back = actor.after(step)
                 if back is not None and step.draft is not None:
                     step.draft.taken = back
-
-    def _drop(self) -> None:
-        """Leave the call in which the model is."""
-        self._step = self._ended = None
-        if self._listener is not None:
-            self._listener.idle = True
-            self._listener.has_gaps = False
 
     def _note_cache(self, step: Step, cache: Any) -> None:
         """Lay what is known of the rows of a first call on the cache that it made, if it was given none."""

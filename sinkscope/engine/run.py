@@ -261,7 +261,7 @@ class Run(Calls):
     def _close(self) -> None:
         """Act on no call that begins from now on, and leave caches as they were."""
         self._is_open = False
-        self._drop()
+        self._step = self._ended = None
         for cache in list(self._caches):
             forget_rows(cache, self.number)
         self.actors = []  # some hold the run
