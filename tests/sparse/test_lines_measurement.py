@@ -157,7 +157,7 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
     out = tmp_path / "x.json"
     rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
     file.write_text(json_lines(rows))
-    typed(f"lines --data {file} --count 2 --length 64 --layer 2 --eta 0.1 --json {out}")
+    typed(f"lines --data {file} --count 2 --length 64 --layers 2 --etas 0.1 --json {out}")
     printed = LineWeights.load(out)
     assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()
     result = lines(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
