@@ -73,6 +73,13 @@ def right_everywhere(made: Any) -> bool:
     return {row["score"] for row in made["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
 
 
+def as_committed(made: Any) -> bool:
+    """Two tokens take as many copies as in the figure of all."""
+    whole = json.loads((ROOT / "figures/atlas.json").read_text())["result"]
+    at = whole["ids"].index(made["ids"][0])
+    return made["repeats"] == [counts[at : at + 2] for counts in whole["repeats"]]
+
+
 def packaged_recall() -> Any:
     """The configuration of the recall model in the package, which the script makes."""
     return json.loads((ROOT / "sinkscope/models/recall/config.json").read_text())
@@ -113,6 +120,9 @@ CASES = {
         "--out {out}/x.json",
         lambda made: {"full", "h2o"} <= {*made["96 tokens, batch 1"]},
         "x.json",
+    ),
+    "repeated_token.atlas": Case(
+        "--out {out}", as_committed, "atlas.json", {"vocabulary": lambda _: [300, 301], "MAX_REPEATS": 300}, quick=True
     ),
     "make_recall": Case("--out {out}/m", lambda config: config == packaged_recall(), "m/config.json"),
     "loopbench.build": Case(
