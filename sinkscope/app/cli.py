@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Sequence
 
 import click
-from click.exceptions import NoSuchCommand
 
 from sinkscope import __version__
 from sinkscope.app.commands import COMMANDS
@@ -49,18 +48,10 @@ class CommandLine(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of such words; for that of another package, the package is imported."""
-        if cmd_name in COMMANDS or cmd_name not in other_commands():
-            return COMMANDS.get(cmd_name)
-        return other_command(cmd_name, other_commands()[cmd_name])
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command of the first word; of one that is not there, name those that are like it."""
-        every = self.list_commands(ctx)
-        if args[0] not in every:
-            raise NoSuchCommand(args[0], possibilities=every, ctx=ctx)
-        return super().resolve_command(ctx, args)
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in other_commands():
+            command = other_command(cmd_name, other_commands()[cmd_name])
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in sections, without importing those of other packages."""
@@ -91,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = version(
         CommandLine(
             "sinkscope",
+            commands=[*COMMANDS.values()],
             help=ABOUT.format(page=documented_at("cli")),
             no_args_is_help=True,
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},

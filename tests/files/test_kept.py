@@ -58,8 +58,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path, link = tmp_path / "a" / "b" / "x.json", tmp_path / "link"
     assert write_atomic(path, "ä\n") == path and path.read_bytes() == "ä\n".encode()
     link.symlink_to(path)
+    before = path.stat().st_ino
     write_atomic(link, b"second")
-    assert link.is_symlink() and path.read_bytes() == b"second"
+    assert link.is_symlink() and path.read_bytes() == b"second" and path.stat().st_ino != before
 
     def interrupt(_):
         raise KeyboardInterrupt

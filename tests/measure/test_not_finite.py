@@ -53,7 +53,7 @@ def test_a_folder_names_it_too(tensor, tmp_path):
     tensors[tensor].view(-1)[3] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for use in (ss.load, ss.find_sinks):
-        with refused(words=[SAYS, tensor]):
+        with refused(words=[SAYS, tensor.rpartition(".layers.")[2].removeprefix("model.")]):
             use(folder)
     if "norm" in tensor:  # what surrounds the layers is checked where they are read one by one
         with refused(r"tensor norm\.weight of the part around the layers"):
