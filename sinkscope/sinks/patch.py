@@ -34,7 +34,7 @@ from sinkscope.results.notation import Neuron, count_of, percent, word_list
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
-from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
+from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
@@ -306,8 +306,7 @@ def copies_rows(
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     """Make a patch of as many random neurons of the same layers and experts, held at their second token's values."""
     neurons = patch.checked_sites
-    orders = ordered_in(setup.target, setup.ids, neurons)
-    return SinkPatch(sites=random_neurons(orders, neurons, setup.seed), site=patch.site)
+    return SinkPatch(sites=random_neurons(setup.target, setup.ids, neurons, setup.seed), site=patch.site)
 
 
 def read_after(

@@ -13,7 +13,7 @@ import sinkscope as ss
 from sinkscope.results.notation import Neuron
 from sinkscope.sinks.spikes import controls
 from sinkscope.sinks.spikes.asked import conditions_of
-from sinkscope.sinks.spikes.controls import MOST, by_norm, equal_sets
+from sinkscope.sinks.spikes.controls import MOST, by_norm
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of, why_sink
 from sinkscope.sinks.spikes.records import sufficient
 from sinkscope.sinks.spikes.result import FindSinks
@@ -121,15 +121,3 @@ def test_the_last_digits_of_norms_decide_no_order():
     assert torch.equal(by_norm(torch.arange(400), noisy), order)
     assert not torch.equal(noisy.argsort(descending=True, stable=True), order)  # else nothing was asked
     assert bool((exact[order][1:] <= exact[order][:-1] * (1 + controls.DIGITS)).all())
-
-
-@pytest.mark.parametrize(("most", "enough"), [(MOST, False), (1.0, True)])
-def test_two_thirds_of_a_layer_are_the_most_that_is_a_control(bundled, monkeypatch, most, enough):
-    """The neuron of the model in the package writes more than two thirds of the others."""
-    monkeypatch.setattr(controls, "MOST", most)
-    sinks, width = sinks_of(bundled), bundled.target.d_mlp
-    equal = equal_sets(sinks.survey, sinks.spikes[0].needs.units, set(sinks.spikes[0].needed_neurons), 0)
-    busiest, *random = equal.sets
-    assert equal.enough == enough and len(busiest) == (width - 1 if enough else int(MOST * width))
-    assert all(len(members) <= most * width for members in random)
-    assert not {*sinks.spikes[0].needed_neurons} & {*busiest}

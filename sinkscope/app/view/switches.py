@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import product, starmap
 from operator import or_
 
@@ -20,7 +20,7 @@ from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
 from sinkscope.results.notation import Head, Neuron, word_list
-from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
+from sinkscope.sinks.spikes.controls import random_neurons
 
 FEWEST_TOKENS = 8  # of a text whose middle one can be switched
 RANDOM_SWITCH = "random neurons zeroed"
@@ -81,9 +81,8 @@ def switch_off(
     if len(others) < len(heads):
         return Switch(name, edit, meaning=meaning)
     other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
-    layers = tuple(sorted({neuron.layer for neuron in neurons}))
-    orders = setup.once((ordered_in, layers), lambda: ordered_in(setup.target, setup.ids, neurons))
-    other_neurons = random_neurons(orders, neurons, setup.seed, excluded=sink.neurons)
+    draw = partial(random_neurons, setup.target, setup.ids, neurons, setup.seed, sink.neurons)
+    other_neurons = setup.once((random_neurons, neurons), draw)
     return Switch(name, edit, _off(other_neurons, other_heads), meaning)
 
 
