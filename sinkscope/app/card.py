@@ -50,7 +50,6 @@ class SinkCard(Result):
     """
 
     kind = "sink-card"
-    page = "scan"
     columns = ("about", "name", "share", "value", "control", "note")
 
     quick: bool

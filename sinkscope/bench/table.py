@@ -106,7 +106,6 @@ class BenchTable(Result):
 
     kind = "bench"
     drawing = draw_bench
-    page = "bench"
     brief_rows = MOST_ROWS  # every method that the conclusion compares
 
     glossary: ClassVar = {

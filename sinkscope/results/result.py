@@ -12,7 +12,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import descriptions_of
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
-from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import WIDTH
 from sinkscope.results.pages import Section, document, plot, render
 from sinkscope.results.row import Card, Row, columns_of, table_of, with_texts
@@ -43,7 +42,6 @@ class Result(Envelope):
     brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
-    page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -179,11 +177,6 @@ class Result(Envelope):
         names = [name for grid in self.grids() for name in grid.columns if name in described]
         sentences = {name: described[name].rstrip(".") for name in names}
         return {name.replace("_", " "): f"{said[:1].upper()}{said[1:]}." for name, said in sentences.items()}
-
-    @classmethod
-    def link(cls) -> str:
-        """Return the page of the documentation about results of this kind."""
-        return documented_at(cls.page or f"measure/{cls.kind}")
 
     def __str__(self) -> str:
         return self.text()

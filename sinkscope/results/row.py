@@ -38,14 +38,11 @@ class Mean:
     by_text: tuple[float, ...] = ()
     kind: Kind = "number"
 
-    def __format__(self, spec: str) -> str:
+    def __str__(self) -> str:
         """Return the number as text, with its margin where that shows."""
         text = self.digits(self.value)
         margin = "" if self.margin is None else self.digits(self.margin)
         return f"{text} (± {margin})" if margin.strip("0.%") else text
-
-    def __str__(self) -> str:
-        return f"{self}"
 
     def digits(self, value: float) -> str:
         """Return a value of this kind as text; what rounds to zero has no sign."""

@@ -82,7 +82,6 @@ class PatchResult(Result):
     """
 
     kind = "patch"
-    page = "measure/patch"
     columns = ("about", "name", "intact", "patched", "control", "note")
     glossary: ClassVar = {
         "about": "the spike of the first token, by its layers",

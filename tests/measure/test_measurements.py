@@ -19,7 +19,6 @@ import sinkscope as ss
 from sinkscope.app.commands.others import other_commands
 from sinkscope.app.view.result import OtherMeasurement
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.envelope import kind_modules, result_class
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
 from sinkscope.results.result import Result
@@ -74,12 +73,6 @@ def test_it_is_shown_with_its_conclusion_and_its_json_comes_back_equal(name, mea
     assert figure.layout.title.text and (len(figure.data) > 0 or len(figure.layout.annotations) > 0)
     keys = [(row.about, row.table, row.name) for row in result.findings()]
     assert len(keys) == len({*keys}) and all(name for *_, name in keys)  # else a card would mix two of its numbers
-
-
-@pytest.mark.parametrize("kind", sorted(kind_modules()))
-def test_every_kind_has_a_page(kind):
-    import_module(kind_modules()[kind])
-    assert (ROOT / result_class(kind).link()).is_file(), f"{kind}: set `page`"
 
 
 PLAIN_ONLY = {"lines", "barcode", "why_loop"}

@@ -159,7 +159,6 @@ class ModelView(Result):
     """
 
     kind = "view"
-    page = "view"
     columns = ("place", "needed", "layers", "heads")
     glossary: ClassVar[dict[str, str]] = {
         "place": "Where the norm stands out.",
