@@ -88,7 +88,6 @@ def load(
     source = locate(x, revision)
     with quiet(), loading_errors(source.name), parsed_once() if source.is_gguf else nullcontext():
         files = Files(source.where, revision=source.revision)
-        files.fetch_beside()
         config = read_config(source.name, files.folder, gguf=files.gguf)
         if is_split:
             from transformers.distributed import DistributedConfig  # from 5.19 on
@@ -208,7 +207,6 @@ def open_stream(
     if not isinstance(source, Files):
         source = Files(source)
     name = name or source.name
-    source.fetch_beside()
     config = read_config(name, source.folder)
     if not source.weight_map or is_quantised(config):
         raise UnsupportedError(

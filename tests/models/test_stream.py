@@ -91,8 +91,8 @@ def rewrite(folder: Path, left_out: str = "", **config) -> None:
 @pytest.mark.parametrize(
     ("left_out", "config", "message"),
     [
-        ("model.norm.weight", {}, "the part around the layers of .* has no norm"),
-        ("model.layers.2.mlp.down_proj.weight", {}, r"layer 2 of .* has no layers\.0\.mlp"),
+        ("model.norm.weight", {}, "the part around the layers of .* lacks 1 tensors .* norm"),
+        ("model.layers.2.mlp.down_proj.weight", {}, r"layer 2 of .* lacks 1 tensors .* layers\.0\.mlp"),
         ("", {"quantization_config": {"quant_method": "mxfp4"}}, r"is quantised.*sinkscope\.load"),
     ],
 )

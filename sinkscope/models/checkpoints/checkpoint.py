@@ -50,15 +50,13 @@ def _settings(file: Path, remedy: str = _AGAIN) -> dict[str, Any]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check the files of a checkpoint's folder that transformers opens: none may wait, and none may lead elsewhere.
+    """Check the files of a checkpoint's folder: none may wait, and none may lead elsewhere.
 
     Raises:
-        SinkscopeError: One is a pipe or a device, or one that is read is a folder or a broken link; or settings name a
-            file outside.
+        SinkscopeError: One is a pipe or a device; or settings name a file outside.
     """
     for entry in os.scandir(folder):
-        is_read = entry.name in TOKENIZER_FILES
-        if is_read or not (entry.is_file() or entry.is_dir() or entry.is_symlink()):
+        if not (entry.is_file() or entry.is_dir() or entry.is_symlink()):
             open_regular(Path(entry.path), entry.name, _AGAIN).close()
     for name, fields in _NAMING.items():
         settings = _settings(folder / name) if (folder / name).is_file() else {}
@@ -96,6 +94,8 @@ class Files:
         config: The content of config.json; empty if it is one GGUF file.
         read: Names of the tensors that have been read one by one so far.
 
+    What a repo has beside its weights is downloaded at once: the configuration, and the files of the tokenizer.
+
     Raises:
         SinkscopeError: The folder is no checkpoint or could harm.
         OSError: The repo cannot be downloaded.
@@ -127,6 +127,12 @@ class Files:
                 f"{self.name} is another kind of model ({', '.join(map(str, classes))}): give a decoder-only causal "
                 "language model, such as llama-2-7b or gpt2"
             )
+        for name in TOKENIZER_FILES:
+            file = self.file(name)
+            if name.endswith(".json") and os.path.lexists(file):
+                _settings(file)  # transformers passes over a damaged one of generation
+            elif os.path.lexists(file):
+                open_regular(file, name, _AGAIN).close()
 
     def file(self, name: str) -> Path:
         """Return the path of a file, which a hub repo downloads; there may be none."""
@@ -183,17 +189,6 @@ class Files:
         self.read |= wanted
         return tensors
 
-    def fetch_beside(self) -> None:
-        """Download what a hub repo has beside its weights: the files of the tokenizer, and of generation.
-
-        Raises:
-            SinkscopeError: A file is damaged or cannot be read.
-        """
-        for name in TOKENIZER_FILES if self.gguf is None else ():
-            file = self.file(name)
-            if name.endswith(".json") and file.exists():
-                _settings(file)  # transformers passes over a damaged one of generation
-
 
 def _hub_file(repo: str, name: str, revision: str | None, *, needed: bool = False) -> Any:
     """The path of a file of a repo, in the cache; None if the repo has none."""
@@ -213,8 +208,8 @@ def is_quantised(config: Any) -> bool:
     return False
 
 
-def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str) -> None:
-    """Check that no tensor that was left out belongs to a part that the model has.
+def check_loaded(model: nn.Module, info: dict[str, Any], name: str, part: str = "", *, is_whole: bool = True) -> None:
+    """Check that a model got all its tensors, and that none that was left out belongs to a part that it has.
 
     Whole parts that a model does not have are harmless: towers for images, heads of training, layers that predict
     further tokens. So are the buffers that transformers ignores, which are not among its unexpected tensors. A bias, a
@@ -222,15 +217,24 @@ def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str) -> 
 
     Args:
         model: The model, or a part of it, that was loaded.
-        unexpected: Tensors that transformers reports as unexpected.
+        info: What transformers reports.
         name: Name of the model, for errors.
+        part: Below which every tensor must be there.
+        is_whole: Whether no further tensors, such as factors of quantised ones, belong to its parts.
 
     Raises:
-        UnsupportedError: One does.
+        UnsupportedError: A tensor is missing, or of another shape, or has no place.
     """
+    wrong = [key for key in sorted(info["missing_keys"]) if key.startswith(part)]
+    wrong += [key for key, *_ in sorted(info["mismatched_keys"])]
+    if wrong:
+        raise UnsupportedError(
+            f"{name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
+            "the weights belong to another config.json: download both from one revision"
+        )
     modules = dict(model.named_modules())
     prefix = str(getattr(model, "base_model_prefix", ""))
-    for tensor in sorted(unexpected):
+    for tensor in sorted(info["unexpected_keys"]) if is_whole else ():
         path = tensor if prefix in modules else tensor.removeprefix(f"{prefix}.")
         while path not in modules:  # the innermost module on the path
             path = path.rpartition(".")[0]
@@ -266,14 +270,7 @@ def model_with_weights(name: str, files: Files, config: Any, options: dict[str, 
         **options,
     )
     model, info = loaded
-    wrong = sorted(info["missing_keys"]) + [key for key, *_ in sorted(info["mismatched_keys"])]
-    if wrong:
-        raise SinkscopeError(
-            f"{name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
-            "the weights belong to another config.json: download both from one revision"
-        )
-    if not is_quantised(config):  # else factors belong there
-        check_unexpected(model, info["unexpected_keys"], name)
+    check_loaded(model, info, name, is_whole=not is_quantised(config))
     quantizer = getattr(model, "hf_quantizer", None)
     if files.gguf is not None and quantizer is not None and not getattr(quantizer, "packed_modules", None):
         quantizer.remove_quantization_config(model)  # the weights are numbers now: they can be trained and saved

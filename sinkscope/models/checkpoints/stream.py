@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import layers_at, stack_of
-from sinkscope.models.checkpoints.checkpoint import Files, check_unexpected, quiet
+from sinkscope.models.checkpoints.checkpoint import Files, check_loaded, quiet
 from sinkscope.models.checkpoints.config import check_finite, new_model
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
@@ -119,11 +118,7 @@ class LayerStore:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below
             )
-        missing = [key for key in sorted(info["missing_keys"]) if key.startswith(part)]
-        if missing or info["mismatched_keys"]:
-            lacks = f"has no {missing[0]}" if missing else "has other shapes than its config.json says"
-            raise UnsupportedError(f"{what} of {name} {lacks}; get the whole checkpoint, of one revision")
-        check_unexpected(module, info["unexpected_keys"], f"{what} of {name}")
+        check_loaded(module, info, f"{what} of {name}", part)
         check_finite(module.get_submodule(part), f" of {what} of {name}")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
 
