@@ -42,21 +42,6 @@ def layers_with_states(target: Target) -> list[int]:
     return [number for number, layer in enumerate(layers) if type(layer).__name__ not in KEYS_ALONE]
 
 
-def check_numbering(target: Target) -> None:
-    """Refuse a model whose layers are numbered in two ways, because attention and caches are told apart by layer.
-
-    Raises:
-        UnsupportedError: The attention of a layer has the number of another place.
-    """
-    for place in target.attending:
-        number = getattr(target.sub(place, "attn"), "layer_idx", place)
-        if number != place:
-            raise UnsupportedError(
-                f"the layer at place {place} of {target.name} calls itself layer {number} (layer_idx), so that "
-                "attention and caches would be those of another layer: set the layer_idx of its attention to the place"
-            )
-
-
 def check_caches_filled(target: Target) -> None:
     """Refuse a model of which a layer fills no cache although the configuration gives it one, or sees what it drops.
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.target import LayerInput, Target, has_shared_beside
 from sinkscope.models.weights import Experts, Routed, brought, input_columns
 from sinkscope.results.notation import Neuron
 
@@ -29,9 +29,8 @@ def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
 
 def mlp_writers(target: Target, layer: int) -> list[nn.Module]:
     """Return the modules whose sum is what the MLP gives: one, or a mixture and the shared expert beside it."""
-    writers, paths = [target.sub(layer, "mlp")], target.paths[layer]
-    is_shared = layer in target.mixtures and "down" in paths
-    if is_shared and not f"{paths['down']}.".startswith(f"{paths['mlp']}."):
+    writers = [target.sub(layer, "mlp")]
+    if has_shared_beside(target.paths[layer]):
         writers.append(target.sub(layer, "down"))
     return writers
 

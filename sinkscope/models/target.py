@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +64,13 @@ def parts_of(layer: nn.Module, row: Any) -> dict[str, str]:
                 layer.get_submodule(path)
                 paths.setdefault(part, path)
     return paths
+
+
+def has_shared_beside(paths: Mapping[str, Any]) -> bool:
+    """Return whether a layer with these parts has a shared expert beside its mixture, which is no part of it."""
+    if not paths.get("experts") or not paths.get("down"):
+        return False
+    return not f"{paths['down']}.".startswith(f"{paths['mlp']}.".lstrip("."))
 
 
 # -- a part of a pass -----------------------------------------------------------------------------------------------
@@ -159,6 +166,8 @@ def _skipped(layers: Sequence[nn.Module], wrapped: bool, store: Any) -> Iterator
 class Target:
     """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
 
+    A model whose layers are numbered in two ways is refused, with an `UnsupportedError`.
+
     Whether the user holds a plain Hugging Face, TransformerBridge or nnsight object makes no difference. Until its
     adapter is known, a target has its first fields and its processes alone.
 
@@ -224,6 +233,13 @@ class Target:
             self.paths.append(paths)
             if ("attn" if adapter.o is None else "o") in paths:
                 self.attending.append(number)
+                own = getattr(layer.get_submodule(paths.get("attn", "")), "layer_idx", number)
+                if own != number and layer not in self.layers[:number]:  # by which attention and caches are told apart
+                    raise UnsupportedError(
+                        f"the layer at place {number} of {self.name} calls itself layer {own} (layer_idx), so that "
+                        "attention and caches would be those of another layer: set the layer_idx of its attention to "
+                        "the place"
+                    )
             if "experts" in paths:
                 self.mixtures.append(number)
             if ("experts" in paths or "down" in paths) and f"blocks.{number}.mlp.hook_post" not in unproved:

@@ -12,7 +12,6 @@ from torch.nn import functional
 from sinkscope.engine.stock import stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
-from sinkscope.models.layers import check_numbering
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target
 from sinkscope.opening.parts import adapter_of
@@ -137,7 +136,6 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
         )
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
     target = replace(target, adapter=adapter_of(target))
-    check_numbering(target)
     if is_misread(target):
         warn(
             f"{label} runs with SDPA attention, which PyTorch gets wrong on {target.device} at the last token of rows "

@@ -37,7 +37,6 @@ from sinkscope.models.adapters import (
 )
 from sinkscope.models.checkpoints.config import cpu_by_default
 from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks
-from sinkscope.models.layers import check_numbering
 from sinkscope.models.target import Target, parts_of
 from sinkscope.opening.places import proposed, sample_of
 from sinkscope.opening.proof import LATER, Proof, Record, prove, read
@@ -92,7 +91,6 @@ def _proved(target: Target, key: Key, numbers: list[int], row: Adapter | None) -
         raise _refusal(target, proof.problem)
     _refuse_shared(target)
     _refuse_renamed(target)
-    check_numbering(target)
     own = Proof()
     if target.processes == 1:  # else transformers has split plain modules, and each process has a part of the heads
         own = _own_proof(target, numbers)

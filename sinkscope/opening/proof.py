@@ -29,7 +29,7 @@ from sinkscope.errors import UnsupportedError, first_line
 from sinkscope.models.adapters import NotInferredError
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
 from sinkscope.models.layers import ChunkWindow, head_projection, layer_window, per_query_head
-from sinkscope.models.target import Target, longest_context
+from sinkscope.models.target import Target, has_shared_beside, longest_context
 
 TOKENS = 20
 """Tokens of the text of a proof: more than every window and chunk of a small model."""
@@ -220,19 +220,12 @@ def residual_sums(record: Record, paths: Paths) -> list[Sum]:
     mlp = record.left(paths.get("post_mlp_norm") or paths.get("mlp"))
     if mlp is not None:
         after["write_factor"] = mlp
-        if paths.get("post_mlp_norm") is None and _has_shared_beside(paths):
+        if paths.get("post_mlp_norm") is None and has_shared_beside(paths):
             after["write_factor"] = mlp + record.left(paths["down"])
     start, mid, end = record.entered(""), record.entered(paths.get("mid")), record.left("")
     if mid is None:
         return [Sum("hook_resid_post", end, before | after, start)]
     return [Sum("hook_resid_mid", mid, before, start), Sum("hook_resid_post", end, after, mid)]
-
-
-def _has_shared_beside(paths: Paths) -> bool:
-    """Whether there is a shared expert beside the mixture, which is no part of it."""
-    if paths.get("experts") is None or paths.get("down") is None:
-        return False
-    return not f"{paths['down']}.".startswith(f"{paths['mlp']}.".lstrip("."))
 
 
 def mlp_sum(record: Record, paths: Paths) -> Sum | None:
@@ -241,7 +234,7 @@ def mlp_sum(record: Record, paths: Paths) -> Sum | None:
     if total is None or (down is None and experts is None):
         return None
     parts = {"down_factor": down} if experts is None else {"expert_factor": experts}
-    if experts is not None and down is not None and paths["mlp"] != paths["experts"] and not _has_shared_beside(paths):
+    if experts is not None and down is not None and paths["mlp"] != paths["experts"] and not has_shared_beside(paths):
         parts["shared_factor"] = down
         gate = first_tensor(record.output.get(paths.get("shared_gate")))
         if gate is not None:
