@@ -105,6 +105,31 @@ def test_a_bare_call_of_a_model_that_another_thread_steers():
     assert "one thread steers a model at a time: call it in that thread, or enter a `with`" in found[0]
 
 
+def test_a_call_that_began_in_another_thread_stays_plain_to_its_end():
+    """It goes on while this thread is in a call, too."""
+    model, found = tiny_model("llama")[0], list[torch.Tensor]()
+    plain = model(IDS).logits
+    there, go_on = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: found.append(model(IDS).logits))
+
+    def wait(*_: object) -> None:
+        if threading.current_thread() is other:
+            there.set()
+            go_on.wait(20)
+
+    def let_go(*_: object) -> None:
+        if threading.current_thread() is not other:
+            go_on.set()
+            other.join(20)
+
+    model.model.layers[0].register_forward_pre_hook(wait)
+    other.start()
+    there.wait(20)
+    with ACTING["zero"].on(model), model.model.layers[0].mlp.register_forward_pre_hook(let_go):
+        assert not torch.equal(model(IDS).logits, plain)
+    assert torch.equal(found[0], plain)
+
+
 def test_guidance_under_a_guard():
     model = tiny_model("llama")[0]
     options = {"max_new_tokens": 4, "guidance_scale": 1.5, "negative_prompt_ids": IDS[:, :3], "pad_token_id": 0}

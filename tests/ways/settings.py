@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import sinkscope as ss
-from sinkscope.kv import StreamingLLM
 
 from .edits import LAYER, Draw
-from .families import BOS, EOS, FAMILIES, HIDDEN, INSIDE, PAD, VOCAB, Family
+from .families import BOS, EOS, FAMILIES, HIDDEN, PAD, VOCAB, Family
 
 
 def _own(*args: Any, **kwargs: Any) -> Any:
@@ -275,31 +273,6 @@ def _traces(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[
     return trace
 
 
-def _keeps_keys(draw: Draw) -> bool:
-    """Whether a policy acts on a family."""
-    family = FAMILIES[draw["family"]]
-    attends = draw["attention"] in ("sdpa", "eager") and draw["wrapper"] == "bare"
-    return attends and not family.shares_keys and draw["family"] not in INSIDE
-
-
-def _another_model(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
-    """A policy on another model of the same kind."""
-    other, short = copy.deepcopy(model), ids[:1, :9]
-    settings = {"attention_mask": torch.ones_like(short), "max_new_tokens": 3, "do_sample": False}
-
-    def written() -> list[int]:
-        with StreamingLLM(budget=6).on(other):
-            return other.generate(short, **settings)[0].tolist()
-
-    right = written()
-
-    def write() -> None:
-        if written() != right:
-            wrong.append("another model writes something else")
-
-    return write
-
-
 @dataclass(frozen=True)
 class Other:
     """What another thread does all the while."""
@@ -342,5 +315,4 @@ OTHERS = {
     "plain thread": Other(partial(_calls, False)),
     "thread that waits": Other(partial(_calls, True)),
     "thread with a trace": Other(_traces),
-    "thread with another model": Other(_another_model, fits=_keeps_keys),
 }

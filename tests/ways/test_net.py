@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import placed
 import pytest
 
-from . import promises
 from .__main__ import walk
 from .draws import cover, draw_of, text_of
 from .edits import EDITS
-from .families import LAYERS, model_of
 from .known import MENDED
 from .promises import check
 
@@ -35,21 +32,6 @@ def test_what_rounding_excuses_can_still_fail(monkeypatch):
     draw = draw_of(family="neox", edit="knock first", cache="generate", options="beams", mode="autocast")
     monkeypatch.setitem(EDITS, draw["edit"], replace(EDITS[draw["edit"]], make=list))
     assert (check(draw, 2) or "").startswith("right: o")
-
-
-@pytest.mark.parametrize("cache", ["reordered", "conversation"])
-def test_a_draw_can_be_asked_of_another_device(cache, monkeypatch):
-    """The device does not exist, but an operation that mixes its tensors with a CPU's fails, as it would."""
-
-    def moved(family, dtype, ends, device):
-        model = model_of(family, dtype, ends)
-        placed.spread(model, [device] * LAYERS)
-        return model
-
-    monkeypatch.setattr(promises, "model_of", moved)
-    rows = 1 if cache == "conversation" else 2
-    with placed.places():
-        assert check(draw_of(cache=cache, edit="zero", rows=rows, device="ipu:0"), 1) is None
 
 
 @pytest.mark.slow
