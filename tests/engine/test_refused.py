@@ -73,13 +73,16 @@ def own(*args, **kwargs):
     return sdpa_attention_forward(*args, **kwargs)
 
 
-def test_attention_of_ones_own_is_left_alone():
-    tf.AttentionInterface.register("refused_own", own)
-    tf.AttentionMaskInterface.register("refused_own", sdpa_mask)
-    model = tiny_model("llama")[0]
-    model.set_attn_implementation("refused_own")
+@pytest.mark.parametrize(("name", "family"), [("refused_own", "llama"), ("refused_without_masks", "qwen3")])
+def test_attention_of_ones_own_is_left_alone(name, family):
+    """The second one is met when the model is opened."""
+    tf.AttentionInterface.register(name, own)
+    if name == "refused_own":
+        tf.AttentionMaskInterface.register(name, sdpa_mask)
+    model = tiny_model(family)[0]
+    model.set_attn_implementation(name)
     for edit in (kv.Full(), ss.Knockout("first"), kv.Observe(print), ss.LoopServe(budget=8)):
-        with refused("attention is a function of your own, registered as 'refused_own'.*attn_implementation='sdpa'"):
+        with refused(f"attention is a function of your own, registered as '{name}'.*attn_implementation='sdpa'"):
             edit.on(model).__enter__()
     with ss.Ablate(layer=1, neurons=[3]).on(model) as run, torch.no_grad():  # which does not read it
         model(IDS)
