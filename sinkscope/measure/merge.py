@@ -72,8 +72,8 @@ def _number(first: Row, second: Row, number: str) -> Row:
     """How far a number of a row moved, text by text where both have one of each, and the verdict."""
     before = first.numbers[number]
     after = second.numbers[number]
-    old = dict(zip(first.texts, before.by_text, strict=False))
-    new = dict(zip(second.texts, after.by_text, strict=False))
+    old = dict(zip(first.texts or range(len(before.by_text)), before.by_text, strict=False))
+    new = dict(zip(second.texts or range(len(after.by_text)), after.by_text, strict=False))
     pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
     pairs = pairs[np.isfinite(pairs).all(1)]
     scores = before.kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong

@@ -14,7 +14,7 @@ from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
 from sinkscope.results.pages import Section, document, plot, render
-from sinkscope.results.row import Card, Row, columns_of, table_of, with_texts
+from sinkscope.results.row import Card, Row, columns_of, table_of
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
@@ -80,7 +80,7 @@ class Result(Envelope):
 
     def findings(self) -> list[Row]:
         """Return what was measured, by which results are compared: by default the rows among its fields."""
-        return [with_texts(row) for members in self._records() for row in members if isinstance(row, Row)]
+        return [row for members in self._records() for row in members if isinstance(row, Row)]
 
     def lines(self) -> list[str]:
         """Return the model, the details and warnings: what stands between tables and the conclusion."""

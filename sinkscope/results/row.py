@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class Row:
         numbers: Its numbers, by their names.
         note: A word that is no number, such as the role of a neuron.
         about: Its subject, such as one of several spikes; empty: the whole result.
-        texts: Names of the texts of `by_text`, by which two results are compared text by text; empty: they cannot be.
+        texts: Names of the texts of `by_text`, by which two results are compared text by text; empty: their numbers.
     """
 
     table: str
@@ -133,12 +133,6 @@ def row_beside(
 def of_table(rows: Iterable[Row], table: str) -> dict[str, Row]:
     """Return the rows of a table by their names."""
     return {row.name: row for row in rows if row.table == table}
-
-
-def with_texts(row: Row) -> Row:
-    """Return a row whose texts have names, by which they are compared: their numbers, if it says nothing else."""
-    count = max((len(mean.by_text) for mean in row.numbers.values()), default=0)
-    return row if row.texts else replace(row, texts=tuple(f"text {number}" for number in range(count)))
 
 
 def table_of(rows: Iterable[Row]) -> Table:

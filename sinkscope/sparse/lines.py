@@ -31,7 +31,7 @@ from sinkscope.measure.attention_texts import check_data, texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
-from sinkscope.results.row import row_beside, with_texts
+from sinkscope.results.row import row_beside
 from sinkscope.results.style import COLOURS, figure_of, long_table
 from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Lines, lengths_of
@@ -131,7 +131,7 @@ class LineWeights(Result):
         by_text = self.text_mass[self.shown_eta]
         mass = Mean(self.shown("mass").value, margin_of(by_text), tuple(by_text.tolist()), "share")
         masses = [(self.shown(name).value, what) for name, what in CONTROLS.items() if getattr(self, name) is not None]
-        rows = [with_texts(row_beside(f"Attention on the {heaviest} of lines", mass, *max(masses)))]
+        rows = [row_beside(f"Attention on the {heaviest} of lines", mass, *max(masses))]
         for name, said in SHARED.items():
             if getattr(self, name) is not None:
                 chance = self.shown(f"{name}_random").value

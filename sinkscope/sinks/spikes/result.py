@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from sinkscope.measure import Result
 from sinkscope.results.notation import Head, Neuron
-from sinkscope.results.row import Card, Row, of_table, with_texts
+from sinkscope.results.row import Card, Row, of_table
 from sinkscope.sinks.spikes import records
 from sinkscope.sinks.spikes.records import SpikeResult, part_of, title_of
 from sinkscope.sinks.spikes.spike import span
@@ -102,7 +102,7 @@ class FindSinks(Result):
 
     def findings(self) -> list[Row]:
         """Return everything that was measured of each spike, and who attends where."""
-        rows = list(map(with_texts, self.attention))
+        rows = list(self.attention)
         for spike in self.spikes:
             title = title_of(spike)
             names = tuple(f"text {number}" for number in spike.texts)
