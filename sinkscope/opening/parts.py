@@ -39,7 +39,7 @@ from sinkscope.models.checkpoints.config import cpu_by_default
 from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks
 from sinkscope.models.target import Target, parts_of
 from sinkscope.opening.places import proposed, sample_of
-from sinkscope.opening.proof import LATER, Proof, Record, prove, read
+from sinkscope.opening.proof import LATER, Record, prove, read
 
 EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 _APART = ("_name_or_path", "transformers_version", "dtype", "architectures", "eos_token_id", "pad_token_id")
@@ -51,7 +51,7 @@ _WEIGHTS = ("q", "k", "v", "fused_qkv", "o", "down", "up", "gate", "experts", "s
 _LOCK = threading.RLock()
 
 Key = tuple[Any, ...]
-_OF_CLASSES: dict[Key, tuple[Found, Proof]] = {}
+_OF_CLASSES: dict[Key, tuple[Found, dict[str, str]]] = {}
 """The adapter of a class of models and what the proof on a small one says, by class, row, configuration and kinds."""
 _KNOWN: dict[Key, Found] = {}
 """Adapters of objects, by class, row, configuration and structure."""
@@ -85,18 +85,17 @@ def adapter_of(target: Target) -> Found:
 
 def _proved(target: Target, key: Key, numbers: list[int], row: Adapter | None) -> Found:
     """All steps, of objects that are not known."""
-    adapter, proof = _of_class(key, target, numbers, row)
+    adapter, unproved = _of_class(key, target, numbers, row)
     target = replace(target, adapter=adapter)
-    if proof.problem is not None:
-        raise _refusal(target, proof.problem)
     _refuse_shared(target)
     _refuse_renamed(target)
-    own = Proof()
+    own = dict[str, str]()
     if target.processes == 1:  # else transformers has split plain modules, and each process has a part of the heads
-        own = _own_proof(target, numbers)
-    if own.problem is not None:
-        raise _refusal(target, own.problem, of_object=True)
-    return replace(adapter, unproved=tuple(sorted((own.unproved | proof.unproved).items())))
+        try:
+            own = _own_proof(target, numbers)
+        except NotInferredError as error:
+            raise _refusal(target, str(error), of_object=True) from None
+    return replace(adapter, unproved=tuple(sorted((own | unproved).items())))
 
 
 def _refusal(target: Target, problem: str, *, of_object: bool = False) -> UnsupportedError:
@@ -118,7 +117,7 @@ def _refusal(target: Target, problem: str, *, of_object: bool = False) -> Unsupp
 # -- the class ---------------------------------------------------------------------------------------------------------
 
 
-def _of_class(key: Key, target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, Proof]:
+def _of_class(key: Key, target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, dict[str, str]]:
     """Steps 1 and 2, of classes that are not known.
 
     Raises:
@@ -131,7 +130,7 @@ def _of_class(key: Key, target: Target, numbers: list[int], row: Adapter | None)
         sample = sample_of(hf, max(*numbers, 1) + 1)
         whole, small = (parts_of(layers_at(model, row.layers)[0], row) if row else {} for model in (hf, sample))
         if small.keys() >= whole.keys():
-            target = Target(sample, sample, "hf", DRAFT)
+            target = Target(sample, sample, "hf", DRAFT, name=target.name)
     draft = Found(**vars(row or DRAFT))
     draft = replace(draft, model_type=str(hf.config.model_type))
     try:
@@ -146,13 +145,13 @@ def _of_class(key: Key, target: Target, numbers: list[int], row: Adapter | None)
             error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
         if row is None and LATER not in str(error):
             raise not_inferred(draft, error) from None
-        found = draft, Proof(str(error))
+        raise _refusal(replace(target, adapter=draft), str(error)) from None
     if target.hf is not hf:
         _OF_CLASSES[key] = found
     return found
 
 
-def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, Proof]:
+def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, dict[str, str]]:
     """Propose an adapter by one pass over a model, and prove it by the same."""
     last = min(max(*numbers, 1), len(layers_at(target.hf, target.adapter.layers)) - 1)
     records: dict[int, Record] = {}
@@ -166,7 +165,11 @@ def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None
     adapter = proposed(target, records, numbers, row)
     if row is not None:
         adapter = replace(adapter, **vars(row))
-    return adapter, prove(replace(target, adapter=adapter), numbers, records)
+    target = replace(target, adapter=adapter)
+    try:
+        return adapter, prove(target, numbers, records)
+    except NotInferredError as error:
+        raise _refusal(target, str(error)) from None
 
 
 def _base_path(model: Any, stack: str) -> str:
@@ -180,7 +183,7 @@ def _base_path(model: Any, stack: str) -> str:
 # -- the object --------------------------------------------------------------------------------------------------------
 
 
-def _own_proof(target: Target, numbers: list[int]) -> Proof:
+def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
     """Step 3: the proof of the user's own model, without hooks of its user."""
     if target.kind == "hf" and target.resident:
         with suppress(Exception):  # somebody has put something into a module that cannot be copied

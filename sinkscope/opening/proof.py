@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -251,21 +251,10 @@ def relative_error(numbers: Tensor, expected: Tensor) -> float:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Proof:
-    """What a proof found.
-
-    Attributes:
-        problem: What is wrong. None if nothing is.
-        unproved: Sites that cannot be proved, such as "blocks.3.attn.hook_z", and why.
-    """
-
-    problem: str | None = None
-    unproved: dict[str, str] = field(default_factory=dict)
-
-
 @torch.enable_grad()
-def prove(target: Target, kinds: Sequence[int] | None = None, records: Mapping[int, Record] | None = None) -> Proof:
+def prove(
+    target: Target, kinds: Sequence[int] | None = None, records: Mapping[int, Record] | None = None
+) -> dict[str, str]:
     """Prove the adapter of a model by one pass with plain hooks; the model is left as it was.
 
     Args:
@@ -274,24 +263,27 @@ def prove(target: Target, kinds: Sequence[int] | None = None, records: Mapping[i
         records: What passed in the pass. None: it is run.
 
     Returns:
-        What was found. A wrong adapter does not raise an error.
+        Sites that cannot be proved, such as "blocks.3.attn.hook_z", and why.
+
+    Raises:
+        NotInferredError: The adapter is wrong.
     """
-    proof = Proof()
     kinds = range(target.n_layers) if kinds is None else kinds
     try:
         if records is None:
             records = {layer: Record(target, layer, target.paths[layer].values()) for layer in {*kinds}}
             read(target, records)
         found = {layer: _problems(target, records[layer]) for layer in {*kinds}}
-        for layer, first in enumerate(kinds):
-            proof.unproved |= {f"blocks.{layer}.{part}": reason for part, reason in found[first].items()}
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError, NotInferredError):
         raise
-    except (UnsupportedError, NotInferredError) as wrong:
-        proof.problem = str(wrong)
+    except UnsupportedError as wrong:
+        raise NotInferredError(str(wrong)) from None
     except Exception as error:  # a model may do anything in a pass
-        proof.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
-    return proof
+        raise NotInferredError(f"a forward pass raised {type(error).__name__}: {first_line(error)}") from None
+    unproved = dict[str, str]()
+    for layer, first in enumerate(kinds):
+        unproved |= {f"blocks.{layer}.{part}": reason for part, reason in found[first].items()}
+    return unproved
 
 
 def _dependence(numbers: Tensor, on: Tensor | None) -> Tensor | None:

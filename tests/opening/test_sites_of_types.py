@@ -21,7 +21,7 @@ from versions import OLD_TRANSFORMERS
 import sinkscope as ss
 from experiments.model_types import COVERING, DATA
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import PATHS
+from sinkscope.models.adapters import PATHS, NotInferredError
 from sinkscope.opening.live import target_of
 from sinkscope.opening.proof import prove
 
@@ -81,12 +81,15 @@ def test_a_wrong_place_is_not_offered(case, dtype):
     model_type, fields, refused = case
     model = model_of(model_type, **SQUARE if model_type == "llama" else {}).to(dtype)
     target = target_of(model)
-    assert prove(target).problem is None
+    prove(target)
     paths = {name: path for name, path in fields.items() if name in PATHS}
     rows = tuple(replace(row, **paths) for row in target.adapter.rows)
-    proof = prove(replace(target, adapter=replace(target.adapter, rows=rows, **fields)))
-    first = {site.removeprefix("blocks.0.") for site in proof.unproved if site.startswith("blocks.0.")}
-    assert (ALL if proof.problem else first) == refused
+    wrong = replace(target, adapter=replace(target.adapter, rows=rows, **fields))
+    if refused == ALL:
+        with pytest.raises(NotInferredError):
+            prove(wrong)
+    else:
+        assert {site.removeprefix("blocks.0.") for site in prove(wrong) if site.startswith("blocks.0.")} == refused
 
 
 @pytest.mark.parametrize(
