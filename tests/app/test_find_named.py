@@ -20,11 +20,12 @@ def test_find_sinks_streams_a_folder_that_does_not_fit(tmp_path, monkeypatch):
     memory = find_sinks(deep.model, tokenizer=deep.tokenizer, text=text)
     assert {neuron.site for neuron in memory.needed} == set(deep.truth.neurons)
     monkeypatch.setattr(setups, "fits", lambda *_: False)
+    monkeypatch.setattr(opening, "LAYER_BYTES", 0)  # no layer stays in memory
     target = opening.open_target(tmp_path / "m")
     reads, layer_of = Counter[int](), target.store._layer
     monkeypatch.setattr(target.store, "_layer", lambda index: (reads.update([index]), layer_of(index))[1])
     streamed = find_sinks(target, text=text)
-    assert max(reads.values()) <= 20
+    assert max(reads.values()) <= 15
     assert streamed.needed == memory.needed and streamed.spikes[0].layers == memory.spikes[0].layers
     assert streamed.first_token_norm == pytest.approx(memory.first_token_norm, rel=1e-4)
     at_place, other = (one.spikes[0].named("effects", "at place") for one in (streamed, memory))
