@@ -295,10 +295,10 @@ def draw(result: Comparison) -> Any:
             drawn.setdefault((row.about, row.name), []).append(replace(row, name=compared.name))
     changed = [key for key, rows in drawn.items() if any(row.table == CHANGED for row in rows)]
     shown = (changed or [*drawn][:1] or [("", "nothing is judged")])[:MOST_PANELS]
-    fig = panels([f"{html.escape(name)}<br><sup>{html.escape(about)}</sup>" for about, name in shown], columns=2)
+    fig = panels([f"{html.escape(name)}<br>{html.escape(about)}" for about, name in shown], columns=2)
     for number, key in enumerate(shown):
         place = {"row": number // 2 + 1, "col": number % 2 + 1}
         rows = drawn.get(key, [])
         bars(fig, rows, "change", BLUE, "", **place)
-        fig.update_yaxes(title_text="change", tickformat=".0%" if any(map(is_share, rows)) else None, **place)
+        fig.update_yaxes(title_text="change", tickformat=".3~p" if any(map(is_share, rows)) else None, **place)
     return figure_of(fig, result, width=960, height=160 + 280 * -(-len(shown) // 2), bottom=70)
