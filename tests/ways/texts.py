@@ -148,7 +148,7 @@ def joined(edits: Sequence[Any]) -> Any:
     return reduce(or_, edits) if edits else None
 
 
-def conversation(use: Use, answers: str = "recompute") -> Tensor:
+def conversation(use: Use, answers: Any = "recompute") -> Tensor:
     """Two turns, which plain transformers reads as one text each."""
     prompts, said = [use.ids[0, : use.prompt].tolist(), use.ids[0, use.prompt :].tolist()], []
     chat = None
