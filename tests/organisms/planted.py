@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -148,34 +149,6 @@ def mixed(vocab: int, groups: dict[int, int], bos: bool, n: int, length: int, se
     return torch.tensor(rows)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Every random choice that decides a shape or a place, made before a weight is written."""
-
-    mixture: bool
-    bos: bool
-    n_layers: int
-    n_heads: int
-    n_kv: int
-    head_dim: int
-    vocab: int
-    groups: dict[int, int]  # token -> group
-    n_groups: int
-    slots: tuple[tuple[int, int, int], ...]  # (head, group, which rotary pair) of the marking heads
-    per_group: int
-    marking_layer: int
-    sink_layer: int
-    expert: int
-    neurons: tuple[int, ...]
-    spare: tuple[int, int]  # neurons that carry nothing, in any layer
-    odds: float  # how many of its own group balance one other token
-    spike: float  # over the typical norm
-
-    @property
-    def width(self) -> int:
-        return self.n_heads * self.head_dim
-
-
 def make_plan(
     rng: random.Random,
     mixture: bool,
@@ -189,8 +162,8 @@ def make_plan(
     share: float | None = None,  # of the tokens that are marked where they stand first
     per_group: int = 1,
     late: bool = False,  # heads that are not in layer 0 mark
-) -> Plan:
-    """Draw a plan."""
+) -> SimpleNamespace:
+    """Make every random choice that decides a shape or a place, before a weight is written."""
     heads, kv, head_dim = rng.choice([shape for shape in SHAPES if n_slots(shape) >= 3 * per_group])
     depth = n_layers or rng.randint(*layers)
     marking = rng.randint(1, 2) if late else 0
@@ -211,25 +184,26 @@ def make_plan(
         groups |= {BOS: n_groups - 1, 0: -1, EOS: -1, PAD: -1}
     count = rng.randint(1, 3) if count is None else count
     neurons = rng.sample(range(3 * heads * head_dim), count + 2)
-    return Plan(
+    return SimpleNamespace(
         mixture=mixture,
         bos=bos,
         n_layers=depth,
         n_heads=heads,
         n_kv=kv,
         head_dim=head_dim,
+        width=heads * head_dim,
         vocab=vocab,
-        groups=groups,
+        groups=groups,  # of each token
         n_groups=n_groups,
-        slots=slots,
+        slots=slots,  # head, group, and which rotary pair, of the heads that mark
         per_group=per_group,
         marking_layer=marking,
         sink_layer=max(marking + 1, depth - 1 - rng.randint(*behind)) if at is None else at,
         expert=rng.randrange(4) if mixture else 0,
         neurons=tuple(neurons[2:]),
-        spare=(neurons[0], neurons[1]),
-        odds=math.exp(rng.uniform(math.log(8), math.log(60))),
-        spike=rng.uniform(25, 50),
+        spare=(neurons[0], neurons[1]),  # neurons that carry nothing, in any layer
+        odds=math.exp(rng.uniform(math.log(8), math.log(60))),  # how many of its own group balance one other token
+        spike=rng.uniform(25, 50),  # over the typical norm
     )
 
 
@@ -237,7 +211,7 @@ def n_slots(shape: tuple[int, int, int]) -> int:
     return shape[1] * min(2, shape[0] // shape[1])
 
 
-def make_model(plan: Plan) -> PreTrainedModel:
+def make_model(plan: SimpleNamespace) -> PreTrainedModel:
     """A model whose weights are yet to be written."""
     config = AutoConfig.for_model(
         "mixtral" if plan.mixture else "llama",
@@ -295,7 +269,7 @@ class Body:
     """A model of noise, and what plants things in it."""
 
     @torch.no_grad()
-    def __init__(self, plan: Plan, words: str):
+    def __init__(self, plan: SimpleNamespace, words: str):
         """Fill a model with noise that `words` seed."""
         self.plan = plan
         self.rng = random.Random(words)
