@@ -47,3 +47,17 @@ def test_what_was_filled_in_inference_mode_is_not_written_outside_of_it():
         append(layer, *given[2])
     keys, values = zip(*given, strict=True)
     assert torch.equal(layer.keys, torch.cat(keys, 2)) and torch.equal(layer.values, torch.cat(values, 2))
+
+
+def test_copies_append_in_the_room_that_they_share_and_behind_its_end():
+    layer = CacheLayer()
+    append(layer, *_tokens(6))
+    append(layer, *_tokens(1))
+    pairs = [(layer, [layer.keys.clone()]), (layer.copy(), [layer.keys.clone()])]
+    for _ in range(5):  # more than fit
+        for each, keys in pairs:
+            given = _tokens(1)
+            append(each, *given)
+            keys.append(given[0])
+    for each, keys in pairs:
+        assert torch.equal(each.keys, torch.cat(keys, 2))
