@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sinkscope.measure.margin import DIFFERENCES, SCORES, interval_of, margin_of
+from sinkscope.measure.margin import DIFFERENCES, SCORES, count_above, interval_of, margin_of
 
 DRAWS = 700
 ENOUGH = 0.93  # of 0.95, with the noise of the draws
@@ -45,3 +45,12 @@ def test_intervals_hold_the_mean(values, shares, bounds, count):
         interval = interval_of(rng.choice(np.array(values, float), count, p=shares), bounds)
         held += interval.low <= mean <= interval.high
     assert held >= ENOUGH * DRAWS
+
+
+def test_the_margin_of_a_count_is_that_of_texts_that_are_drawn_again():
+    values = np.array([[0.9, 0.0] * 4, [0.5] * 8, [0.5, 0.2] * 4])
+    drawn = np.random.default_rng(0).integers(8, size=(1000, 8))
+    low, high = np.quantile([(values[:, texts].mean(1) > 0.34).sum() for texts in drawn], [0.025, 0.975])
+    found = count_above(values, 0.34)
+    assert (found.value, found.margin, found.by_text[:2]) == (3, (high - low) / 2, (3, 1)) and high > low
+    assert count_above(values[:, :2], 0.34).margin is None
