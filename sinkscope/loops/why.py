@@ -90,7 +90,6 @@ class WhyLoop(Result):
     """
 
     kind = "why-loop"
-    page = "measure/why-loop"
     percent = ("goes_on", "other_loop", "control")
 
     prompt_tokens: int

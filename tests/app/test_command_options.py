@@ -71,7 +71,7 @@ def test_a_name_that_left_says_what_has_its_work_and_every_kind_has_its_place():
     for name in ss.LEFT:
         with pytest.raises(AttributeError, match=ss.LEFT[name].replace("(", r"\(").replace(")", r"\)")):
             getattr(ss, name)
-    for name, place in (("SnapKV", "kv"), ("DRY", "loops"), ("TriShape", "sparse")):
+    for name, place in (("SnapKV", "kv"), ("Watch", "loops"), ("TriShape", "sparse")):
         with pytest.raises(AttributeError, match=rf"it is sinkscope\.{place}\.{name}"):
             getattr(ss, name)
         assert getattr(getattr(ss, place), name).__name__ == name

@@ -132,8 +132,8 @@ def generate(prompts, **settings):
 
 TOKEN = "expected a whole number from 0 to 2**32 - 1"
 REFUSED = {
-    "loops.DRY(multiplier=0.0)": ["multiplier"],
-    "loops.DRY(base=0.5)": ["base"],
+    "loops.guard.DRY(multiplier=0.0)": ["multiplier"],
+    "loops.guard.DRY(base=0.5)": ["base"],
     "loops.Monitor().update(-1)": ["the token is -1", TOKEN],
     "loops.Monitor().update(1 << 32)": ["the token is 4294967296", TOKEN],
     "loops.Monitor().update('a')": ["the token is 'a'", TOKEN],

@@ -22,7 +22,6 @@ from refusals import refused
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-import sinkscope as ss
 from experiments.loopguard.variants import OneSignal, Timed
 from sinkscope.engine.run import Event
 from sinkscope.generation.decode import ForcedAnswer
@@ -30,7 +29,7 @@ from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.generation.generate import generate
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.loops.guard import LoopGuard, Steer, ranges_of, tokens_to_keep
+from sinkscope.loops.guard import DRY, LoopGuard, Steer, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.cut import Retention
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text import monitor as watching
@@ -219,13 +218,13 @@ def test_nothing_is_drawn_where_the_caller_draws_and_under_the_papers_guard():
 )
 def test_dry_lowers_what_followed_earlier_copies(ids, settings, losses):
     rows, scores, expected = [ids, [*range(10, 10 + len(ids))]], torch.zeros(2, 40), torch.zeros(2, 40)
-    found = ss.loops.DRY(**settings)(torch.tensor(rows), scores)
+    found = DRY(**settings)(torch.tensor(rows), scores)
     for token, loss in losses.items():
         expected[0, token] = -loss
     assert not scores.any(), "the scores of the caller stay"
     assert_close(found, expected)
     for dtype in (torch.float32, torch.float16):
-        scores = ss.loops.DRY(base=1e6)(torch.tensor([[5, 6] * 40]), torch.zeros(1, 9, dtype=dtype))
+        scores = DRY(base=1e6)(torch.tensor([[5, 6] * 40]), torch.zeros(1, 9, dtype=dtype))
         assert scores[0, 5] <= -6e4 and not scores.isnan().any() and scores[0, 4] == 0, "beyond all numbers"
 
 

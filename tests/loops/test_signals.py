@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sinkscope.loops import Tail, compression_ratio, ends_in_loop, is_loop, tail_period, type_token_ratio
+from sinkscope.loops import Tail, compression_ratio, is_loop, tail_period, type_token_ratio
 from sinkscope.loops.text import signals
 from sinkscope.loops.text.repetition import CounterRepetition, TailRepetition, asked_copies
 
@@ -76,7 +76,7 @@ def test_ratios_of_ids_in_any_form():
     for form in (ids, np.array(ids), torch.tensor(ids)):
         assert type_token_ratio(form) == 3 / 5
         assert compression_ratio(form) == len(zlib.compress(packed, 9)) / len(packed)
-        assert tail_period(form) is None and not ends_in_loop(form)
+        assert tail_period(form) is None and not is_loop(form, None)
     assert math.isnan(type_token_ratio([])) and math.isnan(compression_ratio([])) and not is_loop([], None)
 
 
@@ -91,11 +91,6 @@ def test_loop_rule_at_its_thresholds(monkeypatch):
         monkeypatch.setattr(signals, "THETA_TTR", ttr)
         monkeypatch.setattr(signals, "THETA_CR", cr)
         assert is_loop(ids, None) == found
-
-
-def test_only_the_last_tokens_decide_whether_an_output_ends_in_a_loop():
-    ids = [*range(2000), *[1, 2] * 128]
-    assert ends_in_loop(ids) and not is_loop(ids, None) and not ends_in_loop([*[1, 2] * 128, *range(200)])
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from sinkscope.loops.text.monitor import Monitor
 from sinkscope.loops.text.signals import (
     LOOP_TOKENS,
     MAX_NEW,
+    WINDOW,
     compression_ratio,
     end_loop,
-    ends_in_loop,
     is_loop,
     type_token_ratio,
 )
@@ -103,7 +103,7 @@ class Loops(Task):
 
 def is_looping(tokens: Sequence[int]) -> bool:
     """Return whether tokens end in three copies of a period, 24 tokens in all, or their last 256 are a loop."""
-    return ends_in_loop(tokens) or end_loop(tokens) is not None
+    return is_loop(tokens[-WINDOW:], None) or end_loop(tokens) is not None
 
 
 def first_alarm(tokens: Sequence[int]) -> int | None:

@@ -116,7 +116,7 @@ class CopyRule:
     def is_number(self, token: int) -> bool:
         """Return whether a token is a number or a part of one."""
         words = () if self.words_of is None else self.words_of([token])
-        return bool(words) and all(word.isdigit() for word in words)
+        return bool(words) and all(map(str.isdigit, words))
 
     def add(self, token: int, p_max: float | None = None) -> Step:
         """Take the next token; return the repetition that reaches it, if there is one that counts."""

@@ -188,8 +188,3 @@ def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
     if max_new is not None:
         shortest = max_new * THETA_LEN // MAX_NEW
     return len(ids) >= shortest and type_token_ratio(ids) <= THETA_TTR and compression_ratio(ids) <= THETA_CR
-
-
-def ends_in_loop(ids: Ids) -> bool:
-    """Apply the loop rule without the length to the last 256 tokens, so that early and late stops are judged alike."""
-    return is_loop(ids[-WINDOW:], None)
