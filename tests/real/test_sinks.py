@@ -117,7 +117,7 @@ def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smo
 
 def test_what_is_said_of_smollm2(of_smollm2):
     cards = [card for card in of_smollm2.cards() if card.title.startswith("Spike")]
-    assert max(map(len, "\n".join(card.text(80) for card in of_smollm2.cards()).splitlines())) <= 80
+    assert max(map(len, "\n".join(card.text(80) for card in cards).splitlines())) <= 80
     titles = [f"Spike at the first token, layers {layers}" for layers in ("11-29", "1-8")]
     assert [card.title for card in cards] == titles
     said = dict(cards[0].rows)
