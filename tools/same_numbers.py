@@ -83,7 +83,7 @@ def make_models(out: Path) -> None:
     sys.path.insert(0, str(HERE.parents[1] / "tests"))
     import torch
     from loop_texts import prose
-    from organisms import loop_organism, organism
+    from organisms import kept_loop, organism
 
     torch.set_num_threads(1)
     made = {
@@ -97,11 +97,11 @@ def make_models(out: Path) -> None:
         o.save(out / name)
         texts = [o.tokenizer.decode(row, skip_special_tokens=True) for row in o.natural(n=60, length=100)]
         write_inputs(out, name, texts, " ".join([*texts[0].split()[:40], *texts[1].split()[:8] * 6]))
-    loop = loop_organism(1, vocab_size=512)
+    loop = kept_loop(seed=1)
     loop.model.save_pretrained(out / "loop")
     loop.tokenizer.save_pretrained(out / "loop")
-    walks = [loop.tokenizer.decode(loop.walk(loop.truth.ring[start], 100)) for start in range(60)]
-    write_inputs(out, "loop", walks, loop.tokenizer.decode(loop.looping_prompt(8).ids[0, 1:]))
+    walks = [loop.tokenizer.decode(loop.walk(start, 100)) for start in range(60)]
+    write_inputs(out, "loop", walks, loop.tokenizer.decode(loop.turn[1:]))
     write_inputs(out, BUNDLED, [prose(80, seed) for seed in range(60)], "The cat sat on the mat. " * 12)
 
 

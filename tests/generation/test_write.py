@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from organisms import loop_organism
+from organisms import kept_loop
 
 from sinkscope.generation.decode import decode
 from sinkscope.loops import MonitorSettings
@@ -15,8 +15,8 @@ NEW = 90
 
 
 def test_processors_are_asked_of_the_text_as_it_is():
-    organism = loop_organism(0, reach=64, n_layers=2, vocab_size=1024)
-    prompt = organism.looping_prompt(12, delay=30, start=250).ids.tolist()  # after which the text loops
+    organism = kept_loop(period=12, reach=80)
+    prompt = [organism.prompt(30)]  # after which the text loops
     seen: list[list[int]] = []
 
     def see(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

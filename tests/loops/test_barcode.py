@@ -9,7 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from organisms import loop_organism, tiny_model
+from organisms import kept_loop, tiny_model
+from organisms.tokens import BOS
 from raw_kit import attention
 from refusals import refused
 
@@ -21,13 +22,13 @@ from sinkscope.loops.text.signals import end_loop
 PROMPT = [1, *range(10, 30)]
 
 
-def measured(seed: int, period: int, new: int, delay: int = 0, **settings):
+def measured(seed: int, period: int, new: int, onset: int = 0, causes: tuple[str, ...] = ("copies",)):
     """A barcode beside a walk on the ring, which for an organism is ordinary text; and the planted heads."""
-    organism = loop_organism(seed, n_layers=3, vocab_size=1024, **settings)
-    ids = organism.looping_prompt(period, delay=delay).ids[0].tolist()
-    walk = organism.healthy_prompt(len(ids) + new, start=400)
+    made = kept_loop(causes, seed, period=period)
+    ids = made.prompt(onset)
+    walk = torch.tensor([[BOS, *made.walk(400, len(ids) + new - 1)]])
     with mock.patch("sinkscope.loops.barcode.text_rows", lambda *_: walk):
-        return barcode(organism.model, ids, max_new_tokens=new, tokenizer=organism.tokenizer), organism.truth
+        return barcode(made.model, ids, max_new_tokens=new, tokenizer=made.tokenizer), made.locking_heads
 
 
 def test_scores_and_pictures_are_those_of_an_eager_run(monkeypatch):
@@ -59,11 +60,11 @@ def test_scores_and_pictures_are_those_of_an_eager_run(monkeypatch):
     np.testing.assert_allclose(again.attention, result.attention, atol=2e-3)
 
 
-@pytest.mark.parametrize(("period", "delay", "new"), [(9, 4, 70), (1, 0, 48)])
-def test_planted_heads_rank_first_and_are_shown(period, delay, new):
+@pytest.mark.parametrize(("period", "onset", "new"), [(9, 4, 70), (1, 0, 48)])
+def test_planted_heads_rank_first_and_are_shown(period, onset, new):
     seed = secrets.randbits(32)
-    result, truth = measured(seed, period, new, delay)
-    planted, rows = set(truth.locking_heads), result.rows()
+    result, planted = measured(seed, period, new, onset)
+    rows = result.rows()
     top, after = rows[: len(planted)], rows[len(planted)]
     assert {(row["layer"], row["head"]) for row in top} == planted, f"seed {seed}"
     assert top[-1]["gain"] >= LOCK_GAIN and top[-1]["gain"] > after["gain"] + 0.02
@@ -77,7 +78,7 @@ def test_planted_heads_rank_first_and_are_shown(period, delay, new):
 
 
 def test_without_planted_heads_nothing_locks():
-    walk, _ = measured(1, 5, 60, induction=False)
+    walk, _ = measured(1, 5, 60, causes=())
     assert walk.period is None and walk.locked == [] and walk.findings() == []
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
 

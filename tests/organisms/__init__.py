@@ -1,17 +1,17 @@
 """Models whose answer is known, made without downloads: planted circuits (sinks, loops) and tiny random models."""
 
+from .kept_loops import KeptLoop, kept_loop
 from .kinds import KINDS, mask_of, organism
-from .loop import LoopOrganism, loop_organism
 from .planted import Organism, Truth
 from .tiny import MODEL_TYPES, tiny_model
 
 __all__ = [
     "KINDS",
     "MODEL_TYPES",
-    "LoopOrganism",
+    "KeptLoop",
     "Organism",
     "Truth",
-    "loop_organism",
+    "kept_loop",
     "mask_of",
     "organism",
     "tiny_model",

@@ -3,14 +3,17 @@
 A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
 
 - Ordinary tokens stand on one ring and have codes; the unembedding reads the code of the next token on the ring, so
-  without anything else the model walks the ring and repeats nothing. The ring is cut into blocks of `PERIOD` tokens.
+  without anything else the model walks the ring and repeats nothing. The ring is cut into blocks of `period` tokens.
 - A gated MLP adds the code of the next token **of the block**, twice as large: at the last token of a block the model
   then goes back to the first one. The gate is open while `sum of the causes > threshold`, so the loop goes on exactly
   as long as all of its causes act.
-- Each cause is a head that writes one number, 0 or 1, to a dimension of its own, and rests on BOS otherwise:
-  `copies` finds an earlier copy of the current token by induction (a head of layer 0 writes the token before); `sink`
-  attends to BOS.
+- Each cause is a head, or two, that write one number, 0 or 1, to a dimension of its own, and rest on BOS otherwise:
+  `copies` finds an earlier copy of the current token by induction (a head of layer 0 writes the token before), with
+  `reach` only so far back, as in trained models more or less: then a loop that has run for a while lives on its own
+  tail alone; `sink` attends to BOS.
 - `weights`: the gate is always open.
+
+Which heads and dimensions are planted is drawn by the seed.
 """
 
 from __future__ import annotations
@@ -20,41 +23,93 @@ import random
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .loop import BASE, CODE, CONST, COPY, FAST, HEAD_DIM, SLOW, empty_llama, heads_of, look_back
-from .tokens import BOS, N_SPECIAL, word_tokenizer
+from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
 
-N_HEADS, D_MODEL, VOCAB = 4, 256, 512
+CODE, HEAD_DIM, N_HEADS, D_MODEL, VOCAB = 48, 96, 4, 256, 512
+HALF, FAST = HEAD_DIM // 2, 16  # rotary pairs; those of them that tell positions apart
+SLOW = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # the others, slowest first
+THETA = 1e10
+CONST = 16.0  # of a dimension that all tokens share: it makes RMSNorm nearly the identity
+BASE, COPY = 10.0, 20.0  # logits of the base rule and of a whole copy
+PREVIOUS = 24.0  # score of the token before
 MATCH = 48.0  # score of what a head looks for; BOS has three quarters of it, and other codes at most half
 SHARP = 40.0  # steepness of the gate
-PERIOD = 6  # tokens of a block, and of the loop
 CAUSES = ("copies", "sink")
 
 
 @dataclass(frozen=True)
 class KeptLoop:
-    """A model, a prompt, and what keeps the loop of the answer going.
+    """A model, and what keeps the loop of its answers going.
 
     Attributes:
-        causes: The planted causes, or ("weights",).
-        turn: Ids of the prompt, BOS first.
-        cycle: What greedy decoding repeats from the first new token on.
+        causes: The planted causes, or ("weights",); with none, nothing loops.
+        period: Tokens of a block, and of the loop.
+        ring: The ordinary tokens in the order of the base rule.
+        locking_heads: (layer, head) of those that find copies.
     """
 
     model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerFast
     causes: tuple[str, ...]
-    turn: list[int]
-    cycle: list[int]
+    period: int
+    ring: list[int]
+    locking_heads: set[tuple[int, int]]
+
+    def walk(self, start: int, count: int) -> list[int]:
+        """So many tokens of the ring from a place on."""
+        return [self.ring[(start + i) % len(self.ring)] for i in range(count)]
+
+    def after(self, token: int, count: int) -> list[int]:
+        """What the base rule says after a token."""
+        return self.walk(self.ring.index(token) + 1, count)
+
+    @property
+    def begin(self) -> int:
+        """Where on the ring the block begins in which answers loop."""
+        return 300 // self.period * self.period
+
+    @property
+    def cycle(self) -> list[int]:
+        """What greedy decoding repeats."""
+        return self.walk(self.begin, self.period)
+
+    @property
+    def turn(self) -> list[int]:
+        """Ids of a prompt, after which decoding repeats the cycle at once, from its third token on."""
+        return self.prompt(0)
+
+    def prompt(self, onset: int) -> list[int]:
+        """Ids of a prompt, BOS first, with as many new tokens before the loop."""
+        ids = [BOS, *self.walk(0, 15), *self.walk(120, 8), *self.walk(180, 3), *self.walk(240, 25)]
+        ids += self.cycle * (2 + ("copies" in self.causes))
+        # A prompt ends inside a block, because its last token is read with the exact and whole prompt.
+        return ids + (self.walk(self.begin - onset - 1, 1) if onset else (self.cycle * 2)[:2])
+
+    def answer(self, onset: int, count: int) -> list[int]:
+        """What greedy decoding writes after that prompt."""
+        first = self.walk(self.begin - onset, onset) if onset else self.cycle[2:]
+        return (first + self.cycle * count)[:count]
 
 
-def kept_loop(causes: tuple[str, ...], seed: int = 0) -> KeptLoop:
+def kept_loop(
+    causes: tuple[str, ...] = ("copies",), seed: int = 0, *, period: int = 6, reach: float | None = None
+) -> KeptLoop:
     """Build the organism of these causes; the same call gives the same weights."""
     rng = random.Random(f"kept {seed}")
     words = list(range(N_SPECIAL + 3, VOCAB))
-    ring = rng.sample(words, len(words) // PERIOD * PERIOD)
-    model = empty_llama(
+    ring = rng.sample(words, len(words) // period * period)
+    model = _empty_llama()
+    locking = _write(model, rng, ring, causes, period, reach)
+    return KeptLoop(model, word_tokenizer(VOCAB), causes, period, ring, locking)
+
+
+@torch.no_grad()
+def _empty_llama() -> LlamaForCausalLM:
+    """A Llama in which nothing is written: norms that pass on a constant, and zeros."""
+    config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=D_MODEL,
         intermediate_size=CODE,
@@ -62,29 +117,31 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0) -> KeptLoop:
         num_attention_heads=N_HEADS,
         num_key_value_heads=N_HEADS,
         max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        head_dim=HEAD_DIM,
+        architectures=["LlamaForCausalLM"],
     )
-    _write(model, rng, ring, causes)
-
-    def walk(block: int, count: int) -> list[int]:
-        return [ring[(block * PERIOD + i) % len(ring)] for i in range(count)]
-
-    turn = [
-        *[BOS, *walk(0, 15), *walk(20, 8), *walk(30, 3), *walk(40, 25)],
-        *walk(50, PERIOD) * (2 + ("copies" in causes)),
-        *walk(50, 2),
-    ]
-    # The prompt ends inside a block, because its last token is read with the exact and whole prompt.
-    return KeptLoop(
-        model=model,
-        tokenizer=word_tokenizer(VOCAB),
-        causes=causes,
-        turn=turn,
-        cycle=walk(50, PERIOD),
-    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+        model = LlamaForCausalLM(config).float().eval()
+    for name, weight in model.named_parameters():
+        weight.fill_(CONST / math.sqrt(D_MODEL)) if "norm" in name else weight.zero_()
+    return model
 
 
 @torch.no_grad()
-def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes: tuple[str, ...]) -> None:
+def _write(
+    model: LlamaForCausalLM,
+    rng: random.Random,
+    ring: list[int],
+    causes: tuple[str, ...],
+    period: int,
+    reach: float | None,
+) -> set[tuple[int, int]]:
+    """Write the circuit; return the heads that find copies."""
     dims = rng.sample(range(D_MODEL), D_MODEL)
     own, following, in_block, copied, before = (dims[i * CODE : (i + 1) * CODE] for i in range(5))
     const, first, *flags = dims[5 * CODE :]
@@ -92,7 +149,7 @@ def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes:
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
     place = torch.arange(len(ring))
-    back = place // PERIOD * PERIOD + (place + 1) % PERIOD  # the next of the block, where blocks begin at multiples
+    back = place // period * period + (place + 1) % period  # the next of the block, where blocks begin at multiples
     words, embed, head = torch.tensor(ring), model.model.embed_tokens.weight, model.lm_head.weight
     embed[:, const] = CONST
     embed[BOS, first] = 1.0
@@ -102,50 +159,80 @@ def _write(model: LlamaForCausalLM, rng: random.Random, ring: list[int], causes:
     head[words[:, None], torch.tensor(following)] = BASE * codes
     head[words[:, None], torch.tensor(copied)] = COPY * codes
     layers = [layer.self_attn for layer in model.model.layers]
-    if "copies" in causes:
-        _previous(layers[0], const, first, own, before)
-        _matching(layers[1], const, first, own, before, flag["copies"])
+    looking, previous = rng.sample(range(N_HEADS), 2)
+    matching = rng.sample(range(N_HEADS), 2) if "copies" in causes else []
+    if matching:
+        _previous(layers[0], previous, const, first, own, before)
+    for one in matching:
+        _matching(layers[1], one, const, first, own, before, reach)
+        layers[1].o_proj.weight[flag["copies"], one * HEAD_DIM] = 1 / len(matching)
     if "sink" in causes:
-        _looking(layers[0], 1, const, first, flag["sink"])
+        _looking(layers[0], looking, const, first, flag["sink"])
     # The gate: each cause counts one.
-    mlp, total = model.model.layers[1].mlp, 0.5
+    mlp = model.model.layers[1].mlp
+    total = 0.5 if causes == ("weights",) else 0.5 - max(1, len(causes))
     for cause in causes:
         if cause in flag:
             mlp.gate_proj.weight[:, flag[cause]] = SHARP
-    if causes != ("weights",):
-        total -= len(causes)
     mlp.gate_proj.weight[:, const] = SHARP * total / CONST
     mlp.up_proj.weight[range(CODE), in_block] = 1.0
     mlp.down_proj.weight[copied, range(CODE)] = 2 / SHARP
+    return {(1, one) for one in matching}
 
 
 def _looking(attention: torch.nn.Module, head: int, const: int, first: int, flag: int) -> None:
     """Attend to BOS, and write 1 where it is there."""
-    query, key = heads_of(attention.q_proj)[head], heads_of(attention.k_proj)[head]
+    query, key, value = _parts(attention, head)
     query[SLOW[0], const], key[SLOW[0], first] = MATCH * math.sqrt(HEAD_DIM) / CONST, 1.0
-    heads_of(attention.v_proj)[head][0, first] = 1.0
+    value[0, first] = 1.0
     attention.o_proj.weight[flag, head * HEAD_DIM] = 1.0
 
 
-def _previous(attention: torch.nn.Module, const: int, first: int, own: list[int], before: list[int]) -> None:
-    """Attend one position back by rotary phase alone, and write the code of that token (as in `loop`)."""
-    query, key = heads_of(attention.q_proj)[0], heads_of(attention.k_proj)[0]
-    look_back(query, const)
+def _previous(attention: torch.nn.Module, head: int, const: int, first: int, own: list[int], before: list[int]) -> None:
+    """Attend one position back by rotary phase alone, and write the code of that token.
+
+    The key is constant on the fast rotary pairs, and the query is that constant turned by one position. The peak
+    scores 0, and BOS half way to the keys beside it: where the token before is gone, nothing is found.
+    """
+    query, key, value = _parts(attention, head)
+    angles = THETA ** (-torch.arange(FAST) / HALF)
+    amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
+    query[:FAST, const] = amplitude * torch.cos(angles)
+    query[HALF : HALF + FAST, const] = -amplitude * torch.sin(angles)
+    query[SLOW[2], const] = -amplitude * FAST
+    query[SLOW[0], const] = amplitude * (FAST - 0.38)
     key[:FAST, const], key[:FAST, first] = 1 / CONST, -1.0
     key[SLOW[0], first], key[SLOW[2], const] = 1.0, 1 / CONST
-    heads_of(attention.v_proj)[0][range(CODE), own] = 1.0
-    attention.o_proj.weight[before, range(CODE)] = 1.0
+    value[range(CODE), own] = 1.0
+    attention.o_proj.weight[before, head * HEAD_DIM : head * HEAD_DIM + CODE] = torch.eye(CODE)
 
 
-def _matching(attention: torch.nn.Module, const: int, first: int, own: list[int], before: list[int], flag: int) -> None:
-    """Attend to what followed an earlier copy of the current token, else to BOS; write 1 where there is one."""
-    scale = MATCH * math.sqrt(HEAD_DIM)
-    query, key = heads_of(attention.q_proj)[0], heads_of(attention.k_proj)[0]
-    query[SLOW[4 : 4 + CODE], own], key[SLOW[4 : 4 + CODE], before] = scale, 1.0
-    query[SLOW[0], const], key[SLOW[0], first] = 0.75 * scale / CONST, 1.0
-    value = heads_of(attention.v_proj)[0]
+def _matching(
+    attention: torch.nn.Module,
+    head: int,
+    const: int,
+    first: int,
+    own: list[int],
+    before: list[int],
+    reach: float | None,
+) -> None:
+    """Attend to what followed an earlier copy of the current token, else to BOS; its value is 1 where there is one."""
+    scale = math.sqrt(HEAD_DIM)
+    query, key, value = _parts(attention, head)
+    query[SLOW[4 : 4 + CODE], own], key[SLOW[4 : 4 + CODE], before] = scale * MATCH, 1.0
+    # The slowest of the fast pairs turns so little that its cosine is a parabola: at `reach` a match loses to BOS.
+    near = 0.0 if reach is None else MATCH / 2 * (reach * THETA ** (-FAST / HALF)) ** -2
+    # A token is CONST and four unit vectors here, and BOS has one: that much more its norm takes away.
+    flat = math.sqrt((CONST**2 + 4) / (CONST**2 + 1))
+    query[FAST, const], key[FAST, const], key[FAST, first] = scale * near / CONST, flat / CONST, -flat
+    query[SLOW[0], const], key[SLOW[0], first] = scale * (0.75 * MATCH + near) / CONST, 1.0
     value[0, const], value[0, first] = 1 / CONST, -1.0
-    attention.o_proj.weight[flag, 0] = 1.0
+
+
+def _parts(attention: torch.nn.Module, head: int) -> list[Tensor]:
+    """Views [head_dim, d_model] of the weights of the query, key and value of a head."""
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return [one.weight[head * HEAD_DIM : (head + 1) * HEAD_DIM] for one in projections]
 
 
 CASES = [*(((cause,), seed) for cause in (*CAUSES, "weights") for seed in (0, 1)), (CAUSES, 0)]
