@@ -62,17 +62,11 @@ def on_lines(lines: Lines) -> Tensor:
 def dense(scores: Scores, sees: Tensor | None = None) -> Tensor:
     """The matrix of attention `[head query key]`, of which only the cells `sees` are seen."""
     made = scores.query.double() @ per_head(scores.key, scores.heads).mT * scores.scaling
-    if scores.softcap is not None:
-        made = scores.softcap * torch.tanh(made / scores.softcap)
     offset = offsets(scores.queries, scores.keys)
     hidden = (offset < 0) | (offset >= (scores.window or scores.keys))
     if sees is not None:
         hidden = hidden | ~sees
-    made = made.masked_fill(hidden, -math.inf)
-    if scores.sinks is None:
-        return made.softmax(-1)
-    extra = scores.sinks.double()[:, None, None].expand(-1, scores.queries, 1)
-    return torch.cat([made, extra], -1).softmax(-1)[..., :-1]
+    return made.masked_fill(hidden, -math.inf).softmax(-1)
 
 
 def per_head(shared: Tensor, heads: int) -> Tensor:

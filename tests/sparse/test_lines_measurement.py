@@ -18,34 +18,27 @@ from refusals import refused
 from torch import Tensor
 
 from sinkscope.files.store import json_lines
+from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.measure.margin import margin_of
 from sinkscope.sparse.head_lines import top_lines
-from sinkscope.sparse.lines import LineWeights, lines
+from sinkscope.sparse.lines import CONTROLS, LineWeights, lines
 
 
 def ids_of(length: int) -> list[int]:
     return torch.randint(4, 90, (length,)).tolist()
 
 
-def test_the_conclusion_is_about_the_lines_of_the_share_that_is_shown():
+def test_the_conclusion_names_the_strongest_control_at_the_share_that_is_shown():
     model, tokenizer = tiny_model("llama")
-    single = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
-    assert single.inputs is None and single.findings()[0].numbers["share"].margin is None
-    result = lines(model, [ids_of(40)] * 3, etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
-    shape = result.mass.shape[1:]
-    result = replace(
-        result,
-        mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.9)]),
-        near_mass=np.full((2, *shape), 0.25),
-        last_mass=np.full((2, *shape), 0.3),
-        other_mass=np.full((2, *shape), 0.8),
+    single, result = (
+        lines(model, [ids_of(40)] * count, etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer) for count in (1, 3)
     )
-    said = "Attention on the heaviest 10% of lines: share 90%, control "
-    assert result.conclusion() == f"{said}80%, another text's lines."
-    mass = result.findings()[0]
-    assert (mass.get("share"), mass.get("control")) == (pytest.approx(0.9), pytest.approx(0.8))
-    winning = replace(result, near_mass=np.full((2, *shape), 0.95))
-    assert winning.conclusion() == f"{said}95%, the first column and the nearest diagonals."
+    assert single.inputs is None and single.findings()[0].numbers["share"].margin is None
+    for strongest, what in CONTROLS.items():
+        shares = {"mass": 0.9, **dict.fromkeys(CONTROLS, 0.3), strongest: 0.8}
+        given = {name: np.stack([0 * result.mass[0], 0 * result.mass[0] + share]) for name, share in shares.items()}
+        said = f"Attention on the heaviest 10% of lines: share 90%, control 80%, {what}."
+        assert replace(result, **given).conclusion() == said
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
@@ -164,7 +157,7 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
     assert printed.to_dict()["result"] == result.to_dict()["result"]
 
 
-def test_short_texts_and_other_models_are_refused():
+def test_short_texts_other_models_and_masks_are_refused():
     model, tokenizer = tiny_model("llama")
     text = "poem dog book " * 6
     assert lines(model, text, tokenizer=tokenizer).tokens == lines(model, [text], tokenizer=tokenizer).tokens
@@ -176,3 +169,5 @@ def test_short_texts_and_other_models_are_refused():
     for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
         with refused("computes (attention inside its modules|its own attention)"):
             lines(other, [ids_of(40)], tokenizer=tokenizer)
+    with refused("this mask is neither"):
+        lines(model, [ids_of(40)], tokenizer=tokenizer, interventions=Knockout([3]))
