@@ -104,38 +104,26 @@ HOLDS = {
     "docs/measure/masks.md": lambda variance, norms, in_dims, **_: (
         variance[0] > 0.9 > 0.3 > variance[1] and norms[0] > 10 * norms[1] and in_dims[0] > 0.99 > 0.1 > in_dims[1]
     ),
+    "docs/measure/attack.md": lambda **_: True,
+    "docs/measure/barcode.md": lambda **_: True,
+    "docs/kv.md": lambda to_first, **_: len(to_first) == 4,
+    "docs/measure/training.md": lambda logged, trainer, **_: (
+        [(row["step"], row["spike_layer"]) for row in logged] == [(0, 1), (2, 1), (4, 1)]
+        and sum("loss" in row for row in trainer.state.log_history) == 4
+    ),
 }
+SHORTER = {"docs/measure/attack.md": {'ss.load("llama-2-7b")': "ss.load()", '"Sch", "Com"': '"the", "of"'}}
 
 
 @pytest.mark.parametrize(("page", "holds"), HOLDS.items())
 def test_the_python_of_a_page_runs_and_does_what_it_says(run, page, holds):
-    assert holds(**run(page))
+    assert holds(**run(page, SHORTER.get(page)))
 
 
-SHORTER = {
-    "attack": {'ss.load("llama-2-7b")': "ss.load()", '"Sch", "Com"': '"the", "of"'},
-    "barcode": {},
-}
-
-
-@pytest.mark.parametrize(("name", "shorter"), SHORTER.items())
-def test_the_python_of_a_measurement_runs_on_the_model_in_the_package(run, name, shorter):
-    run(f"docs/measure/{name}.md", shorter)
-
-
-def test_the_page_of_the_cache_names_functions_and_its_observer_sees_each_call(run):
+def test_the_page_of_the_cache_names_functions():
     rows = re.findall(r"^\| (\d) \| .+ \| `(.+)` \|$", (ROOT / "docs/kv.md").read_text(), re.M)
     assert [int(number) for number, _ in rows] == [*range(1, 9)]
-    for _, name in rows:
-        assert resolve_name(name) is not None
-    assert len(run("docs/kv.md")["to_first"]) == 4
-
-
-def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
-    names = run("docs/measure/training.md")
-    assert [row["step"] for row in names["logged"]] == [0, 2, 4]
-    assert {row["spike_layer"] for row in names["logged"]} == {1}
-    assert len([row for row in names["trainer"].state.log_history if "loss" in row]) == 4
+    assert None not in [resolve_name(name) for _, name in rows]
 
 
 @pytest.mark.slow

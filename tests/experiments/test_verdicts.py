@@ -1,32 +1,26 @@
-"""Scripts about one verdict: their sums against plain ones."""
+"""What the checker and the guard say of honest texts is what is committed."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from repository import ROOT
+from repository import FIGURES, ROOT
 from transformers import AutoTokenizer
 
 from experiments.loopguard import verdicts
-from sinkscope.loops import check
+from experiments.record import earlier
 
-CHECKER = verdicts.RULES["checker"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(ROOT / "sinkscope/models/bundled")
+RECORDED = earlier(FIGURES / "loopguard_verdicts.json")
 
 
-def test_honest_texts_are_counted_by_checker_and_guard(tokenizer: Any) -> None:
-    halves = {half: verdicts.honest_texts(half) for half in ("choose", "report")}
-    assert [len(texts) for texts in halves.values()] == [64, 64]
-    assert not {text["form"] for text in halves["choose"]} & {text["form"] for text in halves["report"]}
-    row = verdicts.of_honest(CHECKER, {"bundled": tokenizer}, "choose")
-    looping: list[str] = []
-    for text in halves["choose"]:
-        if check(text["answer"], prompt=text["prompt"]).exit_code == 3:
-            looping.append(text["form"])
-    assert row["texts"] == 64 and row["checker"] == looping
-    assert {*row["bundled"]} & {*looping}
+def test_the_halves_of_honest_texts_share_no_form() -> None:
+    choose, report = ({text["form"] for text in verdicts.honest_texts(half)} for half in verdicts.HALVES)
+    assert not choose & report
+
+
+@pytest.mark.parametrize("half", verdicts.HALVES)
+def test_honest_texts_are_counted_by_checker_and_guard(half: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "sinkscope/models/bundled")
+    row = verdicts.of_honest(verdicts.RULES["checker"], {"bundled": tokenizer}, half)
+    own = row.pop("bundled")
+    assert row.items() <= RECORDED[f"checker, {half}"].items()
+    assert {*own} & {*row["checker"]}

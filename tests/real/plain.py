@@ -247,24 +247,15 @@ def lines_mass(probs: Tensor, eta: float) -> tuple[float, float]:
     return float(probs[on_lines].sum() / probs.sum()), float(on_lines[distances >= 0].float().mean())
 
 
-def period_at_end(ids: list[int], copies: int = 3) -> int | None:
-    """The smallest period with which the last ids repeat at least `copies` times; None if there is none."""
+def covered_at_end(ids: list[int], copies: int = 3) -> int:
+    """How many of the last ids are copies of at least three, of the smallest period; 0 if there are none."""
     for period in range(1, len(ids) // copies + 1):
-        end = ids[-copies * period :]
-        if end[period:] == end[:-period]:
-            return period
-    return None
-
-
-def covered_at_end(ids: list[int]) -> int:
-    """How many of the last ids are copies of at least three; 0 if there are none."""
-    period = period_at_end(ids)
-    if period is None:
-        return 0
-    covered = 3 * period
-    while covered < len(ids) and ids[-covered - 1] == ids[-covered - 1 + period]:
-        covered += 1
-    return covered
+        covered = period
+        while covered < len(ids) and ids[-covered - 1] == ids[-covered - 1 + period]:
+            covered += 1
+        if covered >= copies * period:
+            return covered
+    return 0
 
 
 @torch.no_grad()
@@ -273,29 +264,3 @@ def greedy(model: Any, ids: Tensor, n_new: int) -> list[int]:
     for _ in range(n_new):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return ids[0, -n_new:].tolist()
-
-
-def perplexity(model: Any, ids: Tensor) -> float:
-    """Exponential of the mean `nll`."""
-    return nll(model, ids).mean().exp().item()
-
-
-def divergence(intact: Tensor, other: Tensor) -> Tensor:
-    """KL(intact || other) of log-probabilities, in nats: [row, position]."""
-    return (intact.exp() * (intact - other)).sum(-1)
-
-
-def same_offsets(probs: Tensor, period: int, suffix: int, begin: int) -> float:
-    """Share of a head's attention [query, key] at the same distances as one period before, mean over late queries.
-
-    Distances are below `suffix`, the key at position 0 counts for nothing, and queries begin at `begin`.
-    """
-    shares: list[Tensor] = []
-    for query in range(begin, len(probs)):
-        share = torch.zeros(())
-        for distance in range(min(suffix, query)):
-            earlier = query - period - distance
-            if earlier > 0:
-                share = share + torch.minimum(probs[query, query - distance], probs[query - period, earlier])
-        shares.append(share)
-    return float(torch.stack(shares).mean())
