@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -141,23 +140,9 @@ CASES = {
 }
 
 
-def test_the_function_of_every_script_runs_in_a_test() -> None:
-    """Here, or in a test that imports or names it; those for a GPU have a rehearsal."""
-    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    cases = {name.partition(",")[0] for name in CASES}
-    for file in (ROOT / "experiments").rglob("*.py"):
-        name = ".".join(file.relative_to(ROOT / "experiments").with_suffix("").parts)
-        if "\ndef main(" not in file.read_text() or name.startswith("gpu."):
-            continue
-        folder, _, last = name.rpartition(".")
-        package = re.escape(f"experiments.{folder}".rstrip("."))
-        named = rf"experiments\.{re.escape(name)}\b|from {package} import [^\n]*\b{last}\b|\"{last}\""
-        assert name in cases or re.search(named, tests), name
-
-
 @pytest.mark.parametrize("name", [name if case.quick else slow(name) for name, case in CASES.items()])
 def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, module = CASES[name], import_module(f"experiments.{name.partition(',')[0]}")
+    case, module = CASES[name], import_module(f"experiments.{name}")
     monkeypatch.setattr(drawn, "write_png", lambda *_: None)  # a browser takes longer than the scripts
     out = tmp_path / "out"
     out.mkdir()
