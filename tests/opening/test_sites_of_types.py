@@ -1,7 +1,7 @@
 """Sites are where the model really adds, and what cannot be proved is not offered.
 
 The truth is read by function modes of torch that see the additions and products of each layer
-(`organisms.additions`, `organisms.products`), never by paths of sinkscope.
+(`organisms.site_check`), never by paths of sinkscope.
 """
 
 from __future__ import annotations

@@ -1,24 +1,169 @@
-"""Compare the sites that sinkscope serves of a model with what its layers really add and multiply."""
+"""Compare the sites that sinkscope serves of a model with what its layers really add and multiply.
+
+1. A function mode of torch follows plain passes with the model's own eager attention: what enters each layer, each
+   addition to it, what leaves it, and the queries, keys and values that attention multiplies.
+2. A site of the residual stream must be one of these values, and a part of a layer one of those that are added.
+3. `Add` at a site of the last layer must change the residual stream by the vector, where it shows first.
+4. If one head of a site of queries, keys or values changes, exactly the heads that read it must change in what is
+   multiplied. If attention gives zero in one head, `hook_z` must change most in that head.
+
+No module's path is used.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.trace import resolve
+from sinkscope.hooks.trace import Site, resolve
+from sinkscope.models.hooks import first_tensor
+from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 
-from .additions import Additions, followed, is_close
-from .products import eager, is_of_heads
-
-LENGTH = 12
+IDS = torch.arange(20, 32)[None]
 RESIDUAL = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 HEADS = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z")
+_ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm"}
+_TOKEN = 5  # the one that is edited
+
+
+# -- what a layer does -------------------------------------------------------------------------------------------------
+
+
+class Seen(TorchFunctionMode):
+    """What one call of a layer adds to the residual stream, and what its attention multiplies.
+
+    A product of `[... query d_head]` and `[... d_head key]` has the queries and keys; the next product that begins with
+    `[... query key]` has the values, and gives the heads.
+
+    Attributes:
+        stream: What enters, and each sum, with what was added to the stream until then.
+        output: What the layer returns.
+        parts: "q", "k" and "v" `[head token width]`, and "rows" `[head query key]`, of the attention, if it has one.
+
+    Args:
+        entered: What enters the layer.
+        silenced: A head whose output becomes zero.
+    """
+
+    def __init__(self, entered: Tensor, silenced: int | None) -> None:
+        super().__init__()
+        self.stream: list[tuple[Tensor, list[Tensor]]] = [(entered.clone(), [])]
+        self.output: Any = None
+        self.parts: dict[str, Tensor] = {}
+        self._silenced = silenced
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        added = self._added(tensors) if name in _ADDITIONS and len(tensors) == 2 else []
+        result = func(*args, **kwargs)
+        if added:
+            self.stream.append((result.clone().reshape(added[0].shape), added))
+        if name == "scaled_dot_product_attention":  # some models have no eager attention
+            self.parts = dict(zip("qkv", map(_flat, tensors), strict=False))
+            return self._heads(result)
+        if name not in _PRODUCTS or result.ndim < 3:
+            return result
+        left, right = tensors[-2:]
+        square = self.stream[0][0].shape[1:2] * 2
+        if result.shape[-2:] == square:
+            self._factors = {"q": _flat(left), "k": _flat(right).mT}
+        elif left.shape[-2:] == square:
+            self.parts = {**self._factors, "v": _flat(right), "rows": _flat(left)}
+            return self._heads(result)
+        return result
+
+    def _added(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What was added until one of two tensors of the residual stream, and the other one; empty if neither is."""
+        for one, other in (tensors, tensors[::-1]):
+            for value, added in self.stream:
+                if one.numel() == other.numel() == value.numel() and torch.equal(one.flatten(), value.flatten()):
+                    return [*added, other.clone().reshape(value.shape)]
+        return []
+
+    def _heads(self, result: Tensor) -> Tensor:
+        result = result.clone()
+        if self._silenced is not None:
+            result.view(-1, *result.shape[-2:])[self._silenced] = 0
+        return result
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The residual stream in the order of the layer: what enters, each sum, and what leaves."""
+        return [*(value for value, _ in self.stream), first_tensor(self.output)]
+
+    def until(self, value: Tensor) -> list[Tensor]:
+        """What was added one after the other until the residual stream had a value."""
+        for one, added in self.stream[1:]:
+            if is_close(value, one):
+                return added
+        return [value - self.stream[0][0]]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.clone().reshape(-1, *tensor.shape[-2:])
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are equal up to rounding, relative to the largest number."""
+    return one.shape == other.shape and bool((one - other).abs().max() <= 1e-5 * other.abs().max())
+
+
+def eager(model: Any) -> Any:
+    """A copy of a model with its own eager attention, if it has one."""
+    model = deepcopy(model)
+    with suppress(Exception):
+        model.set_attn_implementation("eager")
+    return model
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The decoder layers: the list of modules of the configured depth, with most parameters, that runs over text."""
+    ran = set[torch.nn.Module]()
+    handle = register_module_forward_hook(lambda module, *_: ran.add(module))
+    model(input_ids=IDS, use_cache=False)
+    handle.remove()
+    depth = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth and m[0] in ran]
+    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())))
+
+
+@torch.no_grad()
+def seen_of(model: Any, layers: list[torch.nn.Module], ids: Tensor = IDS, silenced: int | None = None) -> list[Seen]:
+    """What each layer does in a plain pass."""
+    seen = list[Seen]()
+    handles = []
+
+    def enter(_module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(Seen(args[0] if args else kwargs["hidden_states"], silenced))
+        seen[-1].__enter__()
+
+    def leave(_module: Any, _args: Any, output: Any) -> None:
+        seen[-1].__exit__(None, None, None)
+        seen[-1].output = output
+
+    for layer in layers:
+        handles += [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
+    model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+# -- sites -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -30,19 +175,7 @@ class SiteReport:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers: the list of modules of the configured depth, with most parameters, that runs over text."""
-    ran: set[torch.nn.Module] = set()
-    handles = [m.register_forward_hook(lambda module, *_: ran.add(module)) for m in model.modules()]
-    with torch.no_grad():
-        model(input_ids=torch.arange(20, 20 + LENGTH)[None], use_cache=False)
-    for handle in handles:
-        handle.remove()
-    depth = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth and m[0] in ran]
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
-
-
+@torch.no_grad()
 def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
     """Compare every site of every layer that holds a part of the residual stream, or queries, keys, values or heads.
 
@@ -50,98 +183,90 @@ def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
         model: The model.
         edits: Whether vectors are added at the sites of the last layer as well.
     """
-    report, target = SiteReport(), target_of(model)  # what is refused as a whole has no sites
-    layers = decoder_layers(model)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(20, min(vocabulary, 300), (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    truth = followed(model, layers, ids, Additions)
-    for number, layer in enumerate(layers):
-        sites = {}
+    model = eager(model)
+    report, target, layers = SiteReport(), target_of(model), decoder_layers(model)
+    for number, seen in enumerate(seen_of(model, layers)):
+        sites = dict[str, Site]()
         for part in (*RESIDUAL, *HEADS):
             try:
                 (sites[part],) = resolve(target, f"blocks.{number}.{part}")
             except SinkscopeError as error:
                 report.refused[f"blocks.{number}.{part}"] = str(error)
-        given = ss.trace(model, ids, [site.name for site in sites.values()])
-        verdicts = _verdicts({part: given.get(f"blocks.{number}.{part}") for part in RESIDUAL}, *truth[number])
-        with eager(model):
-            for part in HEADS:
-                if part in sites and not is_of_heads(model, layer, ids, part[-1], sites[part]):
-                    verdicts[part] = "not the heads of the softmax attention"
-                elif part in sites:
-                    verdicts[part] = ""
-        for part, verdict in verdicts.items():
-            if verdict:
-                report.wrong.append(f"blocks.{number}.{part}: {verdict}")
+        given = ss.trace(model, IDS, [site.name for site in sites.values()])
+        wrong = _wrong_sums(seen, {part: given[site.name] for part, site in sites.items()})
+        for part, site in sites.items():
+            if part in HEADS:
+                is_right = bool(seen.parts) and _is_of_heads(target, layers[number], site, seen.parts)
             else:
-                report.right.append(f"blocks.{number}.{part}")
-    if edits:
-        report.wrong += _wrong_additions(model, layers, ids, set(report.right), truth)
+                is_right = part not in wrong
+                # What is added between the parts does not stay in the stream.
+                if is_right and edits and layers[number] is layers[-1] and part != "hook_resid_mid":
+                    is_right = _adds(model, layers[-1], site.name, seen)
+            (report.right if is_right else report.wrong).append(site.name)
     return report
 
 
-def _wrong_additions(model: Any, layers: list[Any], ids: Tensor, right: set[str], truth: list[Any]) -> list[str]:
-    """Sites at which `Add` does something else than adding the vector to the residual stream of the last layer."""
-    wrong: list[str] = []
-    intact = _stream(*truth[-1])
-    vector = torch.randn(intact[0].shape[-1], generator=torch.Generator().manual_seed(2)) * intact[0].std()
-    for part in RESIDUAL:
-        site = f"blocks.{len(layers) - 1}.{part}"
-        if site not in right or part == "hook_resid_mid":  # what is added there would not stay in the stream
-            continue
-        try:
-            with ss.Add(vector, site).on(model):
-                edited = _stream(*followed(model, layers, ids, Additions)[-1])
-        except SinkscopeError as error:
-            wrong.append(f"{site}: Add raises {error}")
-            continue
-        changes = [new - old for new, old in zip(edited, intact, strict=True)]
-        moved = [one for one in changes if bool(one.abs().max() > 1e-3 * vector.abs().max())]  # where it shows first
-        most = 1e-4 * vector.abs().max() + 1e-5 * edited[-1].abs().max()
-        if not moved or bool((moved[0] - vector).abs().max() > most):
-            wrong.append(f"{site}: Add changes the residual stream by something else")
+def _wrong_sums(seen: Seen, given: dict[str, Tensor]) -> list[str]:
+    """The sites of the residual stream that do not hold what the layer has there."""
+    pre, attn, mid, mlp, post = RESIDUAL
+    entered, *sums, left = seen.values
+    places = {pre: [entered], mid: [value for value in sums if not is_close(value, left)], post: [left]}
+    wrong = [part for part, values in places.items() if part in given and not _is_among(given[part], values)]
+    added = seen.until(left)
+    expected = [(added, [attn, mlp])]
+    if mid in given:
+        before = seen.until(given[mid])
+        expected = [(before, [attn]), (added[len(before) :], [mlp])]
+    for summands, names in expected:  # parts are together what is added, or each is a summand, if a layer adds more
+        parts = [given[name] for name in names if name in given]
+        if not all(_is_among(part, summands) for part in parts) and not _is_among(sum(parts), [sum(summands)]):
+            wrong += names
     return wrong
 
 
-def _stream(additions: Additions, entered: Tensor, left: Tensor) -> list[Tensor]:
-    """The residual stream in the order of a layer: what enters, each sum, and what leaves."""
-    return [entered, *(point.value for point in additions.points), left]
+def _is_among(value: Tensor, values: list[Tensor]) -> bool:
+    return any(is_close(value, one) for one in values)
 
 
-def _verdicts(given: dict[str, Tensor | None], additions: Additions, entered: Tensor, left: Tensor) -> dict[str, str]:
-    """Of each site of a layer that is offered, what is wrong, or "" if nothing is."""
-    verdicts: dict[str, str] = {}
-    pre, attn, mid, mlp, post = [given.get(part) for part in RESIDUAL]
-    if pre is not None and not is_close(pre, entered):
-        verdicts["hook_resid_pre"] = "not what enters the layer"
-    if post is not None and not is_close(post, left):
-        verdicts["hook_resid_post"] = "not what leaves the layer"
-    summands, rest = _added(additions, entered, left), {"hook_attn_out": attn, "hook_mlp_out": mlp}
-    if mid is not None:
-        if additions.at(mid) is None or is_close(mid, left):
-            verdicts["hook_resid_mid"] = "never the residual stream between the parts of the layer"
-        before = _added(additions, entered, mid)
-        if attn is not None and not _are(before, [attn]):
-            verdicts["hook_attn_out"] = "not what is added"
-        summands, rest = summands[len(before) :], {"hook_mlp_out": mlp}
-    offered = {name: part for name, part in rest.items() if part is not None}
-    if not _are(summands, list(offered.values())):
-        verdicts |= dict.fromkeys(offered, "not what is added")
-    return {part: verdicts.get(part, "") for part in RESIDUAL if given.get(part) is not None}
+def _adds(model: Any, layer: torch.nn.Module, site: str, intact: Seen) -> bool:
+    """Whether `Add` at a site of a layer adds just the vector to the residual stream."""
+    vector = torch.randn(intact.values[0].shape[-1], generator=torch.Generator().manual_seed(2))
+    with ss.Add(vector, site).on(model):
+        (edited,) = seen_of(model, [layer])
+    for new, old in zip(edited.values, intact.values, strict=True):
+        if (new - old).abs().max() > 1e-3:  # where it shows first
+            return is_close(new - old, vector.expand_as(old))
+    return False
 
 
-def _added(additions: Additions, entered: Tensor, value: Tensor) -> list[Tensor]:
-    """What was added from what enters a layer up to a value of the residual stream."""
-    point = additions.at(value)
-    return [value - entered] if point is None else point.added
+def _is_of_heads(target: Target, layer: torch.nn.Module, site: Site, intact: dict[str, Tensor]) -> bool:
+    """Whether a site holds the queries "q", keys "k", values "v" or heads "z" of a layer."""
+    shown = list[Tensor]()
 
+    def keep(value: Tensor) -> None:
+        shown.append(site.shown(value.clone(), IDS.shape)[0])  # [token head width]
 
-def _are(summands: list[Tensor], parts: list[Tensor]) -> bool:
-    """Whether parts are together what is added, or each is one of the summands, where a layer adds more."""
-    if not parts:
-        return True
-    if any(part.shape != parts[0].shape for part in parts):
-        return False
-    if summands and is_close(torch.stack(parts).sum(0), torch.stack(summands).sum(0)):
-        return True
-    return all(any(is_close(part, summand) for summand in summands) for part in parts)
+    def turn(head: int, value: Tensor) -> Tensor:
+        new = value.clone()
+        part = site.cut(new).view(-1, *shown[0].shape[1:])[_TOKEN, head]
+        part.copy_(part.roll(1))
+        return new
+
+    def parts(edit: Any, silenced: int | None = None) -> dict[str, Tensor]:
+        with target.hooks(site.point.hook(edit)):
+            return seen_of(target.hf, [layer], silenced=silenced)[0].parts
+
+    parts(keep)
+    count, which = shown[0].shape[1], site.name[-1]
+    for head in (0, count - 1):
+        if which == "z":
+            parts(keep, head)
+            changed = (shown[-1] - shown[0]).abs().amax((0, 2))
+            is_right = changed.argmax() == head and changed.sum() < 2 * changed[head]
+        else:
+            own = intact[which]
+            changed = (parts(partial(turn, head))[which] - own).abs().amax((1, 2)) > 1e-5 * own.abs().max()
+            is_right = torch.equal(changed, torch.arange(len(own)) * count // len(own) == head)
+        if not is_right:
+            return False
+    return True
