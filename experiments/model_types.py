@@ -81,8 +81,7 @@ def entry(model_type: str) -> Row | None:
     if sum(parameter.numel() for parameter in model.parameters()) > 30_000_000:
         return None
     report = examine(model_type)
-    found = {"status": report.status, "parts": report.parts, "wrong": report.wrong, "scope": report.scope}
-    return {**found, "sites": report.sites}
+    return {"status": report.status, **vars(report)}
 
 
 def remark(found: Row) -> str:

@@ -5,7 +5,7 @@
 2. A site of the residual stream must be one of these values, and a part of a layer one of those that are added.
 3. `Add` at a site of the last layer must change the residual stream by the vector, where it shows first.
 4. If one head of a site of queries, keys or values changes, exactly the heads that read it must change in what is
-   multiplied. If attention gives zero in one head, `hook_z` must change most in that head.
+   multiplied. Each head of `hook_z`, which may be gated or normalized, must be most like that head of attention.
 
 No module's path is used.
 """
@@ -13,19 +13,19 @@ No module's path is used.
 from __future__ import annotations
 
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from ways.model_copies import Original
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.trace import Site, resolve
+from sinkscope.hooks.trace import resolve
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -50,19 +50,15 @@ class Seen(TorchFunctionMode):
     Attributes:
         stream: What enters, and each sum, with what was added to the stream until then.
         output: What the layer returns.
-        parts: "q", "k" and "v" `[head token width]`, and "rows" `[head query key]`, of the attention, if it has one.
-
-    Args:
-        entered: What enters the layer.
-        silenced: A head whose output becomes zero.
+        parts: Of the attention, if there is one: queries "q", keys "k", values "v" and heads "z" `[head token width]`,
+            and "rows" `[head query key]`.
     """
 
-    def __init__(self, entered: Tensor, silenced: int | None) -> None:
+    def __init__(self, entered: Tensor) -> None:
         super().__init__()
         self.stream: list[tuple[Tensor, list[Tensor]]] = [(entered.clone(), [])]
         self.output: Any = None
         self.parts: dict[str, Tensor] = {}
-        self._silenced = silenced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,17 +69,14 @@ class Seen(TorchFunctionMode):
         if added:
             self.stream.append((result.clone().reshape(added[0].shape), added))
         if name == "scaled_dot_product_attention":  # some models have no eager attention
-            self.parts = dict(zip("qkv", map(_flat, tensors), strict=False))
-            return self._heads(result)
-        if name not in _PRODUCTS or result.ndim < 3:
-            return result
-        left, right = tensors[-2:]
-        square = self.stream[0][0].shape[1:2] * 2
-        if result.shape[-2:] == square:
-            self._factors = {"q": _flat(left), "k": _flat(right).mT}
-        elif left.shape[-2:] == square:
-            self.parts = {**self._factors, "v": _flat(right), "rows": _flat(left)}
-            return self._heads(result)
+            self.parts = dict(zip("qkvz", map(_flat, (*tensors[:3], result)), strict=True))
+        elif name in _PRODUCTS and result.ndim > 2:
+            left, right = map(_flat, tensors[-2:])
+            square = self.stream[0][0].shape[1:2] * 2
+            if result.shape[-2:] == square:
+                self._factors = {"q": left, "k": right.mT}
+            elif left.shape[-2:] == square:
+                self.parts = {**self._factors, "v": right, "z": _flat(result), "rows": left}
         return result
 
     def _added(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -93,12 +86,6 @@ class Seen(TorchFunctionMode):
                 if one.numel() == other.numel() == value.numel() and torch.equal(one.flatten(), value.flatten()):
                     return [*added, other.clone().reshape(value.shape)]
         return []
-
-    def _heads(self, result: Tensor) -> Tensor:
-        result = result.clone()
-        if self._silenced is not None:
-            result.view(-1, *result.shape[-2:])[self._silenced] = 0
-        return result
 
     @property
     def values(self) -> list[Tensor]:
@@ -124,7 +111,7 @@ def is_close(one: Tensor, other: Tensor) -> bool:
 
 def eager(model: Any) -> Any:
     """A copy of a model with its own eager attention, if it has one."""
-    model = deepcopy(model)
+    model = Original(model).copy()
     with suppress(Exception):
         model.set_attn_implementation("eager")
     return model
@@ -142,13 +129,13 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 @torch.no_grad()
-def seen_of(model: Any, layers: list[torch.nn.Module], ids: Tensor = IDS, silenced: int | None = None) -> list[Seen]:
+def seen_of(model: Any, layers: list[torch.nn.Module], ids: Tensor = IDS) -> list[Seen]:
     """What each layer does in a plain pass."""
     seen = list[Seen]()
     handles = []
 
     def enter(_module: Any, args: Any, kwargs: Any) -> None:
-        seen.append(Seen(args[0] if args else kwargs["hidden_states"], silenced))
+        seen.append(Seen(args[0] if args else kwargs["hidden_states"]))
         seen[-1].__enter__()
 
     def leave(_module: Any, _args: Any, output: Any) -> None:
@@ -186,23 +173,23 @@ def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
     model = eager(model)
     report, target, layers = SiteReport(), target_of(model), decoder_layers(model)
     for number, seen in enumerate(seen_of(model, layers)):
-        sites = dict[str, Site]()
+        given = dict[str, Tensor]()
         for part in (*RESIDUAL, *HEADS):
+            site = f"blocks.{number}.{part}"
             try:
-                (sites[part],) = resolve(target, f"blocks.{number}.{part}")
+                given[part] = ss.trace(target, IDS, site)[site]
             except SinkscopeError as error:
-                report.refused[f"blocks.{number}.{part}"] = str(error)
-        given = ss.trace(model, IDS, [site.name for site in sites.values()])
-        wrong = _wrong_sums(seen, {part: given[site.name] for part, site in sites.items()})
-        for part, site in sites.items():
+                report.refused[site] = str(error)
+        wrong = _wrong_sums(seen, given)
+        for part, value in given.items():
+            site, layer = f"blocks.{number}.{part}", layers[number]
+            is_right = part not in wrong
             if part in HEADS:
-                is_right = bool(seen.parts) and _is_of_heads(target, layers[number], site, seen.parts)
-            else:
-                is_right = part not in wrong
-                # What is added between the parts does not stay in the stream.
-                if is_right and edits and layers[number] is layers[-1] and part != "hook_resid_mid":
-                    is_right = _adds(model, layers[-1], site.name, seen)
-            (report.right if is_right else report.wrong).append(site.name)
+                is_right = bool(seen.parts) and _is_of_heads(target, site, value, layer, seen.parts)
+            # What is added between the parts does not stay in the stream.
+            elif is_right and edits and layer is layers[-1] and part != "hook_resid_mid":
+                is_right = _adds(target, site, layer, seen)
+            (report.right if is_right else report.wrong).append(site)
     return report
 
 
@@ -219,7 +206,8 @@ def _wrong_sums(seen: Seen, given: dict[str, Tensor]) -> list[str]:
         expected = [(before, [attn]), (added[len(before) :], [mlp])]
     for summands, names in expected:  # parts are together what is added, or each is a summand, if a layer adds more
         parts = [given[name] for name in names if name in given]
-        if not all(_is_among(part, summands) for part in parts) and not _is_among(sum(parts), [sum(summands)]):
+        together = [torch.stack([torch.zeros_like(left), *tensors]).sum(0) for tensors in (parts, summands)]
+        if not is_close(*together) and not all(_is_among(part, summands) for part in parts):
             wrong += names
     return wrong
 
@@ -228,45 +216,42 @@ def _is_among(value: Tensor, values: list[Tensor]) -> bool:
     return any(is_close(value, one) for one in values)
 
 
-def _adds(model: Any, layer: torch.nn.Module, site: str, intact: Seen) -> bool:
+def _adds(target: Target, site: str, layer: torch.nn.Module, intact: Seen) -> bool:
     """Whether `Add` at a site of a layer adds just the vector to the residual stream."""
-    vector = torch.randn(intact.values[0].shape[-1], generator=torch.Generator().manual_seed(2))
-    with ss.Add(vector, site).on(model):
-        (edited,) = seen_of(model, [layer])
+    vector = torch.randn(target.d_model, generator=torch.Generator().manual_seed(2))
+    with ss.Add(vector, site).on(target):
+        (edited,) = seen_of(target.hf, [layer])
     for new, old in zip(edited.values, intact.values, strict=True):
         if (new - old).abs().max() > 1e-3:  # where it shows first
             return is_close(new - old, vector.expand_as(old))
     return False
 
 
-def _is_of_heads(target: Target, layer: torch.nn.Module, site: Site, intact: dict[str, Tensor]) -> bool:
-    """Whether a site holds the queries "q", keys "k", values "v" or heads "z" of a layer."""
-    shown = list[Tensor]()
+def _is_of_heads(target: Target, name: str, given: Tensor, layer: torch.nn.Module, intact: dict[str, Tensor]) -> bool:
+    """Whether a site holds the queries "q", keys "k", values "v" or heads "z" of a layer.
 
-    def keep(value: Tensor) -> None:
-        shown.append(site.shown(value.clone(), IDS.shape)[0])  # [token head width]
-
-    def turn(head: int, value: Tensor) -> Tensor:
-        new = value.clone()
-        part = site.cut(new).view(-1, *shown[0].shape[1:])[_TOKEN, head]
-        part.copy_(part.roll(1))
-        return new
-
-    def parts(edit: Any, silenced: int | None = None) -> dict[str, Tensor]:
-        with target.hooks(site.point.hook(edit)):
-            return seen_of(target.hf, [layer], silenced=silenced)[0].parts
-
-    parts(keep)
-    count, which = shown[0].shape[1], site.name[-1]
+    Args:
+        target: The model.
+        name: The site.
+        given: What it holds `[1 token head width]`.
+        layer: The layer.
+        intact: The parts of its attention.
+    """
+    (site,), own, count = resolve(target, name), intact[name[-1]], given.shape[2]
+    if name.endswith("z"):
+        one, other = [normalize(part.flatten(1)) for part in (given[0].transpose(0, 1), own)]
+        return torch.equal((one @ other.T).argmax(1), torch.arange(count))
     for head in (0, count - 1):
-        if which == "z":
-            parts(keep, head)
-            changed = (shown[-1] - shown[0]).abs().amax((0, 2))
-            is_right = changed.argmax() == head and changed.sum() < 2 * changed[head]
-        else:
-            own = intact[which]
-            changed = (parts(partial(turn, head))[which] - own).abs().amax((1, 2)) > 1e-5 * own.abs().max()
-            is_right = torch.equal(changed, torch.arange(len(own)) * count // len(own) == head)
-        if not is_right:
+
+        def turn(value: Tensor, head: int = head) -> Tensor:
+            new = value.clone()
+            part = site.cut(new).view(-1, *given.shape[2:])[_TOKEN, head]
+            part.copy_(part.roll(1))
+            return new
+
+        with target.hooks(site.point.hook(turn)):
+            (seen,) = seen_of(target.hf, [layer])
+        changed = (seen.parts[name[-1]] - own).abs().amax((1, 2)) > 1e-5 * own.abs().max()
+        if not torch.equal(changed, torch.arange(len(own)) * count // len(own) == head):
             return False
     return True
