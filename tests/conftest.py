@@ -102,7 +102,6 @@ FIRST = (
     "test_generate.py",
     "test_docs.py",
     "test_types.py",
-    "test_incomplete.py",
     "test_view_page.py",
     "test_view.py",
     "test_packings.py",

@@ -40,6 +40,12 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
+def planted(factory: Factory, kind: type, check: str, right: Factory) -> None:
+    """Register the factory of a class whose name says the fault."""
+    factory.__name__ = re.sub("(?!^)([A-Z])", r"_\1", kind.__name__).lower()
+    FAULTS[factory.__name__] = Fault(factory, check, right)
+
+
 def fault(check: str, right: Factory) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a factory; its name says the fault."""
 
@@ -50,18 +56,14 @@ def fault(check: str, right: Factory) -> Callable[[Callable[..., Any]], Callable
     return register
 
 
-def faulty_layer(check: str) -> Callable[[type], type]:
+def faulty_layer(check: str, right: Factory | None = None) -> Callable[[type], type]:
     """Register the cache with these layers: all of an evicting one, or those of a stock cache that this replaces."""
 
     def register(layer: type) -> type:
-        name = re.sub("(?!^)([A-Z])", r"_\1", layer.__name__).lower()
-        factory, right = partial_stock(layer), stock
         if issubclass(layer, Keeper):
-            factory = evicting(layer)
-            right = head_keeper if issubclass(layer, HeadKeeper) else keeper
-        factory.__name__ = name
-        FAULTS[name] = Fault(factory, check, right)
-        globals()[name] = factory
+            planted(evicting(layer), layer, check, head_keeper if issubclass(layer, HeadKeeper) else keeper)
+        else:
+            planted(partial_stock(layer), layer, check, right or stock)
         return layer
 
     return register
@@ -80,11 +82,31 @@ def partial_stock(layer: type) -> Factory:
     def make(config):
         cache = DynamicCache(config=config)
         for number, one in enumerate(cache.layers):
-            if type(one) is layer.__base__:
+            if type(one) is _stock_kind(layer):
                 cache.layers[number] = layer(*([one.sliding_window] if hasattr(one, "sliding_window") else []))
         return cache
 
     return make
+
+
+def _stock_kind(layer: type) -> type:
+    return next(kind for kind in layer.__mro__ if kind.__module__ == DynamicLayer.__module__)
+
+
+class Given(DynamicLayer):
+    """Spoils the keys and values that it is given."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return super().update(self.given(key_states), self.given(value_states))
+
+
+class Held(DynamicLayer):
+    """Spoils what it holds, after so many new tokens."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        for states in super().update(key_states, value_states):
+            self.spoil(states, key_states.shape[2])
+        return self.keys, self.values
 
 
 def streaming(budget):
@@ -103,26 +125,16 @@ class LengthIsWhatIsHeld(Keeper):
         return self.get_seq_length() + query_length, 0
 
 
-def rotated(keys, places: int, config):
-    """Keys rotated by so many more places."""
-    half = keys.shape[-1] // 2
-    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
-    cos, sin = (theta * places).cos(), (theta * places).sin()
-    a, b = keys[..., :half], keys[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-@fault("what_is_kept_stands_at_its_place", keeper)
-def evicted_twice_rotated(config, budget):
-    class Moved(Keeper):
-        def evict(self):
-            gone = max(0, self.keys.shape[2] - self.budget)
-            super().evict()
-            if gone:
-                moved = rotated(self.keys[:, :, self.first :].float(), -gone, config).to(self.keys.dtype)
-                self.keys = torch.cat([self.keys[:, :, : self.first], moved], 2)
-
-    return cache_of(config, lambda: Moved(budget))
+@faulty_layer("what_is_kept_stands_at_its_place")
+class EvictedTwiceRotated(Keeper):
+    def evict(self):
+        gone = max(0, self.keys.shape[2] - self.budget)
+        super().evict()
+        half = self.keys.shape[-1] // 2
+        turn = torch.polar(torch.ones(half), -gone * 1e8 ** (-torch.arange(half) / half))
+        moved = torch.complex(*self.keys[:, :, self.first :].float().chunk(2, -1)) * turn
+        moved = torch.cat([moved.real, moved.imag], -1).to(self.keys.dtype)
+        self.keys = torch.cat([self.keys[:, :, : self.first], moved], 2)
 
 
 @faulty_layer("what_is_kept_stands_at_its_place")
@@ -138,16 +150,14 @@ class EvictsKeysAndValuesOneApart(Keeper):
 
 @faulty_layer("the_first_and_the_latest_tokens_survive")
 class OnlyTheLatestAreKept(Keeper):
-    def __init__(self, budget: int):
-        super().__init__(budget, first=0)
+    first = 0
 
 
 @faulty_layer("the_first_and_the_latest_tokens_survive")  # kvpress, StreamingLLMPress in decoding
 class SlotsAreTakenForPositions(Keeper):
     def kept(self, states):
-        if states.shape[2] <= self.budget:
-            return states
-        return super().kept(states).roll(-self.first, 2)  # the latest now stand first
+        gone = states.shape[2] > self.budget
+        return super().kept(states).roll(-self.first * gone, 2)  # the latest now stand first
 
 
 @faulty_layer("the_first_and_the_latest_tokens_survive")  # mlx-lm#1631
@@ -185,8 +195,8 @@ class AChunkSeesOnlyTheLastWindow(DynamicSlidingWindowLayer):
         keys, values = super().update(key_states, value_states)
         missing = keys.shape[2] - self.sliding_window
         if self.cumulative_length > key_states.shape[2] > 1 and missing > 0:
-            keys, values = keys.clone(), values.clone()
-            keys[:, :, :missing], values[:, :, :missing] = 0, 0
+            seen = (torch.arange(keys.shape[2]) >= missing)[:, None]
+            return keys * seen, values * seen
         return keys, values
 
 
@@ -194,25 +204,17 @@ class AChunkSeesOnlyTheLastWindow(DynamicSlidingWindowLayer):
 class TheWindowIsOneShort(DynamicSlidingWindowLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states)
-        if self.keys.shape[2] == self.sliding_window - 1:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-            self.keys[:, :, 0], self.values[:, :, 0] = 0, 0
+        seen = (torch.arange(self.keys.shape[2]) != self.keys.shape[2] + 1 - self.sliding_window)[:, None]
+        self.keys, self.values = self.keys * seen, self.values * seen
         return keys, values
 
 
-@fault("with_room_for_everything_it_changes_nothing", stock)
-def states_are_lost_between_calls(config):
-    cache = DynamicCache(config=config)
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionLayer):
-
-            def update(states, *args, own=layer, **kwargs):
-                new = type(own).update_conv_state(own, states, *args, **kwargs)
-                own.conv_states[0].zero_()
-                return new
-
-            layer.update_conv_state = update
-    return cache
+@faulty_layer("with_room_for_everything_it_changes_nothing")
+class StatesAreLostBetweenCalls(LinearAttentionLayer):
+    def update_conv_state(self, *args, **kwargs):
+        new = super().update_conv_state(*args, **kwargs)
+        self.conv_states[0].zero_()
+        return new
 
 
 # Budgets
@@ -229,7 +231,7 @@ class EvictsEveryFourthStep(Keeper):
 class AViewKeepsEverythingAlive(Keeper):
     def evict(self):
         if self.seen <= 96:
-            self.last_of_prompt = self.keys[:, :, -1:], self.values[:, :, -1:]  # views of all keys and values
+            self.last_of_prompt = self.keys[:, :, -1:]  # a view of all keys
         super().evict()
 
 
@@ -274,14 +276,13 @@ class ResetDoesNothing(DynamicLayer):
         pass
 
 
-class Uncropped(DynamicLayer):
+@faulty_layer("with_room_for_everything_it_changes_nothing")
+class CropDoesNothing(DynamicLayer):
     def crop(self, tokens_to_remove):
         pass
 
 
-@fault("with_room_for_everything_it_changes_nothing", stock)
-def crop_does_nothing(config):
-    return partial_stock(Uncropped)(config)
+crop_does_nothing = FAULTS["crop_does_nothing"].factory
 
 
 class Recording(LinearAttentionLayer):
@@ -322,33 +323,30 @@ def a_hook_is_left(model):
 
 
 @faulty_layer("with_room_for_everything_it_changes_nothing")
-class ABlockIsLostAtSomeLengths(DynamicLayer):
-    def update(self, key_states, value_states, *args, **kwargs):
-        if key_states.shape[2] > 64 and key_states.shape[2] % 64 == 37:
-            key_states, value_states = key_states.clone(), value_states.clone()
-            key_states[:, :, 32:48], value_states[:, :, 32:48] = 0, 0
-        return super().update(key_states, value_states, *args, **kwargs)
+class ABlockIsLostAtSomeLengths(Given):
+    def given(self, states):
+        if states.shape[2] > 64 and states.shape[2] % 64 == 37:
+            states = states.clone()
+            states[:, :, 32:48] = 0
+        return states
 
 
 @faulty_layer("with_room_for_everything_it_changes_nothing")
-class AFullBlockLosesItsFirstToken(DynamicLayer):
-    def update(self, key_states, value_states, *args, **kwargs):
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if key_states.shape[2] == 1 and keys.shape[2] % 16 == 0:
-            self.values = values.clone()
-            self.values[:, :, -16] = 0
-        return keys, self.values
+class AFullBlockLosesItsFirstToken(Held):
+    def spoil(self, states, new):
+        if new == 1 and states.shape[2] % 16 == 0:
+            states[:, :, -16] = 0
 
 
 @faulty_layer("with_room_for_everything_it_changes_nothing")
-class AnOddPageIsForgotten(DynamicLayer):
+class AnOddPageIsForgotten(Given):
     page_size = 52
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        if key_states.shape[2] == 3 * self.page_size + 1:
-            key_states = key_states.clone()
-            key_states[:, :, -1] = 0
-        return super().update(key_states, value_states, *args, **kwargs)
+    def given(self, states):
+        if states.shape[2] == 3 * self.page_size + 1:
+            states = states.clone()
+            states[:, :, -1] = 0
+        return states
 
 
 # Rows that move
@@ -418,26 +416,19 @@ class ValuesAreChosenByTheFirstHead(HeadKeeper):
 
 
 @faulty_layer("with_room_for_everything_it_changes_nothing")
-class EverythingIsKeptInBfloat16(DynamicLayer):
-    def update(self, key_states, value_states, *args, **kwargs):
-        own = key_states.dtype
-        return super().update(key_states.bfloat16().to(own), value_states.bfloat16().to(own))
+class EverythingIsKeptInBfloat16(Given):
+    def given(self, states):
+        return states.bfloat16().to(states.dtype)
 
 
 @faulty_layer("with_room_for_everything_it_changes_nothing")
-class Float16IsKeptInBfloat16(DynamicLayer):
-    def update(self, key_states, value_states, *args, **kwargs):
-        if key_states.dtype is torch.float16:
-            key_states, value_states = key_states.bfloat16().half(), value_states.bfloat16().half()
-        return super().update(key_states, value_states)
+class Float16IsKeptInBfloat16(Given):
+    def given(self, states):
+        return states.bfloat16().half() if states.dtype is torch.float16 else states
 
 
 @faulty_layer("with_room_for_everything_it_changes_nothing")
-class SlotsBeyond512OverwriteTheFirst(DynamicLayer):
-    def update(self, key_states, value_states, *args, **kwargs):
-        keys, values = super().update(key_states, value_states)
-        more = max(0, keys.shape[2] - 512)
-        if more:
-            self.keys, self.values = keys.clone(), values.clone()
-            self.keys[:, :, :more], self.values[:, :, :more] = keys[:, :, -more:], values[:, :, -more:]
-        return self.keys, self.values
+class SlotsBeyond512OverwriteTheFirst(Held):
+    def spoil(self, states, new):
+        more = max(0, states.shape[2] - 512)
+        states[:, :, :more] = states[:, :, states.shape[2] - more :].clone()

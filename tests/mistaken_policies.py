@@ -1,6 +1,6 @@
-"""A right policy, and the same with one mistake each, as an author makes it. `MISTAKES` names the check that says it.
+"""A right policy, and the same with one mistake each, as an author makes it, among the other `FAULTS`.
 
-The table was written before the checks: `names` is the check that ought to be the first that fails.
+Checks were named before they were written: each is the one that ought to fail first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from faulty_caches import fault, planted
 
-from sinkscope.conformance.subject import Factory
 from sinkscope.engine.run import Run
 from sinkscope.kv import LayerMoment, Policy, keep_queries
 from sinkscope.models.layers import in_groups
@@ -37,24 +37,6 @@ def attended(budget):
     return Attended(budget=budget)
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A policy with a mistake.
-
-    Attributes:
-        factory: Makes it.
-        check: The check that names the mistake.
-        right: The same without the mistake.
-    """
-
-    factory: Factory
-    check: str
-    right: Factory = attended
-
-
-MISTAKES: dict[str, Mistake] = {}
-
-
 def mistake(check: str) -> Callable[[type[Policy]], type[Policy]]:
     """Register a policy; the name of its class says the mistake."""
 
@@ -64,13 +46,16 @@ def mistake(check: str) -> Callable[[type[Policy]], type[Policy]]:
         def factory(budget):
             return policy(budget=budget)
 
-        name = "".join("_" + letter.lower() if letter.isupper() else letter for letter in policy.__name__)[1:]
-        factory.__name__ = name
-        MISTAKES[name] = Mistake(factory, check)
-        globals()[name] = factory
+        planted(factory, policy, check, attended)
         return policy
 
     return register
+
+
+def top_slots(ranked, at: LayerMoment, budget: int):
+    """A mask of the slots of the highest ranks."""
+    kept = ranked.topk(min(budget, at.kv.slots), -1).indices
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, kept, True)
 
 
 # What a slot is
@@ -169,8 +154,7 @@ class ScoresAreAveragedOverRows(Attended):
 class PaddingTakesRoom(Attended):
     def select(self, scores, at, budget):
         ranked = scores.masked_fill(self.protected(at) | (at.kv.pos < 0), torch.inf)
-        kept = ranked.topk(min(budget, at.kv.slots), -1).indices
-        return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, kept, True)
+        return top_slots(ranked, at, budget)
 
 
 @mistake("rows_are_what_they_are_alone")
@@ -191,8 +175,7 @@ class TheLatestSlotsForTheLatestTokens(Attended):
 
     def select(self, scores, at, budget):
         ranked = scores.masked_fill(at.kv.pos < 0, -1).masked_fill(self.protected(at), torch.inf)
-        kept = ranked.topk(min(budget, at.kv.slots), -1).indices
-        return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, kept, True)
+        return top_slots(ranked, at, budget)
 
 
 @mistake("rows_are_what_they_are_alone")
@@ -298,21 +281,18 @@ class RandomNumbersAreSeeded(Attended):
         return super().scores(at)
 
 
-def share_of_the_padded_width(share):
-    @dataclass(frozen=True, kw_only=True)
-    class OfTheWidth(Attended):
-        def kept_per_row(self, step):
-            widest = max(step.state.prompt)
-            padded = replace(step.state, prompt=tuple(widest for _ in step.state.prompt))
-            return super().kept_per_row(replace(step, state=padded))
-
-    return OfTheWidth(budget=share, every="prefill")
+@dataclass(frozen=True, kw_only=True)
+class OfTheWidth(Attended):
+    def kept_per_row(self, step):
+        widest = max(step.state.prompt)
+        padded = replace(step.state, prompt=tuple(widest for _ in step.state.prompt))
+        return super().kept_per_row(replace(step, state=padded))
 
 
 def attended_share(share):
     return Attended(budget=share, every="prefill")
 
 
-MISTAKES["share_of_the_padded_width"] = Mistake(
-    share_of_the_padded_width, "rows_are_what_they_are_alone", attended_share
-)
+@fault("rows_are_what_they_are_alone", attended_share)
+def share_of_the_padded_width(share):
+    return OfTheWidth(budget=share, every="prefill")

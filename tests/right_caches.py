@@ -15,9 +15,11 @@ FIRST = 4
 class Keeper(DynamicLayer):
     """Keeps the first tokens and the latest ones; every call still reads all that it adds."""
 
-    def __init__(self, budget: int, first: int = FIRST) -> None:
+    first = FIRST
+
+    def __init__(self, budget: int) -> None:
         super().__init__()
-        self.budget, self.first, self.seen = budget, first, 0
+        self.budget, self.seen = budget, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         keys, values = super().update(key_states, value_states)
