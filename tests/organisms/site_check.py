@@ -59,6 +59,7 @@ class Seen(TorchFunctionMode):
         self.stream: list[tuple[Tensor, list[Tensor]]] = [(entered.clone(), [])]
         self.output: Any = None
         self.parts: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
