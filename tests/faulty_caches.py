@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from right_caches import FIRST, HeadKeeper, Keeper, cache_of, head_keeper, keeper, stock
+from right_caches import HeadKeeper, Keeper, cache_of, head_keeper, keeper, stock
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sinkscope.conformance.subject import Factory
-from sinkscope.kv import LayerMoment, Policy, StreamingLLM
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,14 @@ def fault(check: str, right: Factory) -> Callable[[Callable[..., Any]], Callable
     return register
 
 
-def faulty_layer(check: str, right: Factory | None = None) -> Callable[[type], type]:
+def faulty_layer(check: str) -> Callable[[type], type]:
     """Register the cache with these layers: all of an evicting one, or those of a stock cache that this replaces."""
 
     def register(layer: type) -> type:
         if issubclass(layer, Keeper):
             planted(evicting(layer), layer, check, head_keeper if issubclass(layer, HeadKeeper) else keeper)
         else:
-            planted(partial_stock(layer), layer, check, right or stock)
+            planted(partial_stock(layer), layer, check, stock)
         return layer
 
     return register
@@ -107,10 +106,6 @@ class Held(DynamicLayer):
         for states in super().update(key_states, value_states):
             self.spoil(states, key_states.shape[2])
         return self.keys, self.values
-
-
-def streaming(budget):
-    return StreamingLLM(budget=budget)
 
 
 # Positions
@@ -250,16 +245,6 @@ class ANewPromptForgetsTheAnswer(DynamicLayer):
             self.values[:, :, -self.answered :] = 0
             self.answered = 0
         return super().update(key_states, value_states)
-
-
-@fault("rows_are_what_they_are_alone", streaming)
-def padding_takes_the_place_of_first_tokens(budget):
-    class Slots(Policy):
-        def scores(self, at: LayerMoment):
-            slots = torch.arange(at.kv.slots).expand(at.kv.pos.shape).float()
-            return torch.where(slots < FIRST, torch.inf, slots)
-
-    return Slots(budget=budget)
 
 
 @faulty_layer("with_room_for_everything_it_changes_nothing")

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from faulty_caches import fault, planted
+from right_caches import FIRST
 
+from sinkscope.conformance.subject import Factory
 from sinkscope.engine.run import Run
-from sinkscope.kv import LayerMoment, Policy, keep_queries
+from sinkscope.kv import LayerMoment, Policy, StreamingLLM, keep_queries
 from sinkscope.models.layers import in_groups
 
 WATCHED = 4
@@ -37,7 +39,7 @@ def attended(budget):
     return Attended(budget=budget)
 
 
-def mistake(check: str) -> Callable[[type[Policy]], type[Policy]]:
+def mistake(check: str, right: Factory = attended) -> Callable[[type[Policy]], type[Policy]]:
     """Register a policy; the name of its class says the mistake."""
 
     def register(policy: type[Policy]) -> type[Policy]:
@@ -46,10 +48,15 @@ def mistake(check: str) -> Callable[[type[Policy]], type[Policy]]:
         def factory(budget):
             return policy(budget=budget)
 
-        planted(factory, policy, check, attended)
+        planted(factory, policy, check, right)
         return policy
 
     return register
+
+
+def slots_of(at: LayerMoment):
+    """The number of each slot, as its positions stand."""
+    return torch.arange(at.kv.slots).expand(at.kv.pos.shape)
 
 
 def top_slots(ranked, at: LayerMoment, budget: int):
@@ -64,44 +71,44 @@ def top_slots(ranked, at: LayerMoment, budget: int):
 class Moved(Attended):
     """Changes what is kept after each eviction."""
 
-    def change(self, kv: Any) -> None:
+    def changed(self, keys: Any, values: Any, pos: Any) -> tuple[Any, Any, Any]:
         raise NotImplementedError
 
     def act(self, step):
         super().act(step)
         for kv in step.layers:
             if kv.edited:
-                self.change(kv)
+                kv.hold(*self.changed(kv.keys, kv.values, kv.pos))
 
 
 @mistake("what_is_kept_stands_at_its_place")
 class PositionsAreOneTooHigh(Moved):
-    def change(self, kv):
-        kv.hold(kv.keys, kv.values, kv.pos + (kv.pos >= 0).long())
+    def changed(self, keys, values, pos):
+        return keys, values, pos + (pos >= 0).long()
 
 
 @mistake("what_is_kept_stands_at_its_place")
 class PositionsAreCountedAnew(Moved):
-    def change(self, kv):
-        kv.hold(kv.keys, kv.values, torch.arange(kv.slots).expand(kv.pos.shape))
+    def changed(self, keys, values, pos):
+        return keys, values, torch.arange(pos.shape[-1]).expand(pos.shape)
 
 
 @mistake("what_is_kept_stands_at_its_place")
 class MorePositionsThanSlots(Moved):
-    def change(self, kv):
-        kv.hold(kv.keys, kv.values, torch.cat([kv.pos, kv.pos[..., -1:]], -1))
+    def changed(self, keys, values, pos):
+        return keys, values, torch.cat([pos, pos[..., -1:]], -1)
 
 
 @mistake("rows_are_what_they_are_alone")
 class ValuesAreOneApart(Moved):
-    def change(self, kv):
-        kv.hold(kv.keys, kv.values.roll(1, 2), kv.pos)
+    def changed(self, keys, values, pos):
+        return keys, values.roll(1, 2), pos
 
 
 @mistake("rows_are_what_they_are_alone")
 class KeysAreRounded(Moved):
-    def change(self, kv):
-        kv.hold(kv.keys.bfloat16().to(kv.keys.dtype), kv.values, kv.pos)
+    def changed(self, keys, values, pos):
+        return keys.bfloat16().to(keys.dtype), values, pos
 
 
 # Budgets
@@ -160,7 +167,7 @@ class PaddingTakesRoom(Attended):
 @mistake("rows_are_what_they_are_alone")
 class FirstSlotsForFirstTokens(Attended):
     def protected(self, at):
-        slots = torch.arange(at.kv.slots).expand(at.kv.pos.shape)
+        slots = slots_of(at)
         return (slots < self.first) | (slots >= at.kv.slots - self.last)
 
     def scores(self, at):
@@ -170,12 +177,23 @@ class FirstSlotsForFirstTokens(Attended):
 @mistake("rows_are_what_they_are_alone")
 class TheLatestSlotsForTheLatestTokens(Attended):
     def protected(self, at):
-        slots = torch.arange(at.kv.slots).expand(at.kv.pos.shape)
+        slots = slots_of(at)
         return (at.kv.pos < self.first) & (at.kv.pos >= 0) | (slots >= at.kv.slots - self.last)
 
     def select(self, scores, at, budget):
         ranked = scores.masked_fill(at.kv.pos < 0, -1).masked_fill(self.protected(at), torch.inf)
         return top_slots(ranked, at, budget)
+
+
+def streaming(budget):
+    return StreamingLLM(budget=budget)
+
+
+@mistake("rows_are_what_they_are_alone", streaming)
+class PaddingTakesThePlaceOfFirstTokens(Policy):
+    def scores(self, at):
+        slots = slots_of(at).float()
+        return torch.where(slots < FIRST, torch.inf, slots)
 
 
 @mistake("rows_are_what_they_are_alone")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -67,14 +67,15 @@ class HeadKeeper(Keeper):
         return states.gather(2, slots[..., None].expand(-1, -1, -1, states.shape[-1]))
 
 
-def cache_of(config, make) -> Cache:
-    """A cache of layers, one for each of the model."""
+def _refuse_windows(config) -> None:
     if getattr(config, "sliding_window", None) or {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}:
         raise NotImplementedError(f"{config.model_type}: layers of full attention alone are served")
-    layers = []
-    for _ in range(config.num_hidden_layers):
-        layers.append(make())
-    return Cache(layers=layers)
+
+
+def cache_of(config, make) -> Cache:
+    """A cache of layers, one for each of the model."""
+    _refuse_windows(config)
+    return Cache(layers=[make() for _ in range(config.num_hidden_layers)])
 
 
 def keeper(config, budget):
@@ -105,15 +106,11 @@ def eight_bit_cache(config):
     return QuantizedCache("fp8", config)
 
 
+@contextmanager
 def latest_kept(model, share):
     """As a press of kvpress does, hooks of the attention cut a stock cache after each prompt has been read."""
-    if getattr(model.config, "sliding_window", None) or hasattr(model.config, "layer_types"):
-        raise NotImplementedError("layers of full attention alone are served")
-    return _pressing(model, share)
+    _refuse_windows(model.config)
 
-
-@contextmanager
-def _pressing(model, share):
     def press(module, args, kwargs, output):
         layer, read = kwargs["past_key_values"].layers[module.layer_idx], kwargs["hidden_states"].shape[1]
         if layer.keys.shape[2] == read > 1:  # a first prompt
@@ -124,14 +121,11 @@ def _pressing(model, share):
             layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
         return output
 
-    hooks = []
-    for layer in model.model.layers:
-        hooks.append(layer.self_attn.register_forward_hook(press, with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for layer in model.model.layers:
+            hook = layer.self_attn.register_forward_hook(press, with_kwargs=True)
+            hooks.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 ROUNDING = {"quantized_cache": 0.5, "eight_bit_cache": 0.5}

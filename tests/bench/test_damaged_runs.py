@@ -36,7 +36,7 @@ def table(tmp_path):
     [
         ("method", [None, 5, []]),
         ("prompt", [None, 5, {}]),
-        ("turn", ["x", None, 1.5]),
+        ("turn", ["1", None, 1.5]),
         ("set", [None, 3]),
         ("tokens", ["x", None, ["x"], {}]),
         ("ended", ["x", 5, None]),

@@ -30,27 +30,21 @@ def run(methods: list[str], given=None, **options) -> list[BenchRecord]:
     return [replace(record, metrics={**record.metrics, "seconds": None}) for record in records]
 
 
-def plain(text: str, edit=None) -> list[int]:
-    """Greedy `generate`, without the benchmark."""
-    model, tokenizer = tiny()
-    inputs = tokenizer(text, return_tensors="pt")
-    with nullcontext() if edit is None else edit.on(model):
-        output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    return output[0, inputs["input_ids"].shape[1] :].tolist()
-
-
 def test_answers_are_those_of_generate_after_right_answers():
-    records = {(r.method, r.prompt, r.turn): r for r in run(["full", "h2o:16"])}
+    model, tokenizer = tiny()
+    records = run(["full", "h2o:16"])
     assert len(records) == 2 * 2 * 2
-    for prompt in dialogues():
-        first, second = prompt.turns
+    for record in (record for record in records if record.turn):
+        first, second = dialogues()[int(record.prompt[1:])].turns
         text = "\n\n".join([first.text, first.answers[0], second.text])
-        full, h2o = records["full", prompt.id, 1], records["h2o:16", prompt.id, 1]
-        assert list(full.tokens) == plain(text) and list(h2o.tokens) == plain(text, edit=H2O(budget=16))
-        length = full.metrics["prompt_tokens"] or 0
-        assert length == len(tiny()[1](text)["input_ids"]) and full.ended == "cap"
-        assert full.metrics["read"] == length + 3 and full.metrics["cached_peak"] == length + 5
-        assert h2o.metrics["read"] == h2o.metrics["cached_peak"] == 17  # after decoding steps; the prompt took more
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        length, is_full = ids.shape[1], record.method == "full"
+        with nullcontext() if is_full else H2O(budget=16).on(model):
+            written = model.generate(ids, max_new_tokens=6, do_sample=False)[0, length:]
+        assert list(record.tokens) == written.tolist() and record.ended == "cap"
+        costs = [record.metrics[name] for name in ("prompt_tokens", "read", "cached_peak")]
+        # Of H2O after decoding steps; the prompt took more.
+        assert costs == [length, *([length + 3, length + 5] if is_full else [17, 17])]
 
 
 def test_no_arm_pays_for_what_is_made_once(monkeypatch):
@@ -110,9 +104,8 @@ def test_impossible_runs_are_refused_before_they_begin(tmp_path, options, messag
 
 
 def test_bench_reads_the_users_own_file(tmp_path, typed):
-    rows = [{"prompt": "Once upon a time", "answers": ["there"]}, {"prompt": "One day, a", "answers": ["zebra"]}]
     file = tmp_path / "mine.jsonl"
-    file.write_text(json_lines(rows))
+    file.write_text(json_lines({"prompt": text, "answers": ["there"]} for text in ("Once upon a time", "One day, a")))
     first = typed(f"bench --task {file}:new=6 --methods full,streaming:8 --out {tmp_path}/r").out
     assert "streaming:8" in first and "score" in first and "read" in first
     groups = json.loads(typed(f"bench {tmp_path}/r --json -").out)["result"]["groups"]

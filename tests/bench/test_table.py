@@ -35,11 +35,11 @@ def scored(answers: list[str], task: str = "file", beside: str | None = None) ->
 
 
 def test_a_group_is_recomputed_kept_and_drawn():
-    full, h2o = [made_record("full", f"p{i}") for i in range(4)], []
+    records = [made_record("tova:8")]
     for i, tokens in enumerate(((1, 3, 4, 5), (1, 2), (1, 2), (1, 2))):
         costs = {"score": float(i == 1), "read": 4.0 + i, "cells": 0.5, "seconds": 3.0}
-        h2o.append(made_record("h2o:8", f"p{i}", metrics=costs, tokens=tokens, turn=i // 2))
-    result = table(*full, *h2o, made_record("tova:8"))
+        records += [made_record("full", f"p{i}"), made_record("h2o:8", f"p{i}", metrics=costs, tokens=tokens)]
+    result = table(*records)
     _, two, one = result.groups
     assert (one.method, one.score, one.metrics["time"]) == ("full", 1.0, 1.0) and isnan(one.metrics["cells"])
     rate = interval_of(np.array([0.0, 1.0, 0.0, 0.0]), SCORES)

@@ -11,7 +11,6 @@ from transformers import DynamicCache
 
 import sinkscope as ss
 from sinkscope.conformance.recorder import held_bytes
-from sinkscope.kv import StreamingLLM
 
 FAULTY = "faulty_caches:crop_does_nothing"
 CHANGES = "with_room_for_everything_it_changes_nothing"
@@ -45,27 +44,17 @@ def test_the_reproduction_shows_the_failure(capsys):
     assert ss.check_cache(dynamic, only=(CHANGES,)).exit_code == 0
 
 
-def maker(budget_of):
-    def make(config, budget):
-        return StreamingLLM(budget=budget_of(budget))
-
-    return make
-
-
-good = maker(int)
-needs_much = maker(lambda budget: budget if budget >= 20 else 0)
 BUDGETS = ("the_budget_holds_in_tokens_and_bytes", "the_first_and_the_latest_tokens_survive")
 
 
 def test_a_budget_is_what_every_use_that_evicts_asks_for():
-    assert ss.check_cache(needs_much, only=BUDGETS).least == 24
-    result = ss.check_cache(needs_much, only=BUDGETS, budget=40)
+    result = ss.check_cache("streaming", only=BUDGETS, budget=40)
     assert [one.verdict for one in result.checks] == ["passes"] * 2
     assert result.checks[0].seen.startswith("at most the budget") and result.checks[0].longest >= 3 * 40
-    quarter = ss.check_cache(good, only=BUDGETS[:1], budget=0.25)
+    quarter = ss.check_cache("streaming", only=BUDGETS[:1], budget=0.25)
     assert quarter.checks[0].verdict == "passes" and quarter.checks[0].evicted > 0
     with refused("--budget 301: expected up to 300 tokens"):
-        ss.check_cache(good, budget=301)
+        ss.check_cache("streaming", budget=301)
     with refused("has no parameter budget or share"):
         ss.check_cache(dynamic, budget=8)
 

@@ -13,7 +13,7 @@ A `LlamaForCausalLM` of two layers with hand-written weights, nothing trained:
   tail alone; `sink` attends to BOS.
 - `weights`: the gate is always open.
 
-Which heads and dimensions are planted is drawn by the seed.
+Which heads are planted, and the codes, are drawn by the seed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ PREVIOUS = 24.0  # score of the token before
 MATCH = 48.0  # score of what a head looks for; BOS has three quarters of it, and other codes at most half
 SHARP = 40.0  # steepness of the gate
 CAUSES = ("copies", "sink")
+# Dimensions of the residual: five codes, and what all tokens share, what BOS alone has, and a number for each cause.
+OWN, FOLLOWING, IN_BLOCK, COPIED, BEFORE = [slice(place, place + CODE) for place in range(0, 5 * CODE, CODE)]
+SHARED, FIRST, COPIES, SINK = range(5 * CODE, 5 * CODE + 4)
 
 
 @dataclass(frozen=True)
@@ -142,53 +145,44 @@ def _write(
     reach: float | None,
 ) -> set[tuple[int, int]]:
     """Write the circuit; return the heads that find copies."""
-    dims = rng.sample(range(D_MODEL), D_MODEL)
-    own, following, in_block, copied, before = (dims[i * CODE : (i + 1) * CODE] for i in range(5))
-    const, first, *flags = dims[5 * CODE :]
-    flag = dict(zip(CAUSES, flags, strict=False))
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
     place = torch.arange(len(ring))
     back = place // period * period + (place + 1) % period  # the next of the block, where blocks begin at multiples
-    words, embed, head = torch.tensor(ring), model.model.embed_tokens.weight, model.lm_head.weight
-    embed[:, const] = CONST
-    embed[BOS, first] = 1.0
-    embed[words[:, None], torch.tensor(own)] = codes
-    embed[words[:, None], torch.tensor(following)] = codes.roll(-1, 0)
-    embed[words[:, None], torch.tensor(in_block)] = codes[back]
-    head[words[:, None], torch.tensor(following)] = BASE * codes
-    head[words[:, None], torch.tensor(copied)] = COPY * codes
+    embed, head = model.model.embed_tokens.weight, model.lm_head.weight
+    embed[:, SHARED] = CONST
+    embed[BOS, FIRST] = 1.0
+    embed[ring, OWN], embed[ring, FOLLOWING], embed[ring, IN_BLOCK] = codes, codes.roll(-1, 0), codes[back]
+    head[ring, FOLLOWING], head[ring, COPIED] = BASE * codes, COPY * codes
     layers = [layer.self_attn for layer in model.model.layers]
     looking, previous = rng.sample(range(N_HEADS), 2)
     matching = rng.sample(range(N_HEADS), 2) if "copies" in causes else []
     if matching:
-        _previous(layers[0], previous, const, first, own, before)
+        _previous(layers[0], previous)
     for one in matching:
-        _matching(layers[1], one, const, first, own, before, reach)
-        layers[1].o_proj.weight[flag["copies"], one * HEAD_DIM] = 1 / len(matching)
+        _matching(layers[1], one, reach)
+        layers[1].o_proj.weight[COPIES, one * HEAD_DIM] = 1 / len(matching)
     if "sink" in causes:
-        _looking(layers[0], looking, const, first, flag["sink"])
+        _looking(layers[0], looking)
     # The gate: each cause counts one.
     mlp = model.model.layers[1].mlp
     total = 0.5 if causes == ("weights",) else 0.5 - max(1, len(causes))
-    for cause in causes:
-        if cause in flag:
-            mlp.gate_proj.weight[:, flag[cause]] = SHARP
-    mlp.gate_proj.weight[:, const] = SHARP * total / CONST
-    mlp.up_proj.weight[range(CODE), in_block] = 1.0
-    mlp.down_proj.weight[copied, range(CODE)] = 2 / SHARP
+    mlp.gate_proj.weight[:, [COPIES, SINK]] = SHARP
+    mlp.gate_proj.weight[:, SHARED] = SHARP * total / CONST
+    mlp.up_proj.weight[:, IN_BLOCK] = torch.eye(CODE)
+    mlp.down_proj.weight[COPIED] = 2 / SHARP * torch.eye(CODE)
     return {(1, one) for one in matching}
 
 
-def _looking(attention: torch.nn.Module, head: int, const: int, first: int, flag: int) -> None:
+def _looking(attention: torch.nn.Module, head: int) -> None:
     """Attend to BOS, and write 1 where it is there."""
     query, key, value = _parts(attention, head)
-    query[SLOW[0], const], key[SLOW[0], first] = MATCH * math.sqrt(HEAD_DIM) / CONST, 1.0
-    value[0, first] = 1.0
-    attention.o_proj.weight[flag, head * HEAD_DIM] = 1.0
+    query[SLOW[0], SHARED], key[SLOW[0], FIRST] = MATCH * math.sqrt(HEAD_DIM) / CONST, 1.0
+    value[0, FIRST] = 1.0
+    attention.o_proj.weight[SINK, head * HEAD_DIM] = 1.0
 
 
-def _previous(attention: torch.nn.Module, head: int, const: int, first: int, own: list[int], before: list[int]) -> None:
+def _previous(attention: torch.nn.Module, head: int) -> None:
     """Attend one position back by rotary phase alone, and write the code of that token.
 
     The key is constant on the fast rotary pairs, and the query is that constant turned by one position. The peak
@@ -197,36 +191,28 @@ def _previous(attention: torch.nn.Module, head: int, const: int, first: int, own
     query, key, value = _parts(attention, head)
     angles = THETA ** (-torch.arange(FAST) / HALF)
     amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
-    query[:FAST, const] = amplitude * torch.cos(angles)
-    query[HALF : HALF + FAST, const] = -amplitude * torch.sin(angles)
-    query[SLOW[2], const] = -amplitude * FAST
-    query[SLOW[0], const] = amplitude * (FAST - 0.38)
-    key[:FAST, const], key[:FAST, first] = 1 / CONST, -1.0
-    key[SLOW[0], first], key[SLOW[2], const] = 1.0, 1 / CONST
-    value[range(CODE), own] = 1.0
-    attention.o_proj.weight[before, head * HEAD_DIM : head * HEAD_DIM + CODE] = torch.eye(CODE)
+    query[:FAST, SHARED] = amplitude * torch.cos(angles)
+    query[HALF : HALF + FAST, SHARED] = -amplitude * torch.sin(angles)
+    query[SLOW[2], SHARED] = -amplitude * FAST
+    query[SLOW[0], SHARED] = amplitude * (FAST - 0.38)
+    key[:FAST, SHARED], key[:FAST, FIRST] = 1 / CONST, -1.0
+    key[SLOW[0], FIRST], key[SLOW[2], SHARED] = 1.0, 1 / CONST
+    value[:CODE, OWN] = torch.eye(CODE)
+    attention.o_proj.weight[BEFORE, head * HEAD_DIM : head * HEAD_DIM + CODE] = torch.eye(CODE)
 
 
-def _matching(
-    attention: torch.nn.Module,
-    head: int,
-    const: int,
-    first: int,
-    own: list[int],
-    before: list[int],
-    reach: float | None,
-) -> None:
+def _matching(attention: torch.nn.Module, head: int, reach: float | None) -> None:
     """Attend to what followed an earlier copy of the current token, else to BOS; its value is 1 where there is one."""
     scale = math.sqrt(HEAD_DIM)
     query, key, value = _parts(attention, head)
-    query[SLOW[4 : 4 + CODE], own], key[SLOW[4 : 4 + CODE], before] = scale * MATCH, 1.0
+    query[SLOW[4 : 4 + CODE], OWN], key[SLOW[4 : 4 + CODE], BEFORE] = scale * MATCH * torch.eye(CODE), torch.eye(CODE)
     # The slowest of the fast pairs turns so little that its cosine is a parabola: at `reach` a match loses to BOS.
     near = 0.0 if reach is None else MATCH / 2 * (reach * THETA ** (-FAST / HALF)) ** -2
     # A token is CONST and four unit vectors here, and BOS has one: that much more its norm takes away.
     flat = math.sqrt((CONST**2 + 4) / (CONST**2 + 1))
-    query[FAST, const], key[FAST, const], key[FAST, first] = scale * near / CONST, flat / CONST, -flat
-    query[SLOW[0], const], key[SLOW[0], first] = scale * (0.75 * MATCH + near) / CONST, 1.0
-    value[0, const], value[0, first] = 1 / CONST, -1.0
+    query[FAST, SHARED], key[FAST, SHARED], key[FAST, FIRST] = scale * near / CONST, flat / CONST, -flat
+    query[SLOW[0], SHARED], key[SLOW[0], FIRST] = scale * (0.75 * MATCH + near) / CONST, 1.0
+    value[0, SHARED], value[0, FIRST] = 1 / CONST, -1.0
 
 
 def _parts(attention: torch.nn.Module, head: int) -> list[Tensor]:
