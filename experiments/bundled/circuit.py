@@ -64,7 +64,6 @@ def make_plan(
     d_mlp: int,
     n_layers: int,
     seed: int,
-    siblings: int = 2,
 ) -> Plan:
     """Draw dimensions, neuron and token groups. `counts` are the corpus frequencies of all tokens.
 
@@ -96,7 +95,6 @@ def make_plan(
         neuron=neuron,
         group_of_token=tuple(group_of.tolist()),
         readers=tuple(readers),
-        siblings=siblings,
     )
 
 

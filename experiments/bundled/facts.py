@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus
 from experiments.bundled.training import Settings, Trainer
-from experiments.record import Row, read_rows, value_of_each
+from experiments.record import Row, read_rows
 from sinkscope.models.text import typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.spikes.survey import Survey, read_survey
@@ -63,12 +63,10 @@ def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[
 
 
 def training_facts(run: Path) -> Row:
-    """Settings and time of a run, from its log (a resumed run has several stretches of seconds)."""
-    seconds = value_of_each(read_rows(run / "log.jsonl"), "seconds")
-    ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
+    """Settings and time of a run, from its log."""
     return {
         "settings": json.loads((run / "training.json").read_text())["settings"],
-        "seconds": round(sum(ends)),
+        "seconds": round(read_rows(run / "log.jsonl")[-1]["seconds"]),
     }
 
 
@@ -76,7 +74,7 @@ def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row
     """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
     tokens = np.load(run / "tokens.npz")
     texts = {kind: tokens[kind] for kind in tokens.files if not kind.startswith("valid")}
-    frozen = Trainer(settings, texts, run).frozen
+    frozen = Trainer(settings, texts).frozen
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())

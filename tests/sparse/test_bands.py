@@ -58,32 +58,6 @@ def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, s
     assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device)[2])
 
 
-@given(lengths=LENGTHS, seed=st.integers(0, 99), sharp=st.sampled_from([0.0, 1.0, 4.0]))
-@settings(max_examples=12)
-def test_sums_are_those_under_masks(lengths, seed, sharp):
-    queries, past = lengths
-    scores, chosen = (
-        drawn_scores(4, queries, queries + past, seed, sharp),
-        random_bands(4, queries, queries + past, seed),
-    )
-    grid, rows = chosen.grid, sample_queries(queries, 20, seed)
-    at, probs, sample = rows + past, dense(scores)[:, rows], StoredRows(scores, rows)
-    of_columns, of_bands = sample.sums(chosen)
-    no_columns, no_bands = torch.zeros_like(chosen.columns), torch.zeros_like(chosen.offsets)
-    wanted = (probs * ~Lines(no_columns, chosen.offsets, grid).rows(at)).sum(1)
-    assert_close(of_columns.double(), wanted, atol=1e-5, rtol=0)
-    for band in range(grid.blocks):
-        one = no_bands.clone()
-        one[:, band] = True
-        cells = Lines(no_columns, one, grid).rows(at) & ~chosen.columns[:, None]
-        assert_close(of_bands[:, band].double(), (probs * cells).sum((1, 2)), atol=1e-5, rtol=0)
-    densities = torch.rand(4, grid.keys), torch.rand(4, grid.blocks)
-    least = torch.rand(4, 3).sort().values
-    for number, limit in enumerate(least.T[..., None]):
-        on = Lines(densities[0] >= limit, densities[1] >= limit, grid).rows(at)
-        assert_close(sample.held(*densities, least)[:, number].double(), (probs * on).sum((1, 2)), atol=1e-4, rtol=0)
-
-
 @given(
     lengths=LENGTHS,
     alpha=st.floats(0.05, 0.999) | st.just(1.0),
