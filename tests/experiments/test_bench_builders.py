@@ -12,37 +12,36 @@ from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
 from experiments.loopserve import build as serve_build
 
+NEWS = ROOT / "experiments/loopbench/news.jsonl"
+
 
 def records(count: int) -> list[LongBenchRecord]:
-    made = []
-    for i in range(count):
-        context = f"Paper {i}.\nIt was written in the year {1900 + i}.\nIt has {i + 3} pages.\nNobody read it twice."
-        made.append(LongBenchRecord(str(i), context, f"When was paper {i} written?", (str(1900 + i),), ()))
-    return made
+    text = "Paper {}.\nIt was written in the year {}.\nIt has {} pages.\nNobody read it twice."
+    years = range(1900, 1900 + count)
+    return [LongBenchRecord("", text.format(y, y, y - 1897), "When was it written?", (str(y),), ()) for y in years]
 
 
 def test_longbench_files_are_read_and_lines_are_named(tmp_path):
-    found = read_longbench("multi_news", ROOT / "experiments/loopbench/news.jsonl")
+    found = read_longbench("multi_news", NEWS)
     assert len(found) == 12 and found[0].context and not found[0].answers
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        archive.write(ROOT / "experiments/loopbench/news.jsonl", "data/multi_news.jsonl")
+        archive.write(NEWS, "data/multi_news.jsonl")
     assert read_longbench("multi_news", tmp_path / "data.zip") == found
     (tmp_path / "x.jsonl").write_text('{"_id": "a"}\n')
     with refused("line 1 has no 'context'"):
         read_longbench("multi_news", tmp_path / "x.jsonl")
 
 
-@pytest.mark.parametrize(("bench", "source"), [("dc", "news"), ("ri", "stories")])
+@pytest.mark.parametrize(("bench", "source"), [("dc", NEWS), ("ri", NEWS.with_name("stories.jsonl"))])
 def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
-    found = read_longbench("", ROOT / f"experiments/loopbench/{source}.jsonl")
-    tokenizer = lambda text, **_: {"input_ids": text.split()}  # noqa: E731
-    rows = loop_build.build(bench, found, tokenizer, 20, 260, 0)
-    lengths = [len(row["prompt"].split()) for row in rows]
-    assert len(rows) == len({row["id"] for row in rows}) == 20 and {row["set"] for row in rows} == {bench}
-    assert sum(lengths) / 20 == pytest.approx(260, rel=0.03)
-    assert rows == loop_build.build(bench, found, tokenizer, 20, 260, 0)
-    sign = loop_build.DC_TAIL.strip() if bench == "dc" else loop_build.DRAFT
-    assert all(row["prompt"].rstrip().endswith(sign) for row in rows)
+    def made():
+        words = lambda text, **_: {"input_ids": text.split()}  # noqa: E731
+        return loop_build.build(bench, read_longbench("", source), words, 20, 260, 0)
+
+    rows, sign = made(), {"dc": loop_build.DC_TAIL.strip(), "ri": loop_build.DRAFT}[bench]
+    assert len({row["id"] for row in rows}) == 20 and rows == made()
+    assert sum(len(row["prompt"].split()) for row in rows) / 20 == pytest.approx(260, rel=0.03)
+    assert all(row["set"] == bench and row["prompt"].rstrip().endswith(sign) for row in rows)
 
 
 def test_algorithm_1_loses_no_answer():
