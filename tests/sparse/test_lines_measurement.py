@@ -41,23 +41,17 @@ def test_the_conclusion_names_the_strongest_control_at_the_share_that_is_shown()
         assert replace(result, **given).conclusion() == said
 
 
-def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
-    """The heaviest lines with their weights, by sorting; a share of all lines of so many queries."""
+def heaviest(weights: Tensor, share: float) -> set[Line]:
+    """The heaviest lines, by sorting; a share of all lines of so many queries."""
     sums = {line: float(weights[cells].sum()) for line, cells in lines_of(*weights.shape).items()}
-    most = max(1, int(share * 2 * len(weights) + 1e-9))
-    ranked = sorted(sums.items(), key=lambda line: (-line[1], line[0]))
-    return {line: weight for line, weight in ranked[:most] if weight > 0}
+    ranked = sorted(sums, key=lambda line: (-sums[line], line))
+    return {line for line in ranked[: max(1, int(share * 2 * len(weights) + 1e-9))] if sums[line]}
 
 
-def best(number: int, *ranked: list[Line]) -> set[Line]:
-    """The first lines of each kind: of vertical ones 1,000 for 6,096 slash lines, and at least one of each."""
-    return {*ranked[0][: max(1, number * 1000 // 6096)], *ranked[1][:number]}
-
-
-def by_sets(weights: Tensor, eta: float, before: dict[Line, float]) -> tuple[dict[Line, float], dict[str, float]]:
+def by_sets(weights: Tensor, eta: float, before: set[Line]) -> tuple[set[Line], dict[str, float]]:
     """The lines of one head in one text, and its numbers, from sets of cells."""
     n, half = len(weights), len(weights) // 2
-    cells = lines_of(n, n)
+    cells, numbers = lines_of(n, n), range(1, n + 1)
     chosen = heaviest(weights, eta)
 
     def on(lines: Iterable[Line]) -> Tensor:
@@ -66,32 +60,31 @@ def by_sets(weights: Tensor, eta: float, before: dict[Line, float]) -> tuple[dic
     def share(lines: Iterable[Line]) -> float:
         return float(weights[on(lines)].sum() / weights.sum())
 
+    def near(number: int) -> list[Line]:
+        return [("vertical", 0), *(("slash", offset) for offset in range(number))]
+
+    votes = {line: float(weights[-64:][held[-64:]].sum()) for line, held in cells.items()}
+    votes["slash", 0] = torch.inf  # the nearest offset is always there
+    ranked = sorted(cells, key=lambda line: -votes[line])
+
+    def voted(number: int) -> list[Line]:
+        """Of vertical lines 1,000 for 6,096 slash lines, and at least one of each."""
+        vertical, slash = ([line for line in ranked if line[0] == kind] for kind in ("vertical", "slash"))
+        return [*vertical[: max(1, number * 1000 // 6096)], *slash[:number]]
+
     most = int(on(chosen).sum())
-    near = next(number for number in range(1, n + 1) if on([("vertical", 0), *nearest(number)]).sum() >= most)
-    votes = weights[-64:]
-    by_votes = [
-        sorted((line for line in cells if line[0] == kind), key=lambda line: -votes[cells[line][-64:]].sum())
-        for kind in ("vertical", "slash")
-    ]
-    by_votes[1].remove(("slash", 0))
-    by_votes[1].insert(0, ("slash", 0))  # the nearest offset is always there
-    last = max(number for number in range(1, n + 1) if number == 1 or on(best(number, *by_votes)).sum() <= most)
-    first = heaviest(weights[:half, :half], eta).keys()
-    second, inside = heaviest(weights[half:], eta).keys(), heaviest(weights[half:, half:], eta).keys()
+    first, second = heaviest(weights[:half, :half], eta), heaviest(weights[half:], eta)
+    inside = heaviest(weights[half:, half:], eta)
     return chosen, {
         "mass": share(chosen),
-        "near_mass": share([("vertical", 0), *nearest(near)]),
-        "last_mass": share(best(last, *by_votes)),
+        "near_mass": share(near(next(number for number in numbers if on(near(number)).sum() >= most))),
+        "last_mass": share(voted(max(number for number in numbers if number == 1 or on(voted(number)).sum() <= most))),
         **({"other_mass": share(before)} if before else {}),
         "cells": most / (n * (n + 1) / 2),
         "segments": len(first & second) / len(second),
         "segments_relative": len(first & inside) / len(inside),
         "segments_random": chance(first, second, n) / len(second),
     }
-
-
-def nearest(number: int) -> list[Line]:
-    return [("slash", offset) for offset in range(number)]
 
 
 def chance(a: Iterable[Line], b: Iterable[Line], keys: int) -> float:
@@ -109,13 +102,13 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
     dense = [attention(model, torch.tensor([ids])) for ids in texts]
     for e, row, head in product(range(3), range(2), range(4)):
-        found: list[tuple[dict[Line, float], dict[str, float]]] = []
+        found: list[tuple[set[Line], dict[str, float]]] = []
         for every in dense:
-            found.append(by_sets(every[layers[row], 0, head].double(), etas[e], found[-1][0] if found else {}))
+            found.append(by_sets(every[layers[row], 0, head].double(), etas[e], found[-1][0] if found else set()))
         expected = {}
         for name in found[-1][1]:
             expected[name] = fmean(numbers[name] for _, numbers in found if name in numbers)
-        pairs = list(combinations([chosen.keys() for chosen, _ in found], 2))
+        pairs = list(combinations([chosen for chosen, _ in found], 2))
         expected["inputs"] = fmean(len(one & other) / len(one | other) for one, other in pairs)
         lengths = list(combinations(map(len, texts), 2))
         random = [chance(*pair, max(keys)) for pair, keys in zip(pairs, lengths, strict=True)]
