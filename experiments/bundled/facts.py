@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus
 from experiments.bundled.training import Settings, Trainer
-from experiments.record import Row, read_rows
+from experiments.record import Row
 from sinkscope.models.text import typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.spikes.survey import Survey, read_survey
@@ -26,18 +26,11 @@ def surveyed(model: LlamaForCausalLM, ids: np.ndarray) -> Survey:
     return read_survey(target_of(model), torch.from_numpy(ids))
 
 
-def norms_by_layer(survey: Survey) -> dict[str, list[float]]:
-    """First-token norm (mean over texts) and the median and 5 to 95 % of all others, per layer."""
+def norm_ratios(survey: Survey) -> list[float]:
+    """The norm of the first token, mean over texts, over the median of all others, per layer."""
     norms = survey.norms.numpy()
-    first = norms[:, :, 0].mean(1)
-    low, middle, high = np.quantile(norms[:, :, 1:].reshape(len(norms), -1), (0.05, 0.5, 0.95), axis=1)
-    return {
-        "first_token_norm": first.tolist(),
-        "typical_norm": middle.tolist(),
-        "typical_5_percent": low.tolist(),
-        "typical_95_percent": high.tolist(),
-        "ratio": (first / middle).tolist(),
-    }
+    typical = np.quantile(norms[:, :, 1:].reshape(len(norms), -1), 0.5, axis=1)
+    return (norms[:, :, 0].mean(1) / typical).tolist()
 
 
 def sink_heads(survey: Survey) -> torch.Tensor:
@@ -60,14 +53,6 @@ def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[
     """Mean loss of the predictions made at positions between the edges."""
     losses = position_losses(model, windows)
     return {f"{a}-{b}": float(losses[a:b].mean()) for a, b in pairwise((1, *edges))}
-
-
-def training_facts(run: Path) -> Row:
-    """Settings and time of a run, from its log."""
-    return {
-        "settings": json.loads((run / "training.json").read_text())["settings"],
-        "seconds": round(read_rows(run / "log.jsonl")[-1]["seconds"]),
-    }
 
 
 def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row:
@@ -93,7 +78,6 @@ def measure_run(run: Path) -> Row:
     settings = Settings(**json.loads((run / "training.json").read_text())["settings"])
     tokens = np.load(run / "tokens.npz")
     valid = tokens["valid_python"]
-    about = json.loads((run / "corpus.json").read_text())
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
@@ -101,13 +85,13 @@ def measure_run(run: Path) -> Row:
     heads = sink_heads(survey)
     facts: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "training": training_facts(run),
-        "corpus": about,
+        "training": {"settings": vars(settings)},
+        "corpus": json.loads((run / "corpus.json").read_text()),
         "valid_loss": float(position_losses(model, corpus.windows(valid, length=512, bos_id=bos))[1:].mean()),
         "loss_by_position": loss_by_position(
             model, corpus.windows(valid, length=settings.context, bos_id=bos), (512, 1024, 2048, settings.context - 1)
         ),
-        "norms": norms_by_layer(survey),
+        "norms": {"ratio": norm_ratios(survey)},
         "head_share": float(heads[SINK_LAYER + 1 :].float().mean()),
         "heads_per_layer": heads.sum(-1).tolist(),
         "sink_rate": {
@@ -128,5 +112,5 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
     grouped = groups[bare[:, 0]] >= 0
     without_bos: Row = {}
     for name, rows in (("first_in_a_group", bare[grouped]), ("first_in_no_group", bare[~grouped])):
-        without_bos[name] = norms_by_layer(surveyed(model, rows))["ratio"] if len(rows) else None
+        without_bos[name] = norm_ratios(surveyed(model, rows)) if len(rows) else None
     return {"fixed": fixed_weights(run, settings, model), "without_bos": without_bos}
