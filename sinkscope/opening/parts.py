@@ -184,7 +184,16 @@ def _base_path(model: Any, stack: str) -> str:
 
 
 def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
-    """Step 3: the proof of the user's own model, without hooks of its user."""
+    """Step 3: the proof of the user's own model, without hooks of its user.
+
+    Raises:
+        UnsupportedError: A wrapper has replaced what its modules do, and its weights can have no gradients.
+    """
+    if target.kind != "hf" and any(weight.is_inference() for weight in target.hf.parameters()):
+        raise UnsupportedError(
+            f"the weights of {target.name} were made in inference mode, where nothing of the wrapper around it can be "
+            "proved: make the model outside of torch.inference_mode(), or give it without the wrapper"
+        )
     if target.kind == "hf" and target.resident:
         with suppress(Exception):  # somebody has put something into a module that cannot be copied
             twin = _twin(target.hf, [target.layers[number] for number in {*numbers}])

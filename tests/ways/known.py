@@ -55,6 +55,10 @@ class Refusal:
 REFUSED = [
     Refusal(lambda draw: draw["family"] in INSIDE, "computes attention inside its modules"),
     Refusal(
+        lambda draw: draw["wrapper"] == "nnsight" and draw["mode"] == "inference",
+        "were made in inference mode",
+    ),
+    Refusal(
         lambda draw: draw["family"] == "codegen" and draw["edit"] == "head",
         "has no part 'o'",
     ),
