@@ -1,10 +1,11 @@
 """Train the bundled model.
 
-`python -m experiments.train_bundled --stories FILE --out DIR [--size base] [--steps N] [--seed 0] [--unplanted]`
+`python -m experiments.train_bundled --stories FILE --out DIR [--size base] [--steps N] [--seed 0] [--unplanted]
+[--resume]`
 
 FILE holds stories as `python -m experiments.bundled.stories` writes them. The first steps read only random cycles, and
-the others a mixture of stories, Python, generated passages and random cycles. The command writes log.jsonl and the
-tokenizer into DIR, and at the end the model as in the package.
+the others a mixture of stories, Python, generated passages and random cycles. The command writes checkpoint.pt (for
+--resume), log.jsonl and the tokenizer into DIR, and at the end the model as in the package.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from experiments.bundled import corpus, export
 from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
+from experiments.record import read_rows, write_rows
 from experiments.script import run as run_script
 from sinkscope.results.console import ProgressBar
 
@@ -63,6 +65,11 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     return tokens
 
 
+def forget_after(log: Path, step: int) -> None:
+    """Drop what was logged after the checkpoint: those steps are done again."""
+    write_rows(log, [row for row in read_rows(log) if row["step"] <= step])
+
+
 def main(
     *,
     out: Path,
@@ -71,16 +78,18 @@ def main(
     steps: int = Settings.steps,
     seed: int = 0,
     unplanted: bool = False,
+    resume: bool = False,
     tokens_per_step: int = Settings.tokens_per_step,
     device: str = "cpu",
 ) -> None:
     """Make what the module describes.
 
     Args:
-        out: Folder for log and result.
+        out: Folder for checkpoint, log and result.
         stories: Stories, each followed by a line <|end|>.
         size: Which member of the family; base ships.
         unplanted: The same network and data without the circuit.
+        resume: Go on from the checkpoint in --out.
         device: Training on a GPU is not the same from run to run.
     """
     torch.set_num_threads(1)
@@ -94,17 +103,21 @@ def main(
     )
     tokens = prepare(out, settings, stories)
     texts = {kind: ids for kind, ids in tokens.items() if not kind.startswith("valid")}
-    trainer = Trainer(settings, texts, device)
+    trainer = Trainer(settings, texts, out, device)
+    if resume and (out / "checkpoint.pt").exists():
+        trainer.load()
+        forget_after(out / "log.jsonl", trainer.step)
     started = time.monotonic()
+    first_step = trainer.step
     recent: list[float] = []
     if trainer.plan:
         export.save_circuit(trainer.plan, out, settings.seed)
-    with (out / "log.jsonl").open("w") as log, ProgressBar() as progress:
+    with (out / "log.jsonl").open("a") as log, ProgressBar() as progress:
 
         def each(step: int, loss: float) -> None:
             recent.append(loss)
             progress(f"loss {loss:.3f}", step, steps)
-            if step % 50 == 0 or step == 1:
+            if step % 50 == 0 or step == first_step + 1:
                 spent = round(time.monotonic() - started, 1)
                 record = {"step": step, "loss": fmean(recent[-50:]), "seconds": spent}
                 log.write(json.dumps(record) + "\n")

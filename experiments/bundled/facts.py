@@ -59,7 +59,7 @@ def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row
     """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
     tokens = np.load(run / "tokens.npz")
     texts = {kind: tokens[kind] for kind in tokens.files if not kind.startswith("valid")}
-    frozen = Trainer(settings, texts).frozen
+    frozen = Trainer(settings, texts, run).frozen
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())

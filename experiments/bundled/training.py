@@ -1,10 +1,14 @@
-"""Training. The same seed and number of steps give the same weights."""
+"""Training with checkpoints. The same seed and number of steps give the same weights, also after a kill."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from experiments.bundled.mixture import Mixture
 IGNORED = -100
 BLOCK = 128
 BOS_ID = 0
+SAVED_EVERY = 240  # seconds
 
 
 def blocked(
@@ -203,15 +208,17 @@ def loss_on(model: LlamaForCausalLM, ids: Tensor, scored: Tensor | None = None) 
 
 
 class Trainer:
-    """One training run: model, optimiser, and position in it."""
+    """One training run: model, optimiser, position in it, and the folder of its checkpoint."""
 
     def __init__(
         self,
         settings: Settings,
         texts: Mapping[str, np.ndarray],
+        out: Path,
         device: str = "cpu",
     ) -> None:
         self.settings = settings
+        self.out = out
         self.device = torch.device(device)
         self.mixture = Mixture(
             texts,
@@ -267,9 +274,43 @@ class Trainer:
         self.step += 1
         return loss.item()
 
+    def save(self) -> None:
+        """Written beside and renamed: a kill never leaves half a checkpoint."""
+        beside = self.out / "checkpoint.pt.new"
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "settings": self._identity(),
+        }
+        torch.save(state, beside)
+        os.replace(beside, self.out / "checkpoint.pt")
+
+    def load(self) -> None:
+        """Go on from the checkpoint, which must have been made with the same settings."""
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True, map_location=self.device)
+        if state["settings"] != self._identity():
+            raise SystemExit(
+                "error: the checkpoint was made with other settings; choose another --out or drop --resume"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def _identity(self) -> str:
+        # The number of steps may grow while the rate is still constant, so it is not part of what must agree.
+        return json.dumps({k: v for k, v in asdict(self.settings).items() if k != "steps"}, sort_keys=True)
+
     def run(self, each: Callable[[int, float], None]) -> None:
-        """Train to the end, with a call of `each(step, loss)` after each step."""
+        """Train to the end, with a call of `each(step, loss)` after each step; an interruption keeps what was done."""
+        saved = time.monotonic()
         self.model.train()
-        while self.step < self.settings.steps:
-            loss = self.train_step()
-            each(self.step, loss)
+        try:
+            while self.step < self.settings.steps:
+                loss = self.train_step()
+                each(self.step, loss)
+                if time.monotonic() - saved > SAVED_EVERY:
+                    self.save()
+                    saved = time.monotonic()
+        finally:
+            self.save()

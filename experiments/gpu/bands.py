@@ -1,6 +1,6 @@
-"""Columns and bands on a GPU: whole prompts, the choice, and layers.
+"""Columns and bands on a GPU: whole prompts, the choice, layers, and FlexAttention beside the kernel.
 
-    python -m experiments.gpu.bands --only prompt choice --layers 8 --seconds 450 [--device cuda]
+    python -m experiments.gpu.bands --only prompt choice flex --layers 8 --seconds 450 [--device cuda]
 
 This call takes four to eight minutes, and measures what decides the defaults of a GPU. Steps run in order of
 value, each is written as it ends, and none begins after `--seconds`; what is done is not done again. Times are medians
@@ -11,6 +11,7 @@ timed is right.
 - `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
 - `choice`: the choice of columns and bands.
 - `layer`: attention on given shares, beside FlashAttention and cuDNN's attention.
+- `flex`: FlexAttention on the same columns and bands (`experiments.gpu.flex`) beside our kernel.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments import planted_lines
+from experiments.gpu.flex import flex_bands
 from experiments.gpu.steps import Steps, model_of
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.sparse.attention import Scores, sample_queries
-from sinkscope.sparse.bands import NEAR, BlockGrid, Lines
+from sinkscope.sparse.bands import NEAR, TILE, BlockGrid, Lines
 from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.serve import LoopServe
 
@@ -130,6 +132,30 @@ def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> 
 
 
 @torch.no_grad()
+def flex(device: str, heads: int, kv: int, n: int, share: float, rounds: int, dtype: str) -> Row:
+    """FlexAttention on columns and bands beside the Triton kernel, both with the lists that they need."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from sinkscope.sparse import triton
+
+    scores, value = drawn(heads, kv, n, n, 128, dtype, device)
+    chosen = bands_of(heads, n, n, share, device)
+    torch.compiler.reset()  # after eight sizes it would not compile any more
+    compiled = torch.compile(flex_attention, dynamic=False) if device != "cpu" else flex_attention
+    options: Row = {} if device == "cpu" else {"kernel_options": {"BLOCK_M": TILE, "BLOCK_N": TILE}}
+    attend = partial(flex_bands, scores, value, chosen, compiled, **options)
+    ours = partial(triton.attention_on, scores, value, chosen)
+    plain = ours().transpose(0, 1).float()
+    return {
+        "n": n,
+        "cells": float(chosen.attended().mean()),
+        "difference": float((attend().float() - plain).norm() / plain.norm()),
+        "ms": milliseconds(attend, device, rounds),
+        "ours_ms": milliseconds(ours, device, rounds),
+    }
+
+
+@torch.no_grad()
 def prompt(target: Any, ids: Tensor, alpha: float, device: str, rounds: int, dense: dict[int, float]) -> Row:
     """A whole prompt, along bands and with the model's own attention, which `dense` remembers by length."""
     own = partial(target.base, input_ids=ids, use_cache=False)
@@ -173,7 +199,7 @@ def main(
         lengths: Of one layer.
         prompts: Of whole prompts.
         alphas: Of whole prompts.
-        only: Kinds of steps: prompt, choice, layer; default: all.
+        only: Kinds of steps: prompt, choice, layer, flex; default: all.
         layers: Of the whole prompts' model.
         seconds: No step begins after so many.
     """
@@ -195,6 +221,8 @@ def main(
         planned[f"choice at {n}"] = partial(choice, device, heads, quarter, n, rounds, dtype)
         fewer = max(3, rounds * lengths[0] // max(lengths[0], n))
         planned[f"layer at {n}"] = partial(layer, device, heads, quarter, n, fewer, dtype)
+    for share, n in product((0.1, 0.3), lengths):
+        planned[f"flex at {n}, {share}"] = partial(flex, device, heads, quarter, n, share, max(3, rounds // 2), dtype)
     for name, work in planned.items():
         if not only or name.split()[0] in only:
             steps.do(name, work)
