@@ -48,8 +48,14 @@ def test_nothing_that_waits_or_has_no_end_is_opened(kind, tmp_path, monkeypatch,
     else:
         os.mkfifo("pipe")
         Path(name).symlink_to({"link to a pipe": "pipe", "link to itself": name, "device": "/dev/zero"}[kind])
+    opened = list[str]()
+    own = os.open
+    monkeypatch.setattr(
+        os, "open", lambda file, *given, **more: (opened.append(str(file)), own(file, *given, **more))[1]
+    )
     for command in COMMANDS:
         assert len(refusal(command.format(name))) < 600
+    assert kind != "device" or name not in opened, "some devices take it as an act"
     if kind not in ("link to itself", "output of a process"):
         assert refusal(f"generate --prompt-file {name}").startswith(
             "cannot read given: it is a folder, a pipe or a device"
