@@ -178,6 +178,9 @@ class Slots(DynamicLayer):
         fewest = most = exact
         if most is None:
             fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
+        if most == fewest == pos.shape[-1]:  # nothing leaves, and nothing is copied
+            self.hold(self.keys, self.values, pos)
+            return
         # A stable sort keeps the order of kept slots and moves them to the right, after the others.
         order = keep.to(torch.int8).argsort(dim=-1, stable=True)[..., pos.shape[-1] - most :]
         starts = torch.arange(pos.shape[0] * pos.shape[1], device=pos.device) * pos.shape[-1]
