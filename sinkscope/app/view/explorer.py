@@ -197,7 +197,6 @@ class Explorer(ModelSink):
                 control = norms_at(self, intact.ids, layer)
             chance = f" (random control: {short(control[position])})"
         moved = f"from {short(before[position])} to {short(after[position])}{chance}"
-        moved = f"from {short(before[position])} to {short(after[position])}{chance}"
         return (
             f"{switch.name[:1].upper()}{switch.name[1:]}: after layer {layer}, the norm changes most at token "
             f"{position}, {tokens[position]!r}, {moved}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import Component, Head, Neuron, percent, read_head, read_neuron, word_list
@@ -59,16 +58,9 @@ class SpikeResult:
         if self.table("effects") and not self.table("controls"):
             raise SinkscopeError(f"the effects of {title_of(self)} have no control: give the rows of its controls")
 
-    @cached_property
-    def _tables(self) -> dict[str, dict[str, Row]]:
-        tables: dict[str, dict[str, Row]] = {}
-        for row in self.rows:
-            tables.setdefault(row.table, {})[row.name] = row
-        return tables
-
     def table(self, name: str) -> dict[str, Row]:
         """Return the rows of a table by their names."""
-        return self._tables.get(name, {})
+        return of_table(self.rows, name)
 
     def named(self, table: str, name: str) -> Row:
         """Return a row of a table; an empty one if it was not measured."""
