@@ -22,7 +22,6 @@ from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
 from sinkscope.files.store import Keyed, kept_in
 from sinkscope.measure import Setup
-from sinkscope.opening.load import fits
 from sinkscope.results.console import note
 from sinkscope.results.pages import document
 from sinkscope.results.result import Result
@@ -130,11 +129,9 @@ def scan(
     if model is None and out is None:
         quick, out = True, TOUR
     parts = parts_to_run(quick, only)
+    settings.setdefault("loading", "fits")
     setup = Setup.open(model, **settings)
-    target = setup.target
-    target.shards.check_alone("scan")
-    if not target.resident and fits(target, settings.get("dtype")):  # else by layers
-        setup = Setup.open(model, **settings, loading="whole")
+    setup.target.shards.check_alone("scan")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
     outcomes: list[Result | str] = []
@@ -146,9 +143,9 @@ def scan(
                     outcome = Result.load(folder / f"{part.name}.json")
             if outcome is None:
                 outcome = _measured(part, setup, quick)
-            if isinstance(outcome, Result):
-                outcome.save(folder / f"{part.name}.json")
-                finished.append([FinishedPart(part.name)])
+                if isinstance(outcome, Result):
+                    outcome.save(folder / f"{part.name}.json")
+                    finished.append([FinishedPart(part.name)])
             outcomes.append(outcome)
             done = outcome if isinstance(outcome, str) else "done"
             note(f"scan {number} of {len(parts)}: {part.command or part.name}: {done}")

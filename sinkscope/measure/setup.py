@@ -134,7 +134,7 @@ class Setup:
         given: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device}
         target = open_target(model, tokenizer, **given, whole=loading == "whole")
         if loading == "fits" and not target.resident and fits(target, dtype):
-            target = open_target(model, tokenizer, **given, whole=True)
+            target = open_target(model, target.tokenizer, **given, whole=True)
         if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
             check_finite(target.hf)
         start = resolve_bos(target.tokenizer, target.config, bos)

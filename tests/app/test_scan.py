@@ -10,7 +10,7 @@ import pytest
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import SinkCard
 from sinkscope.app.scan import scan
-from sinkscope.measure import Setup
+from sinkscope.opening.load import open_target
 
 pytestmark = pytest.mark.few_texts
 
@@ -64,14 +64,13 @@ def test_a_scan_goes_on_where_it_ended_and_a_part_that_fails_says_why(model, tmp
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, monkeypatch, parts):
     parts("repeat", "why-sink")
     opened = []
-    real = Setup.open
 
     def opening(*args, **options):
-        opened.append(options.get("loading", "stream"))
-        return real(*args, **options)
+        opened.append("whole" if options["whole"] else "stream")
+        return open_target(*args, **options)
 
-    monkeypatch.setattr(Setup, "open", opening)
-    monkeypatch.setattr("sinkscope.app.scan.fits", lambda *_: False)
+    monkeypatch.setattr("sinkscope.measure.setup.open_target", opening)
+    monkeypatch.setattr("sinkscope.measure.setup.fits", lambda *_: False)
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
     said = {part.name: part.conclusion for part in card.parts}
