@@ -94,9 +94,11 @@ def test_every_kind_of_model_gives_the_same(name, backend, measured):
             measured(name, backend)
         return
     plain, other = (measured(name, kind).to_dict()["result"] for kind in (None, backend))
-    if (name, backend) == ("why_sink", "bridge"):  # a warning says why these are not asked
-        for spike in plain["spikes"]:
-            spike["rows"] = [row for row in spike["rows"] if row["table"].split(",")[0] not in ASKED]
+    if backend == "bridge" and "spikes" in plain:  # a warning says why these are not asked
+        rows = plain["spikes"][0]["rows"]
+        asked = [row for row in rows if row["table"].split(",")[0] not in ASKED and row["name"] != "hidden"]
+        assert len(asked) < len(rows)
+        plain["spikes"][0]["rows"] = asked
     near = 2e-3
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 

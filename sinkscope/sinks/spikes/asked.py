@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.models.draws import draws
@@ -115,7 +115,8 @@ class SpikeCircuit:
         how: dict[str, Any] = {"hide": "place", "layers": later, "note": f"from layer {later.start} on"}
         try:
             return measure("effects", "hidden", self.reported, self.reported.reading_layers, **how)
-        except UnsupportedError:
+        except UnsupportedError as error:
+            warn(f"what it does to hide a place is not measured: {error}")
             return None
 
     @property
