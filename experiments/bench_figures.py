@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import plotly.graph_objects as go
 
 from experiments import needles
@@ -21,7 +22,7 @@ from experiments.script import run
 from sinkscope.bench.benchmark import bench
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.table import PERCENT, tabulate_records
-from sinkscope.measure.margin import share_interval
+from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
 
@@ -120,7 +121,8 @@ def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("f
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
         if chosen.measure == "loop_paper":
-            rate = share_interval(round(row["loop_paper"] * row["answers"]), row["answers"])
+            looped = round(row["loop_paper"] * row["answers"])
+            rate = interval_of(np.repeat([1.0, 0.0], [looped, row["answers"] - looped]), SCORES)
             assert rate is not None
             row |= {"low": rate.low, "high": rate.high}
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model}

@@ -18,13 +18,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from experiments.loopguard.real import FULL, outputs_of
 from experiments.record import Row, earlier, write_record
 from experiments.script import run
+from sinkscope.bench.answer import mean_known
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.measure.margin import mean_known, share_interval
+from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.opening.load import load
 
 LAST, NEARLY, BACK, ALIKE = 8, 6, 12, 0.8
@@ -94,7 +96,7 @@ def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
     for (half, arm), own in judgement.groupby(["half", "arm"], sort=False):
         row: Row = {"outputs": len(own), **own[COUNTED].sum().to_dict()}
         for name in ("exact", "near"):
-            rate = share_interval(int(row[name]), len(own))
+            rate = interval_of(np.repeat([1.0, 0.0], [row[name], len(own) - row[name]]), SCORES)
             row[f"{name}_interval"] = [0.0, 1.0] if rate is None else [round(rate.low, 4), round(rate.high, 4)]
         for name in ("behind", "distinct", "acts"):
             row[name] = mean_known(own[name])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from experiments.record import Row
-from sinkscope.bench.answer import Batch, cells_of, row_events
+from sinkscope.bench.answer import Batch, cells_of, mean_known, row_events
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.methods import make_method, read_method
 from sinkscope.bench.record import Answer, BenchRecord, BenchRun
@@ -34,7 +34,7 @@ from sinkscope.generation.conversation import Conversation
 from sinkscope.generation.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
-from sinkscope.measure.margin import SCORES, interval_of, mean_known
+from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.opening.load import load

@@ -2,7 +2,12 @@
 
 1. Read: each thing given is a result, a file of one, a folder of results or checkpoints, or a model that is measured.
 2. Refuse: results of other kinds, settings or texts than the first have no common numbers.
-3. Merge: the rows of each result with those of the first.
+3. Merge: rows of one subject, table and name are one row. Two subjects are one if their names differ in numbers alone;
+   if they name layers, those with most common layers are one.
+4. Judge: a number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the
+   mean of the differences over the texts that both have; without values for each text, the margin is that of both
+   together (the root of the sum of their squares). A number without a margin is not judged. A word changed if it is
+   another.
 """
 
 from __future__ import annotations
@@ -10,12 +15,16 @@ from __future__ import annotations
 import html
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import hypot
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
 
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
@@ -26,23 +35,27 @@ from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
 from sinkscope.files.store import differing
 from sinkscope.measure import Setup
-from sinkscope.measure.measurement import TEXT_READ
-from sinkscope.measure.merge import CHANGED, SAME, UNJUDGED, merge
+from sinkscope.measure.margin import DIFFERENCES, margin_of
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
-from sinkscope.results.row import Card, Row, table_of
-from sinkscope.results.style import BLUE, bars, figure_of, panels
+from sinkscope.results.row import Card, Mean, Row, table_of
+from sinkscope.results.style import BLUE, bars, figure_of
 from sinkscope.results.tables import Table, cell
 
-OF_THE_MODEL = {"revision", "unknown_tokens", "model", "device", "dtype", "sinkscope", "decoding", "text_said"}
-"""Settings that say which model was measured and where, not what was asked of it."""
-MOST_PANELS = 8
+OF_THE_MODEL = {"revision", "model", "device", "dtype", "sinkscope", "decoding", "text", "text_said"}
+"""Settings that say which model was measured and where, or what a text is called, not what was asked of the model."""
+SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
+COMES = 0.05  # share of a whole, under which the coming or going of a row is left to the search that found it
+CHANGED, CAME, WENT, UNJUDGED, SAME = "changed", "came", "went", "not judged", "no change"
+VERDICTS = (CHANGED, CAME, WENT, UNJUDGED, SAME)
+"""The tables of a comparison, in the order in which they are read."""
 BY_CHANCE = 0.05  # of judged numbers seem to change where none does
 RULE = (
     "A number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the "
     "mean of the differences text by text, and without values for each text the margin is that of both together."
 )
+_LAYERS = re.compile(r"layers? (\d+)(?:-(\d+))?$")
 
 
 @dataclass(frozen=True)
@@ -131,7 +144,7 @@ def sentence(row: Row) -> str:
     """Return what is before and after, and how far it moved; of a word, and of what came or went, the note."""
     if not row.numbers:
         return row.note if row.table == CHANGED else ": ".join(filter(None, [row.table, row.note]))
-    share = is_share(row)
+    share = row.numbers["before"].kind == "share"
     old, new = (cell(row.get(side), percent=share) for side in ("before", "after"))
     words = f"{old} -> {new} ({moved_words(row)})"
     return f"{words}, {UNJUDGED}" if row.table == UNJUDGED else words
@@ -139,17 +152,12 @@ def sentence(row: Row) -> str:
 
 def moved_words(row: Row) -> str:
     """Return how far a number moved, with its margin: "-10.0 points ± 4.0"; of a number that is no share "-2.5 ± 1"."""
-    share = is_share(row)
-    scale, form, unit = (100.0, ".1f", " points") if share else (1.0, ".3g", "")
+    is_share = row.numbers["before"].kind == "share"
+    scale, form, unit = (100.0, ".1f", " points") if is_share else (1.0, ".3g", "")
     words = f"{scale * row.get('change'):+{form}}{unit}"
     if row.table == UNJUDGED:
         return words
     return f"{words} ± {scale * row.margin('change'):{form}}"
-
-
-def is_share(row: Row) -> bool:
-    """Return whether the number of a merged row is a share."""
-    return row.numbers["before"].kind == "share"
 
 
 # --- what is compared ---
@@ -188,25 +196,19 @@ def compare(
         )
     by_name: dict[str, Result] = {}
     for number, thing in enumerate(things):
-        name = name_of(thing)
+        known = known_result(thing)
+        found = known[1] if known else measurement.load()(thing, **settings, progress=progress)
+        name = known[0] if known else found.model.name
         if name in by_name:
             name = f"{name} ({number + 1})"
-        found = result_of(thing)
-        if found is None:
-            found = measurement.load()(thing, **settings, progress=progress)
-            if out is not None:
-                note(f"{name}: {found.save(Path(out) / f'{name}.json')}")
         by_name[name] = found
+        if not known and out is not None:
+            note(f"{name}: {found.save(Path(out) / f'{name}.json')}")
     (first, base), *others = by_name.items()
     compared: list[Compared] = []
     for name, result in others:
         refuse_other(first, base, name, result)
-        rows = merge(base.findings(), result.findings())
-        if not any(row.numbers for row in rows):
-            raise SinkscopeError(
-                f"{first} and {name} have no number in common: results of {base.kind} are not compared"
-            )
-        compared.append(Compared(name, tuple(rows)))
+        compared.append(Compared(name, tuple(merge(base.findings(), result.findings()))))
     return Comparison(
         model=replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}"),
         settings={**base.settings, "results": list(by_name)},
@@ -225,11 +227,7 @@ def refuse_other(first: str, base: Result, name: str, result: Result) -> None:
     """
     if result.kind != base.kind:
         raise SinkscopeError(f"{first} holds {base.kind}, and {name} holds {result.kind}: give results of one kind")
-    known = TEXT_READ in base.settings and TEXT_READ in result.settings  # older files do not say it
-    left_out = OF_THE_MODEL | {"text" if known else TEXT_READ}  # a file may have two names
-    asked: list[Mapping[str, Any]] = []
-    for settings in (base.settings, result.settings):
-        asked.append({key: value for key, value in settings.items() if key not in left_out})
+    asked = [{key: one.settings[key] for key in one.settings if key not in OF_THE_MODEL} for one in (base, result)]
     other = differing(*asked)
     if other:
         raise SinkscopeError(
@@ -261,44 +259,109 @@ def _is_one(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / CARD).is_file()
 
 
-def name_of(thing: Any) -> str:
-    """Return the name of a result: that of its file, folder or model."""
+def known_result(thing: Any) -> tuple[str, Result] | None:
+    """Return a result, that in a file, or the card of a scan, and its name; None of a model that is to be measured."""
     if isinstance(thing, Result):
-        return thing.model.name
-    if isinstance(thing, str | PathLike):
-        path = Path(thing)
-        return path.stem if path.suffix in (".json", ".gguf") else path.name or str(thing)
-    return str(getattr(thing, "sinkscope_name", type(thing).__name__))
-
-
-def result_of(thing: Any) -> Result | None:
-    """Return a result, that in a file, or the card of a scan; None of a model, which is to be measured."""
-    if isinstance(thing, Result):
-        return thing
+        return thing.model.name, thing
     if isinstance(thing, str | PathLike):
         path = path_of(thing)
         if (path / CARD).is_file():
-            return SinkCard.load(path / CARD)
+            return path.name, SinkCard.load(path / CARD)
         if path.suffix == ".json":
-            return Result.load(path)
+            return path.stem, Result.load(path)
     return None
+
+
+# --- merging ---
+
+
+def merge(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
+    """Return a row for each number and word that both have, and for each row and subject that came or went.
+
+    The table of a row is its verdict, and the note of a number the table that it is from. The numbers are before,
+    after, change with its margin, and texts (those that are compared).
+    """
+    names = partners([row.about for row in before], [row.about for row in after])
+    old = {(row.about, row.table, row.name): row for row in before}
+    new = {(names[row.about], row.table, row.name): row for row in after}
+    known = {about for about, _, _ in old}
+    found = {about for about, _, _ in new}
+    rows = [Row(WENT if about in known else CAME, about) for about in sorted(known ^ found)]
+    for key in dict.fromkeys([*old, *new]):
+        about, _, name = key
+        both = [side[key] for side in (old, new) if key in side]
+        first, second = both[0], both[-1]
+        if about in known ^ found:
+            continue
+        if len(both) == 1:
+            if "share" not in first.numbers or abs(first.get("share")) >= COMES:
+                rows.append(Row(WENT if key in old else CAME, name, {}, first.words() or first.table, about))
+            continue
+        if first.note != second.note:
+            rows.append(Row(CHANGED, name, {}, f"{first.note or 'none'} -> {second.note or 'none'}", about))
+        elif first.note:
+            rows.append(Row(SAME, name, {}, first.note, about))
+        for number in first.numbers:
+            if number in second.numbers and number != "control":
+                rows.append(moved(first, second, number))
+    return sorted(rows, key=lambda row: VERDICTS.index(row.table))
+
+
+def moved(first: Row, second: Row, number: str) -> Row:
+    """Return how far a number of a row moved, text by text where both have one of each, and the verdict."""
+    before = first.numbers[number]
+    after = second.numbers[number]
+    old = dict(zip(first.texts or range(len(before.by_text)), before.by_text, strict=False))
+    new = dict(zip(second.texts or range(len(after.by_text)), after.by_text, strict=False))
+    pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
+    pairs = pairs[np.isfinite(pairs).all(1)]
+    scores = before.kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
+    margin = margin_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if scores else None)
+    ends = before.value, after.value
+    texts = 0
+    if margin is not None:
+        ends, texts = pairs.mean(0).tolist(), len(pairs)
+    elif before.margin is not None and after.margin is not None:
+        margin = hypot(before.margin, after.margin)
+    start, end = ends
+    verdict = UNJUDGED if end != start else SAME
+    if margin is not None:
+        verdict = CHANGED if abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value)) else SAME
+    name = first.name if first.table == "findings" else f"{first.name}: {number.replace('_', ' ')}"
+    numbers = {"before": Mean(start, kind=before.kind), "after": Mean(end, kind=before.kind)}
+    numbers |= {"change": Mean(end - start, margin, kind=before.kind), "texts": Mean(texts, kind="count")}
+    return Row(verdict, name, numbers, first.table, first.about)
+
+
+def partners(before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
+    """Return the name that each later subject has among the earlier ones; one without a partner keeps its own."""
+    names = {about: about for about in after}
+    free = {about for about in before if about not in names}
+    for other in [about for about in names if about not in before]:
+        name, layers = in_layers(other)
+        common = {own: len(in_layers(own)[1] & layers) for own in sorted(free) if in_layers(own)[0] == name}
+        nearest = max(common, key=lambda own, common=common: common[own], default="")
+        if common.get(nearest):
+            names[other] = nearest
+            free.remove(nearest)
+    return names
+
+
+def in_layers(about: str) -> tuple[str, set[int]]:
+    """Return a subject without numbers, and the layers that it names; one and the same layer if it names none."""
+    found = _LAYERS.search(about)
+    layers = {-1} if found is None else {*range(int(found[1]), int(found[2] or found[1]) + 1)}
+    return re.sub(r"\d+", "", _LAYERS.sub("", about)), layers
 
 
 # --- drawing ---
 
 
 def draw(result: Comparison) -> Any:
-    """Draw how far the numbers that changed moved from the first result, a panel for each; or the first number."""
-    drawn: dict[tuple[str, str], list[Row]] = {}
-    for compared in result.results:
-        for row in compared.judged:
-            drawn.setdefault((row.about, row.name), []).append(replace(row, name=compared.name))
-    changed = [key for key, rows in drawn.items() if any(row.table == CHANGED for row in rows)]
-    shown = (changed or [*drawn][:1] or [("", "nothing is judged")])[:MOST_PANELS]
-    fig = panels([f"{html.escape(name)}<br>{html.escape(about)}" for about, name in shown], columns=2)
-    for number, key in enumerate(shown):
-        place = {"row": number // 2 + 1, "col": number % 2 + 1}
-        rows = drawn.get(key, [])
-        bars(fig, rows, "change", BLUE, "", **place)
-        fig.update_yaxes(title_text="change", tickformat=".3~p" if any(map(is_share, rows)) else None, **place)
-    return figure_of(fig, result, width=960, height=160 + 280 * -(-len(shown) // 2), bottom=70)
+    """Draw how far the number of the conclusion moved from the first result to each other."""
+    fig = go.Figure()
+    for last in result.results[-1].judged[:1]:
+        same = [(one.name, row) for one in result.results for row in one.judged if row.name == last.name]
+        bars(fig, [replace(row, name=name) for name, row in same if row.about == last.about], "change", BLUE)
+        fig.update_yaxes(title_text=f"change of {html.escape(last.name)}")
+    return figure_of(fig, result, width=960, height=440)

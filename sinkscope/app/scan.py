@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
 from sinkscope.files.store import Keyed, kept_in
 from sinkscope.measure import Setup
+from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
 from sinkscope.results.pages import document
 from sinkscope.results.result import Result
@@ -186,7 +186,8 @@ def _measured(part: ScanPart, setup: Setup, quick: bool) -> Result | str:
     surveyed = QUICK_TEXTS if quick else setup.surveyed
     try:
         measure = part.measure or measurements()[part.name].load().on
-        return measure(replace(setup, settings={}, started=time.perf_counter(), surveyed=surveyed), **arguments)
+        fresh = replace(setup, settings=dict(setup.settings), started=time.perf_counter(), surveyed=surveyed)
+        return measure(fresh, **arguments)
     except Exception as error:
         return why_missing(error)
 
@@ -200,7 +201,7 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
         "device": setup.target.device.type,
         "dtype": str(setup.target.dtype).removeprefix("torch."),
         "bos": setup.bos is not None,
-        "text": sha256(setup.text.encode()).hexdigest()[:16],
+        TEXT_READ: setup.text_read,
         "seed": setup.seed,
         "sinkscope": __version__,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -22,7 +22,6 @@ from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, padded, to_end
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.keeper import CacheKeeper, held_tokens
-from sinkscope.measure.margin import mean_known
 from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
@@ -185,6 +184,12 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
     """
     shares = [float(event.data.get("attended", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)]
     return mean_known(shares)
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are neither None nor NaN; None without any."""
+    known = [value for value in values if value is not None and value == value]
+    return sum(known) / len(known) if known else None
 
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:

@@ -19,6 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from sinkscope.bench.methods import FULL
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.task import task_class
@@ -27,9 +29,9 @@ from sinkscope.files.output import PathName
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.store import differing
-from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, in_points, interval_of
+from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, interval_of
 from sinkscope.results.result import Result
-from sinkscope.results.row import Kind, Mean, Row, row_beside, row_of
+from sinkscope.results.row import Kind, Mean, Row, row_of
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 NOT_RANKED = (FULL, "random", "sampling")
@@ -134,7 +136,9 @@ class BenchTable(Result):
         """
         if group is other:
             return None
-        return difference_of(group.scores, other.scores, DIFFERENCES if task_class(self.task).share else None)
+        pairs = [(score, other.scores[prompt]) for prompt, score in group.scores.items() if prompt in other.scores]
+        leads = np.array([own - beside for own, beside in pairs])
+        return interval_of(leads, DIFFERENCES if task_class(self.task).share else None)
 
     def rows(self) -> Table:
         """Return one row per group."""
@@ -173,13 +177,15 @@ class BenchTable(Result):
         rows: list[Row] = []
         task = task_class(self.task)
         for groups in self.sets():
-            control, contrast = None, task.control
-            for group in [group for group in groups if group.name == task.control][:1]:
-                control, contrast = group.score, group.method
+            controls = [group for group in groups if group.name == task.control][:1]
+            kind: Kind = "share" if task.share else "number"
             for group in groups:
-                score = group.mean("share" if task.share else "number")
+                numbers = {"share" if task.share else "value": group.mean(kind)}
+                for control in controls:
+                    numbers["control"] = Mean(control.score, kind=kind)
+                contrast = controls[0].method if controls else ""
                 label = f"{group.set}, {group.method}: {task.unit}"
-                rows.append(row_beside(label, score, control, contrast, texts=tuple(group.scores)))
+                rows.append(row_of("findings", label, contrast, texts=tuple(group.scores), **numbers))
         return rows
 
     def conclusion(self) -> str:
@@ -205,7 +211,9 @@ class BenchTable(Result):
         for rival in [*rivals, *controls][:1]:
             lead = self.difference(best, rival)
             if lead is not None:
-                said += f", {in_points(lead.mean, lead, task.share)}, from {rival.method}"
+                scale, form, unit = (100.0, "+.1f", " points") if task.share else (1.0, "+.3g", "")
+                mean, low, high = (f"{scale * end:{form}}" for end in (lead.mean, lead.low, lead.high))
+                said += f", {mean}{unit}, 95 % {low} to {high}, from {rival.method}"
                 if lead.low <= 0 <= lead.high:
                     said += ": too close to rank"
         return f"{said}; {control_has}."

@@ -32,7 +32,7 @@ from sinkscope.measure.attention_texts import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import Head, count_of, word_form
-from sinkscope.results.row import row_beside
+from sinkscope.results.row import row_of
 from sinkscope.results.style import figure_of, long_table, panels
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
@@ -154,10 +154,10 @@ class Barcode(Result):
             return []
         best = self.rows()[0]
         locked = Mean(len(self.locked) / self.score.size, kind="share")
-        score = Mean(best["score"], kind="share")
+        score, control = (Mean(best[name], kind="share") for name in ("score", "control_score"))
         return [
-            row_beside("attention of the strongest head", score, best["control_score"], "ordinary text"),
-            row_beside("heads that lock onto the loop", locked, None),
+            row_of("findings", "attention of the strongest head", "ordinary text", share=score, control=control),
+            row_of("findings", "heads that lock onto the loop", share=locked),
         ]
 
 

@@ -36,7 +36,7 @@ from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.results.notation import count_of, percent, word_list
-from sinkscope.results.row import row_beside
+from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of, panels
 
 CONTINUED = 48  # tokens after a cut, or three periods
@@ -138,7 +138,9 @@ class WhyLoop(Result):
         rows: list[Row] = []
         for tried in self.tried:
             share = Mean(tried.goes_on, kind="share")
-            rows.append(row_beside(f"goes on without {tried.without}", share, tried.control, "random changes"))
+            control = None if tried.control is None else Mean(tried.control, kind="share")
+            name = f"goes on without {tried.without}"
+            rows.append(row_of("findings", name, "random changes" if control else "", share=share, control=control))
         return rows
 
 

@@ -12,9 +12,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -60,17 +59,11 @@ def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float
     finite = finite[np.isfinite(finite)]
     if len(finite) < FEWEST_VALUES:
         return None
-    mean = float(finite.mean())
-    if bounds is not None:
-        finite = np.append(finite, bounds)
-    degrees = len(finite) - 1
-    half = float(stdtrit(degrees, (1 + SURE) / 2) * finite.std(ddof=1)) / sqrt(len(finite))
-    centre = float(finite.mean())
-    low, high = centre - half, centre + half
-    if bounds is not None:
-        low = max(low, bounds[0])
-        high = min(high, bounds[1])
-    return Interval(mean, low, high)
+    least, most = bounds or (-inf, inf)
+    whole = finite if bounds is None else np.append(finite, bounds)
+    centre = float(whole.mean())
+    half = float(stdtrit(len(whole) - 1, (1 + SURE) / 2) * whole.std(ddof=1)) / sqrt(len(whole))
+    return Interval(float(finite.mean()), max(centre - half, least), min(centre + half, most))
 
 
 def margin_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] | None = None) -> float | None:
@@ -107,39 +100,3 @@ def count_above(values: Float[np.ndarray, "thing text"], bound: float) -> Mean:
         margin = (high - low) / 2
     by_text = (values > bound).sum(0).astype(float)
     return Mean(float((values.mean(1) > bound).sum()), margin, tuple(by_text.tolist()), "count")
-
-
-def difference_of(
-    numbers: Mapping[str, float], other: Mapping[str, float], bounds: tuple[float, float] | None = None
-) -> Interval | None:
-    """Return the interval of the mean difference over the texts or prompts that both have.
-
-    Args:
-        numbers: A number of each text, by its name.
-        other: The same of another model or method.
-        bounds: As for `interval_of`.
-
-    Returns:
-        None for fewer than three.
-    """
-    return interval_of(np.array([value - other[name] for name, value in numbers.items() if name in other]), bounds)
-
-
-def in_points(moved: float, interval: Interval | None, share: bool) -> str:
-    """Return a difference in words: "-10.0 points, 95 % -14.0 to -6.0"; of a number that is no share without points."""
-    scale, form, unit = (100.0, "+.1f", " points") if share else (1.0, "+.3g", "")
-    words = f"{scale * moved:{form}}{unit}"
-    if interval is not None:
-        words += f", 95 % {scale * interval.low:{form}} to {scale * interval.high:{form}}"
-    return words
-
-
-def share_interval(hits: int, cases: int) -> Interval | None:
-    """Return the interval of a share of cases; None for fewer than three."""
-    return interval_of(np.repeat([1.0, 0.0], [hits, cases - hits]), SCORES)
-
-
-def mean_known(values: Iterable[float | int | None]) -> float | None:
-    """Return the mean of the values that are neither None nor NaN; None without any."""
-    known = [value for value in values if value is not None and value == value]
-    return sum(known) / len(known) if known else None

@@ -77,20 +77,22 @@ class Measurement(Generic[P, R]):
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
         own = _given(self.parameters, arguments)
-        common = {name: value for name, value in arguments.items() if name not in own}
-        edit = edit_from_options(**_given(_EDITING, common))
-        shared = _given(_OPENING, common)
+        editing = _given(_EDITING, arguments)
+        opening = {name: value for name, value in arguments.items() if name not in {**own, **editing}}
         with ProgressBar() as bar:
-            if shared.get("progress") is None:
+            if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
-                shared["progress"] = bar
-            return self._measured(replace(Setup.open(**shared, loading=self.loading), edit=edit), own, arguments)
+                opening["progress"] = bar
+            edit = edit_from_options(**editing) if editing else None
+            setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
+            setup.record(**{name: str(value) for name, value in editing.items() if value})
+            return self._measured(setup, own)
 
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
         self.refuse(kwargs)
-        return self._measured(setup, kwargs, {})
+        return self._measured(setup, kwargs)
 
     def refuse(self, arguments: Mapping[str, Any]) -> None:
         """Check arguments before a model is opened.
@@ -102,29 +104,20 @@ class Measurement(Generic[P, R]):
             if parameter.name in arguments:
                 parameter.check(arguments[parameter.name])
         if self.check is not None:
-            defaults = {parameter.name: parameter.default for parameter in self.parameters}
-            self.check(**defaults | _given(self.parameters, arguments))
+            self.check(**self._settings(arguments))
 
-    def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
+    def _settings(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Its own arguments, with the defaults of those that were not given."""
+        return {each.name: arguments.get(each.name, each.default) for each in self.parameters}
+
+    def _measured(self, setup: Setup, own: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         setup.target.shards.agree("setting", self.function.__name__, plan)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
-        settings: dict[str, Any] = {
-            "bos": setup.bos is not None,
-            "text": arguments.get("text"),
-            "texts": len(setup.ids),
-            "revision": arguments.get("revision"),
-            "seed": setup.seed,
-            "unknown_tokens": setup.unknown_tokens,
-        }
-        for parameter in self.parameters:
-            if parameter.name not in PYTHON_ONLY | WRITTEN:
-                settings[parameter.name] = own.get(parameter.name, parameter.default)
-        settings |= {name: str(value) for name, value in _given(_EDITING, arguments).items() if value}
-        settings |= setup.settings | {TEXT_READ: setup.text_read}
-        if setup.text_said is not None:
-            settings["text_said"] = setup.text_said
+        asked = {name: value for name, value in self._settings(own).items() if name not in PYTHON_ONLY | WRITTEN}
+        about = {"bos": setup.bos is not None, "texts": len(setup.ids), "seed": setup.seed, TEXT_READ: setup.text_read}
+        settings = about | asked | setup.settings
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
 
 

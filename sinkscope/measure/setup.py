@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -35,6 +34,7 @@ T = TypeVar("T")
 
 PIECE = 64
 """Tokens in one piece of typical text."""
+UNKNOWN = 0.1  # share of the text from which a result says so: unknown tokens in a row act as a repeated token
 FIRST_IDS = 4  # of the first text, which a result says
 WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 
@@ -63,11 +63,10 @@ class Setup:
         seed: Seed of every random choice.
         progress: Called as `progress(what, done, total)`.
         edit: The patch, policy, guard and other interventions that the caller requested. None if there are none.
-        settings: What `record` added to the result's settings.
+        settings: What is added to the result's settings.
         started: `time.perf_counter()` when the measurement began.
         memory: Cache for values that several measurements on the same open model share.
         own_text: Whether the text is the user's own; else texts of four kinds are surveyed.
-        text_said: How much of the user's own text was read, in a sentence.
         surveyed: Number of texts of a survey, in each half. None: sixteen.
     """
 
@@ -82,7 +81,6 @@ class Setup:
     started: float = field(default_factory=time.perf_counter)
     memory: dict[Any, Any] = field(default_factory=dict)
     own_text: bool = True
-    text_said: str | None = None
     surveyed: int | None = None
 
     @classmethod
@@ -138,17 +136,30 @@ class Setup:
         if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
             check_finite(target.hf)
         start = resolve_bos(target.tokenizer, target.config, bos)
-        sentence: str | None = None
+        read: list[str] = []
         if records is not None:
             content, said = own_text(records, target.tokenizer, target.name)
-            sentence = f"{pathless(os.fspath(text or ''))}: {said}."
+            read.append(f"{pathless(str(text))}: {said}.")
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
-        setup = cls(target, start, content, ids, seed, progress or silent, started=started)
-        return replace(setup, own_text=text is not None, text_said=sentence)
+        unknown_ids = [number for number in [getattr(target.tokenizer, "unk_token_id", None)] if number is not None]
+        unknown = float(torch.isin(ids[:, 1:], torch.tensor(unknown_ids)).float().mean())
+        if unknown > UNKNOWN:
+            read.append(f"{unknown:.0%} of the text is unknown to this tokenizer: give suitable text with --text.")
+        return cls(
+            target,
+            start,
+            content,
+            ids,
+            seed,
+            progress or silent,
+            settings={"text": text, "revision": revision, "text_said": " ".join(read)},
+            started=started,
+            own_text=text is not None,
+        )
 
     @property
     def tokenizer(self) -> Any:
@@ -164,14 +175,6 @@ class Setup:
     def text_read(self) -> str:
         """What tells the text and its tokens from others: two results that share it can be compared text by text."""
         return sha256(f"{self.text}\n{self.ids.tolist()}".encode()).hexdigest()[:16]
-
-    @property
-    def unknown_tokens(self) -> float:
-        """Share of the text that the tokenizer does not know; unknown tokens in a row act as a repeated token."""
-        unknown = getattr(self.tokenizer, "unk_token_id", None)
-        if unknown is None:
-            return 0.0
-        return float((self.ids[:, 1:] == unknown).float().mean())
 
     def edited(self) -> AbstractContextManager[Any]:
         """Return a `with` block in which the caller's interventions act."""

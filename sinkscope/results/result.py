@@ -17,8 +17,6 @@ from sinkscope.results.pages import Section, document, plot, render
 from sinkscope.results.row import Card, Row, columns_of, table_of
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
-UNKNOWN_TOKENS_TO_WARN = 0.1
-"""Share of unknown tokens in the reference text from which results carry a warning."""
 TOP = 40  # pixels above the panels of a figure, for their titles
 FEW_ROWS = 6
 """Rows of most tables that a command prints."""
@@ -51,7 +49,7 @@ class Result(Envelope):
 
     def __eq__(self, other: object) -> bool:
         """Return whether two results are the same in everything that their JSON has, provenance included."""
-        return type(self) is type(other) and isinstance(other, Result) and self.to_dict() == other.to_dict()
+        return isinstance(other, Result) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
         """Return the hash of the JSON."""
@@ -85,20 +83,9 @@ class Result(Envelope):
     def lines(self) -> list[str]:
         """Return the model, the details and warnings: what stands between tables and the conclusion."""
         model = self.model
-        lines = list[str]()
-        if model.n_layers:
-            size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
-            lines.append(f"The model is {model.name} ({model.family}, {size}).")
-        unknown = self.settings.get("unknown_tokens") or 0.0
-        if unknown > UNKNOWN_TOKENS_TO_WARN:
-            lines.append(
-                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
-                "--text."
-            )
-        about_text = self.settings.get("text_said")
-        if about_text:
-            lines.append(about_text)
-        return [*lines, *self.details()]
+        size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
+        about_model = f"The model is {model.name} ({model.family}, {size})." if model.n_layers else ""
+        return [*filter(None, [about_model, self.settings.get("text_said")]), *self.details()]
 
     def closing(self) -> list[str]:
         """Return the lines with which the text ends; a subclass overrides it."""
@@ -107,9 +94,9 @@ class Result(Envelope):
     # Its table
 
     def rows(self) -> Table:
-        """Return the result as a table, one dict per row: its findings, or else the records of its first field."""
+        """Return the result as a table, one dict per row: the records of its first field, or of `Row`s its findings."""
         records = self._records()
-        if any(isinstance(members[0], Row) for members in records):
+        if self._is_of_rows():
             return table_of(self.findings())
         return plain(records[0]) if records else []
 
@@ -118,13 +105,12 @@ class Result(Envelope):
         fields = [value if isinstance(value, tuple | list) else (value,) for value in self.own_fields().values()]
         return [members for members in fields if members and is_dataclass(members[0])]
 
+    def _is_of_rows(self) -> bool:
+        return type(self).rows is Result.rows and any(isinstance(members[0], Row) for members in self._records())
+
     def grids(self) -> list[Grid]:
         """Return the tables that are shown, by default that of `rows`; a subclass with several overrides it."""
-        is_of_rows = any(isinstance(members[0], Row) for members in self._records())
-        if is_of_rows and type(self).rows is Result.rows:
-            columns = columns_of(self.findings())
-        else:
-            columns = strings(self.rows(), self.percent)
+        columns = columns_of(self.findings()) if self._is_of_rows() else strings(self.rows(), self.percent)
         return [Grid(columns, important=self.columns)] if columns else []
 
     def to_frame(self) -> Any:
@@ -204,12 +190,7 @@ class Result(Envelope):
         """
         figure = ""
         if type(self).drawing is not None:
-            drawn = self.figure()
-            layout = drawn.layout
-            if layout.height is not None and layout.margin.t is not None:
-                layout.height -= layout.margin.t - TOP
-            drawn.update_layout(title=None, margin_t=TOP)  # its title is the conclusion, which stands above
-            figure = plot(drawn)
+            figure = plot(self.figure().update_layout(title=None, margin_t=TOP))  # the conclusion stands above
         html = self.fragment(figure, {name: plain(getattr(self, name)) for name in ENVELOPE_FIELDS})
         return Section(self.kind, html, self.model.name, self.conclusion(), file or self.model.name)
 

@@ -101,7 +101,15 @@ class Row:
         return noun[0].removesuffix("(s)") + ("" if f"{self.numbers[noun[1]]}" == "1" else "s")
 
 
-def row_of(table: str, name: str, note: str = "", **numbers: Mean | float | None) -> Row:
+def row_of(
+    table: str,
+    name: str,
+    note: str = "",
+    *,
+    about: str = "",
+    texts: Sequence[str] = (),
+    **numbers: Mean | float | None,
+) -> Row:
     """Return a row of the numbers that were read: whole numbers are counts, and None was not read."""
     means: dict[str, Mean] = {}
     for key, number in numbers.items():
@@ -109,25 +117,7 @@ def row_of(table: str, name: str, note: str = "", **numbers: Mean | float | None
             means[key] = number
         elif number is not None:
             means[key] = Mean(float(number), kind="count" if isinstance(number, int) else "number")
-    return Row(table, name, means, note)
-
-
-def row_beside(
-    name: str, value: Mean, control: float | None, contrast: str = "control", *, texts: Sequence[str] = ()
-) -> Row:
-    """Return the row of a number beside its control.
-
-    Args:
-        name: What it is, in a few words.
-        value: The number.
-        control: The same number of the control. None: it was not measured.
-        contrast: What the control is.
-        texts: Names of the texts or prompts of `value`.
-    """
-    numbers = {"share" if value.kind == "share" else "value": value}
-    if control is None:
-        return Row("findings", name, numbers, texts=tuple(texts))
-    return Row("findings", name, numbers | {"control": Mean(control, kind=value.kind)}, contrast, texts=tuple(texts))
+    return Row(table, name, means, note, about, tuple(texts))
 
 
 def of_table(rows: Iterable[Row], table: str) -> dict[str, Row]:

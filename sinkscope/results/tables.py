@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Any, Literal
 
 from sinkscope.files.plain import plain, visible
@@ -14,8 +13,8 @@ from sinkscope.results.notation import percent as percent_of
 
 MOST_ROWS = 64
 """Rows of a table that are shown; a file of it holds all."""
-BETWEEN, WIDEST = 2, 10_000
-"""Spaces between columns, and the longest line of a table that shows every column."""
+WIDEST = 10_000
+"""The longest line of a table that shows every column."""
 Table = list[dict[str, Any]]
 """One dict per row."""
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?( \(± [\d.,%]+\))?|-|nan|yes|no|")
@@ -27,47 +26,42 @@ class Grid:
 
     Attributes:
         columns: The cells of each column, by its name.
-        important: Names of the columns that are shown first; their cells take several lines where they must.
+        important: Names of the columns that a terminal shows; empty: all.
     """
 
     columns: Mapping[str, Sequence[str]]
     important: Sequence[str] = ()
 
     def text(self, width: int | None = None, most: int = MOST_ROWS) -> str:
-        """Return the columns that fit, and what is left out; a head may take several lines, and numbers stand right.
+        """Return the important columns, or all if there are none such, and what is left out; numbers stand right.
 
         Args:
-            width: Characters of a line. None: every column is shown, and the notes are not broken.
+            width: Characters of a line; cells that do not fit take several lines. None: every column is shown.
             most: Rows that are shown at most.
         """
-        from rich.cells import cell_len  # some characters take two places
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        printed = io.StringIO()
-        table = RichTable(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style="")
-        sides, end = dict(zip(self.columns, self.sides(), strict=True)), -BETWEEN
-        shown: list[str] = []
-        for name in dict.fromkeys([*filter(self.columns.__contains__, self.important), *self.columns]):
-            widest = max(map(cell_len, [*name.split("_"), *self.columns[name]]))
-            end += BETWEEN + widest
-            if width is None or end <= width or name in self.important or not shown:
-                shown.append(name)
-                table.add_column(name.replace("_", " "), justify=sides[name], overflow="fold", max_width=widest)
-        for row in Grid({name: self.columns[name] for name in shown}).rows(most):
+        names = [name for name in self.important if name in self.columns and width is not None] or [*self.columns]
+        shown = Grid({name: self.columns[name] for name in names})
+        table = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
+        for name, side in zip(names, shown.sides(), strict=True):
+            table.add_column(name.replace("_", " "), justify=side, overflow="fold")
+        for row in shown.rows(most):
             table.add_row(*row)
-        options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}
-        Console(file=printed, width=width or WIDEST, **options).print(table)
-        left_out, notes = len(self.columns) - len(shown), self.notes(most)
-        if left_out:
-            notes.insert(0, f"{left_out} more columns are in the file that --csv FILE writes.")
-        lines = [*printed.getvalue().splitlines(), *[fill(note, width or WIDEST) for note in notes]]
+        printed = io.StringIO()
+        plain_text: Any = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}
+        Console(file=printed, width=width or WIDEST, **plain_text).print(table)
+        lines = [*printed.getvalue().splitlines(), *self.notes(most, len(names))]
         return "\n".join(filter(None, map(str.rstrip, lines)))
 
-    def notes(self, most: int = MOST_ROWS) -> list[str]:
-        """Return the line below the table when at most so many of its rows are shown."""
+    def notes(self, most: int = MOST_ROWS, columns: int | None = None) -> list[str]:
+        """Return the line below the table when not all rows and columns are shown."""
         every = max(map(len, self.columns.values()), default=0)
-        return [f"{most} of {every} rows are shown (--csv FILE writes them all)."] if most < every else []
+        shown = columns or len(self.columns)
+        if most >= every and shown == len(self.columns):
+            return []
+        return [f"{min(most, every)} of {every} rows, {shown} of {len(self.columns)} columns (--csv FILE has all)."]
 
     def rows(self, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
         """Return the cells of each row, of at most so many rows."""

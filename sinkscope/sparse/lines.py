@@ -31,7 +31,7 @@ from sinkscope.measure.attention_texts import check_data, texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
-from sinkscope.results.row import row_beside
+from sinkscope.results.row import row_of
 from sinkscope.results.style import COLOURS, figure_of, long_table
 from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Lines, lengths_of
@@ -130,13 +130,15 @@ class LineWeights(Result):
         heaviest = f"heaviest {self.etas[self.shown_eta]:.0%}"
         by_text = self.text_mass[self.shown_eta]
         mass = Mean(self.shown("mass").value, margin_of(by_text), tuple(by_text.tolist()), "share")
-        masses = [(self.shown(name).value, what) for name, what in CONTROLS.items() if getattr(self, name) is not None]
-        rows = [row_beside(f"Attention on the {heaviest} of lines", mass, *max(masses))]
+        controls = [name for name in CONTROLS if getattr(self, name) is not None]
+        strongest = max(controls, key=lambda name: self.shown(name).value)
+        about = f"Attention on the {heaviest} of lines"
+        rows = [row_of("findings", about, CONTROLS[strongest], share=mass, control=self.shown(strongest))]
         for name, said in SHARED.items():
             if getattr(self, name) is not None:
-                chance = self.shown(f"{name}_random").value
-                rows.append(row_beside(f"{heaviest} of {said}", self.shown(name), chance, "random lines"))
-        return [*rows, row_beside("cells that the lines cover", self.shown("cells"), None)]
+                numbers = {"share": self.shown(name), "control": self.shown(f"{name}_random")}
+                rows.append(row_of("findings", f"{heaviest} of {said}", "random lines", **numbers))
+        return [*rows, row_of("findings", "cells that the lines cover", share=self.shown("cells"))]
 
 
 def draw(result: LineWeights) -> go.Figure:

@@ -10,10 +10,9 @@ from sample_results import sample_find_sinks, share, with_rows, writer
 
 import sinkscope as ss
 from sinkscope.app.card import CardPart, SinkCard
-from sinkscope.app.compare import expanded
-from sinkscope.measure.merge import CAME, CHANGED, SAME, WENT
+from sinkscope.app.compare import CAME, CHANGED, SAME, WENT, expanded
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean, row_beside, row_of
+from sinkscope.results.row import Mean, row_of
 from sinkscope.sinks.spikes.result import FindSinks
 
 BEFORE, AFTER = (30.0, 34.0, 32.0, 32.0, 20.0, 40.0), (27.0, 33.0, 29.0, 30.0, 16.0, 38.0)
@@ -87,7 +86,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, typed):
 def test_cards_are_compared_by_their_parts(tmp_path):
     """Two parts may use one name, and a folder of scans stands for its cards, in the order of their numbers."""
     for step, value in ((1000, 0.3), (20, 0.1)):
-        row = row_beside("lost", share(value, 0.01), 0.0)
+        row = row_of("findings", "lost", share=share(value, 0.01), control=0.0)
         parts = (CardPart("a", "a", "It is so.", (row,)), CardPart("b", "b", "So.", (replace(row, numbers={}),)))
         (tmp_path / f"step-{step}").mkdir()
         SinkCard(quick=True, parts=parts).save(tmp_path / f"step-{step}/card.json")

@@ -74,9 +74,9 @@ def test_what_a_template_refuses_is_named_and_without_a_template_words_are_read(
 def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(written, typed):
     rows = [{"text": f"Once upon a time there was a bird with {n} songs, and the bird sang."} for n in range(99)]
     setup = Setup.open(text=written("a.jsonl", rows))
-    assert setup.text_said == "a.jsonl: 99 texts." and "songs" in setup.text
+    assert setup.settings["text_said"] == "a.jsonl: 99 texts." and "songs" in setup.text
     assert setup.text_read == Setup.open(text=written("b.jsonl", rows)).text_read
-    assert setup.text_said in typed(f"lines --text {written('a.jsonl', rows)} --count 2 --length 48").out
+    assert setup.settings["text_said"] in typed(f"lines --text {written('a.jsonl', rows)} --count 2 --length 48").out
     with refused("no text is given whose field it is"):
         ss.lines(field="text")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sinkscope.measure.merge import CAME, CHANGED, SAME, UNJUDGED, WENT, merge
+from sinkscope.app.compare import CAME, CHANGED, SAME, UNJUDGED, WENT, merge
 from sinkscope.results.row import Mean, Row
 
 
