@@ -185,7 +185,7 @@ class BenchTable(Result):
                     numbers["control"] = Mean(control.score, kind=kind)
                 contrast = controls[0].method if controls else ""
                 label = f"{group.set}, {group.method}: {task.unit}"
-                rows.append(row_of("findings", label, contrast, texts=tuple(group.scores), **numbers))
+                rows.append(Row("findings", label, numbers, contrast, texts=tuple(group.scores)))
         return rows
 
     def conclusion(self) -> str:

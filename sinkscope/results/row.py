@@ -101,15 +101,7 @@ class Row:
         return noun[0].removesuffix("(s)") + ("" if f"{self.numbers[noun[1]]}" == "1" else "s")
 
 
-def row_of(
-    table: str,
-    name: str,
-    note: str = "",
-    *,
-    about: str = "",
-    texts: Sequence[str] = (),
-    **numbers: Mean | float | None,
-) -> Row:
+def row_of(table: str, name: str, note: str = "", **numbers: Mean | float | None) -> Row:
     """Return a row of the numbers that were read: whole numbers are counts, and None was not read."""
     means: dict[str, Mean] = {}
     for key, number in numbers.items():
@@ -117,7 +109,7 @@ def row_of(
             means[key] = number
         elif number is not None:
             means[key] = Mean(float(number), kind="count" if isinstance(number, int) else "number")
-    return Row(table, name, means, note, about, tuple(texts))
+    return Row(table, name, means, note)
 
 
 def of_table(rows: Iterable[Row], table: str) -> dict[str, Row]:

@@ -137,7 +137,7 @@ class LineWeights(Result):
         for name, said in SHARED.items():
             if getattr(self, name) is not None:
                 numbers = {"share": self.shown(name), "control": self.shown(f"{name}_random")}
-                rows.append(row_of("findings", f"{heaviest} of {said}", "random lines", **numbers))
+                rows.append(Row("findings", f"{heaviest} of {said}", numbers, "random lines"))
         return [*rows, row_of("findings", "cells that the lines cover", share=self.shown("cells"))]
 
 
