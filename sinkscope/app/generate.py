@@ -26,7 +26,6 @@ def print_generated(
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
-    bos: bool | None = None,
     chat: bool | None = None,
     patch: str | None = None,
     policy: str | None = None,
@@ -45,7 +44,6 @@ def print_generated(
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        bos: Whether the prompt begins with BOS. By default the tokenizer, or the chat template, decides.
         chat: Whether the prompt is a message in the tokenizer's chat template. By default it is if there is one.
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, snapkv:0.25:window=64 or package.module:Class:512.
@@ -74,7 +72,6 @@ def print_generated(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        bos=bos,
         chat="auto" if chat is None else chat,
     )
     end_bar(progress)

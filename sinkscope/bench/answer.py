@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import LogitsProcessor
+from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.bench.record import Answer, BenchRecord, EndReason, Metrics, Prompt
 from sinkscope.engine.actor import Actor
@@ -19,7 +19,7 @@ from sinkscope.engine.run import Event, Run
 from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
-from sinkscope.generation.decode import ForcedAnswer, decoding, padded, to_end
+from sinkscope.generation.decode import Processor, decoding, forced_answers, padding_of, to_end
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.keeper import CacheKeeper, held_tokens
 from sinkscope.models.inputs import end_ids, tokenizer_of
@@ -91,7 +91,7 @@ def answer_rows(
     new: int,
     edit: Intervention | None = None,
     *,
-    sampler: LogitsProcessor | None = None,
+    sampler: Processor | None = None,
     along: Sequence[list[int]] = (),
     logits: list[Logits] | None = None,
 ) -> list[Answer]:
@@ -108,8 +108,10 @@ def answer_rows(
     """
     started = time.perf_counter()
     ends = end_ids(target)
-    pad = max(0, min(ends, default=0))
-    ids, mask = padded(rows, pad, target.device)
+    pad = padding_of(target)
+    given = [torch.tensor(row, device=target.device) for row in rows]
+    ids = pad_sequence(given, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in given], batch_first=True, padding_side="left")
 
     def seen(_: Any, scores: Logits) -> Logits:
         if logits is not None:
@@ -119,7 +121,8 @@ def answer_rows(
     processors: list[Any] = [seen, *([] if sampler is None else [sampler])]
     if along:
         new = max(map(len, along))
-        processors.append(ForcedAnswer(list(along), ids.shape[1], pad))
+        whole = [[*answer, *[pad] * (new - len(answer))] for answer in along]
+        processors.append(forced_answers(whole, ids.shape[1]))
     options = decoding(target, do_sample=False, pad_token_id=pad)
     options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "logits_processor": processors}

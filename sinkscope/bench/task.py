@@ -16,7 +16,7 @@ from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.records import Budget, Wording, check_fields, read_settings, setting_types
-from sinkscope.generation.decode import RowSampler
+from sinkscope.generation.decode import row_sampler
 from sinkscope.models.target import Target
 
 TASKS: dict[str, type[Task]] = {}
@@ -81,7 +81,7 @@ class Task(ABC):
             rows = [conversation_ids(target, prompt, number, self.chat) for prompt in prompts]
             temperature, sampler = 1.0 if method == SAMPLING else batch.temperature, None
             if temperature:
-                sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
+                sampler = row_sampler(temperature, batch.seed, [prompt.id for prompt in prompts])
             written = answer_rows(target, rows, batch.new, make_method(method), sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
                 metrics = self.score(target, batch, prompt.turns[number], answer)

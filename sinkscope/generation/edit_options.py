@@ -25,40 +25,24 @@ def edit_from_options(
         patch: The patch.json to run under; from Python also a `SinkPatch`.
         policy: Which entries the KV cache keeps, such as streaming:512, snapkv:0.25:window=64 or
             package.module:Class:512; from Python also a policy.
-        guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`, or "paper" (as published).
-        interventions: Any other intervention, several joined by |, or a list of these.
+        guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`.
+        interventions: Any other intervention, or several joined by |.
 
     Raises:
-        SinkscopeError: The patch cannot be read, the policy does not exist, there are two guards, or something is no
-            intervention.
+        SinkscopeError: The patch cannot be read, the policy does not exist, or something is no intervention.
     """
-    if guard is True:
-        guard = "loopguard"
-    elif guard == "paper":
-        guard = "loopguard:paper"
-    policy, guard = _named(policy), _named(guard or None)
-    if guard is not None and isinstance(policy, type(guard)):
-        raise SinkscopeError("the policy is a guard, too, and two would cut the same rows: give one of them")
-    parts = [
-        SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
-        *(interventions if isinstance(interventions, list | tuple) else [interventions]),
-        policy,
-        guard,
-    ]
-    edits = [part for part in parts if part is not None]
-    for part in edits:
-        if not isinstance(part, Intervention):
+    if isinstance(patch, str | os.PathLike):
+        patch = SinkPatch.load(patch)
+    guard = "loopguard" if guard is True else guard or None
+    edits: list[Any] = [part for part in (patch, interventions, policy, guard) if part is not None]
+    for number, part in enumerate(edits):
+        if isinstance(part, str):
+            from sinkscope.kv.registry import policy_named  # most measurements run without the cache of this package
+
+            edits[number] = policy_named(part)
+        elif not isinstance(part, Intervention):
             raise SinkscopeError(
                 f"{type(part).__name__} is no intervention: give a policy, a patch or a guard, or several of "
                 "them joined by |"
             )
     return functools.reduce(or_, edits) if edits else None
-
-
-def _named(policy: Any) -> Any:
-    """Return the policy of a name, and anything else as it is."""
-    if not isinstance(policy, str):
-        return policy
-    from sinkscope.kv.registry import policy_named  # most measurements run without the cache of this package
-
-    return policy_named(policy)

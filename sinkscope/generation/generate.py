@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os import PathLike
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from sinkscope.engine.run import Event
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural, Whole
-from sinkscope.generation.decode import RowSampler, decode
+from sinkscope.generation.decode import decode, row_sampler
 from sinkscope.generation.edit_options import edit_from_options
-from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.kv import Policy
 from sinkscope.models.inputs import check_length, read_inputs, tokenizer_of
-from sinkscope.models.target import Target
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
 
@@ -49,16 +43,12 @@ def generate(
     model: object,
     prompts: Any,
     *,
-    patch: SinkPatch | str | PathLike[str] | None = None,
-    interventions: Any = None,
-    policy: Policy | str | None = None,
-    guard: Intervention | bool | Literal["paper"] = False,
     tokenizer: Any = None,
     max_new_tokens: Natural = 100,
     temperature: Temperature = 0.0,
     seed: Whole = 0,
-    bos: bool | None = None,
     chat: Chat = "auto",
+    **edits: Any,
 ) -> list[Generated]:
     """Generate after each prompt by itself, greedily or at a temperature.
 
@@ -70,19 +60,14 @@ def generate(
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.
         prompts: A text or a list of texts; token ids as a list, a list of lists or a tensor; or a tokenizer's output.
             Ids are used unchanged.
-        patch: A `SinkPatch`, or the path of a patch.json.
-        interventions: Further edits: an intervention, several joined by |, or a list of these. They act after the
-            patch.
-        policy: What the KV cache keeps: a policy, or a name that `policy_named` accepts, such as "h2o:512".
-        guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`, which also
-            removes loops from the text; "paper" means `LoopGuard.paper()`, which does not.
         tokenizer: Needed if the model carries no tokenizer.
         max_new_tokens: Maximum number of new tokens per prompt.
         temperature: Sampling temperature; 0 decodes greedily.
         seed: Seed for sampling, which depends on no random numbers of the caller's.
-        bos: Whether prompts begin with the BOS token. By default the tokenizer, or the chat template, decides.
         chat: Whether each text becomes a message in the tokenizer's chat template. "auto" does so if there is a
-            template, `bos` is not given, and the text does not begin with a special token, and says so once.
+            template and the text does not begin with a special token, and says so once.
+        edits: `patch=`, `policy=`, `guard=` and `interventions=`, as all measurements take them
+            (`sinkscope.generation.edit_options.edit_from_options`). `guard=True` removes loops from the text as well.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -92,34 +77,23 @@ def generate(
             invalid, the policy does not exist, or its budget is too small for a prompt.
     """
     target = target_of(model, tokenizer)
-    target.check_head()
     tok = tokenizer_of(target)  # a model without one is refused
-    rows = _rows(target, prompts, bos, chat)
-    edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
-    for number, length in enumerate(map(len, rows), 1):
-        check_length(target, f"prompt {number}", length, max_new_tokens, "shorten the prompt")
-        for part in () if edit is None else edit.parts:
-            part.check_prompt(length)
+    rows = read_inputs(target, prompts).rows()
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    for number, text in enumerate(texts if isinstance(texts, list | tuple) else ()):
+        if isinstance(text, str) and uses_template(tok, text, chat, target.name):
+            rows[number] = chat_ids(tok, [{"role": "user", "content": text}], target.name)
+    edit = edit_from_options(**edits)
     target.shards.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
+    for number, row in enumerate(rows, 1):
+        check_length(target, f"prompt {number}", len(row), max_new_tokens, "shorten the prompt")
     results: list[Generated] = []
     for number, row in enumerate(rows):
-        sampler = RowSampler(temperature, seed, [f"prompt {number}"]) if temperature > 0 else None
-        (answer,), run = decode(target, [row], max_new_tokens, edit, sampler=sampler)
+        options: dict[str, Any] = {}
+        if temperature > 0:
+            options = {"do_sample": True, "logits_processor": [row_sampler(temperature, seed, [f"prompt {number}"])]}
+        (answer,), run = decode(target, [row], max_new_tokens, edit, **options)
         text = tok.decode(answer, skip_special_tokens=True)
         done = ([], "") if run is None else (run.events, run.summary())
         results.append(Generated(text, answer, len(row), *done))
     return results
-
-
-def _rows(target: Target, prompts: Any, bos: bool | None, chat: Chat) -> list[list[int]]:
-    """The ids of each prompt: as they are given, as a text is read, or in the chat template."""
-    rows, name = read_inputs(target, prompts, bos=bos).rows(), target.name
-    texts = [prompts] if isinstance(prompts, str) else prompts
-    if not isinstance(texts, list | tuple) or not isinstance(texts[0], str) or (bos is not None and chat == "auto"):
-        return rows
-    if bos is not None and chat:
-        raise SinkscopeError(f"bos={bos} with chat=True: the template says what stands first; leave one of them out")
-    for number, text in enumerate(texts):
-        if uses_template(target.tokenizer, text, chat, name):
-            rows[number] = chat_ids(target.tokenizer, [{"role": "user", "content": text}], name)
-    return rows

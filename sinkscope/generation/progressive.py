@@ -48,8 +48,13 @@ class Progressive(Policy):
     after: Whole = 16
 
     def summary(self, run: Run) -> str:
-        """Return the tokens that a decoding step read, and those held in the cache."""
-        return steps_summary(self.shown_name, run)
+        """Return the tokens that a decoding step read, and those held in the cache; "" if there was no step."""
+        read = [number for usage in run.usage for number in usage.mean_read]
+        held = [number for usage in run.usage for number in usage.mean_held]
+        if not read:
+            return ""
+        name = self.shown_name
+        return f"A decoding step under {name} read {fmean(read):,.0f} of {fmean(held):,.0f} tokens on average."
 
     def watch(self, run: Run) -> None:
         """Keep the latest queries, also those of generated tokens."""
@@ -82,15 +87,3 @@ class Progressive(Policy):
             whole = kv.copy()
             kv.evict(self.chosen(LayerMoment(kv, step, rows)))
             kv.whole_layer = whole
-
-
-def steps_summary(name: str, run: Run) -> str:
-    """Return one sentence on how much decoding steps read; "" if there was none."""
-    read: list[float] = []
-    held: list[float] = []
-    for usage in run.usage:
-        read += usage.mean_read
-        held += usage.mean_held
-    if not read:
-        return ""
-    return f"A decoding step under {name} read {fmean(read):,.0f} of {fmean(held):,.0f} tokens on average."

@@ -23,7 +23,7 @@ from torch import Tensor
 from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
-from sinkscope.generation.progressive import Progressive, steps_summary
+from sinkscope.generation.progressive import Progressive
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores, sample_queries
 from sinkscope.sparse.bands import BlockGrid, Lines
@@ -220,7 +220,7 @@ class LoopServe(SparsePrompts):
 
     def summary(self, run: Run) -> str:
         """Return the share of attention that prompts computed, and the tokens that a decoding step read."""
-        steps = steps_summary("LoopServe", run) if self.decode else ""
+        steps = self.decoding.summary(run) if self.decode else ""
         return f"{super().summary(run)} {steps}".strip()
 
     def _warn(self, run: Run) -> None:

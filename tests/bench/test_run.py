@@ -14,7 +14,7 @@ from refusals import refused
 from sinkscope.bench.answer import answer_rows
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.record import BenchRecord, Prompt, Turn, read_run
-from sinkscope.bench.task import PromptFile, RowSampler
+from sinkscope.bench.task import PromptFile, row_sampler
 from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
 from sinkscope.loops.guard import LoopGuard
@@ -120,7 +120,7 @@ def test_what_a_guard_cuts_off_is_not_counted():
 
 
 def test_sampling_follows_the_softmax():
-    logits, process = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0]), RowSampler(0.7, 0, ["dc-0001"])
+    logits, process = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0]), row_sampler(0.7, 0, ["dc-0001"])
     drawn = torch.cat([process(torch.empty(0), logits[None]) for _ in range(2000)])
     assert ((drawn == 0).sum(-1) == 1).all() and (drawn.isinf().sum(-1) == 4).all(), "all others are forbidden"
     shares, expected = torch.bincount(drawn.argmax(-1), minlength=5) / 2000, (logits / 0.7).softmax(-1)

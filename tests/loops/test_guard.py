@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from experiments.loopguard.variants import OneSignal, Timed
-from sinkscope.generation.decode import ForcedAnswer
+from sinkscope.generation.decode import forced_answers
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.generation.generate import generate
 from sinkscope.kv import H2O, StreamingLLM
@@ -259,14 +259,17 @@ def test_without_an_end_padding_ends_no_row_and_no_row_can_be_stopped():
     ids, mask = prompts([9])
     asked = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     with LoopGuard(act="report", monitor=EAGER).on(model) as run:
-        model.generate(ids, logits_processor=[ForcedAnswer([[0, 30, 31, 32] * 10], 9)], **asked)
+        model.generate(ids, logits_processor=[forced_answers([[0, 30, 31, 32] * 10], 9)], **asked)
     assert run.events and run.events[0].data["period"] == 4
     with eager_guard(act="stop").on(model), refused("no end token; use act='report'"):
         model.generate(ids, **asked)
 
 
 def test_the_names_of_a_guard_and_of_its_monitor():
-    assert edit_from_options(guard="paper") == LoopGuard.paper() and edit_from_options(guard=True) == LoopGuard()
+    assert (
+        edit_from_options(policy="loopguard:paper") == LoopGuard.paper()
+        and edit_from_options(guard=True) == LoopGuard()
+    )
     model, tokenizer = tiny_model("llama")
     with refused("guard"):
         generate(model, "x", guard="papers", tokenizer=tokenizer)

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import torch
 from organisms import kept_loop
 from organisms.tokens import BOS
+from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.generation.conversation import Conversation
-from sinkscope.generation.decode import padded
 from sinkscope.generation.generate import generate
 from sinkscope.loops import MonitorSettings, tail_period
 from sinkscope.loops.guard import LoopGuard
@@ -21,7 +21,10 @@ GUARD = LoopGuard(monitor=MonitorSettings(tail_beyond=0, cooldown=8))
 def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
     o, onsets = kept_loop(reach=80), (20, 0)  # the loop lives on its own tail, as the paper has it
     rows = [*map(o.prompt, onsets), [BOS, *o.walk(400, 59)]]
-    ids, mask = padded(rows, 0, torch.device("cpu"))
+    ids, mask = (
+        pad_sequence(part, batch_first=True, padding_side="left")
+        for part in ([torch.tensor(row) for row in rows], [torch.ones(len(row), dtype=torch.long) for row in rows])
+    )
     options = {"attention_mask": mask, "eos_token_id": o.tokenizer.eos_token_id, "pad_token_id": 0, "do_sample": False}
 
     def written(guard: LoopGuard):

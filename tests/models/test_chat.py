@@ -35,7 +35,7 @@ def chatty(template: str | None = CHAT):
 
 
 def test_a_text_becomes_a_message_where_there_is_a_template():
-    """With a note; not if it is in a template already, if BOS is asked for, or if there is no template."""
+    """With a note; not if it is in a template already, or if there is no template."""
     model, tokenizer = chatty()
     ids = tokenizer("<s> user poem dog book </s> <s> assistant", add_special_tokens=False)["input_ids"]
     plain = tokenizer("poem dog book")["input_ids"]
@@ -51,10 +51,7 @@ def test_a_text_becomes_a_message_where_there_is_a_template():
     assert read("poem dog book") == read(["poem dog book", "cat"]) == (in_template, True)
     assert read("poem dog book", chat=True) == (in_template, False)
     assert read("poem dog book", chat=False) == (as_it_is, False)
-    assert read("poem dog book", bos=True) == (read([1, *plain[plain[0] == 1 :]])[0], False)
     assert not read("<s> user poem </s>")[1]
-    with refused("bos=True with chat=True"):
-        read("poem", bos=True, chat=True)
     tokenizer.chat_template = None
     assert read("poem dog book") == (as_it_is, False)
     with refused(r"has no chat template: read texts as they are, with chat=False \(--no-chat\)"):

@@ -22,6 +22,8 @@ def _dispatches(draw: Draw) -> bool:
     columns = family.window is None or draw["cache"] in ("none", "gradients")
     rounds = draw["dtype"] != "float32" or draw["mode"] == "autocast"
     exact = family.experts is None or not rounds  # rounding chooses other experts
+    if draw["options"] == "second text":  # whose places are not those of the columns by which `hide` hides
+        return False
     return scores and columns and exact and draw["cache"] in WAYS and draw["attention"] in ("sdpa", "eager", "own")
 
 

@@ -25,7 +25,7 @@ LEAVES_CACHE = (
 
 def _attends(draw: Draw) -> bool:
     """Whether the attention function is wrapped."""
-    return draw["edit"] not in LEAVES_CACHE or draw["cache"] in ("conversation", "conversation kept")
+    return draw["edit"] not in LEAVES_CACHE or draw["cache"] == "conversation"
 
 
 def _owns_cache(draw: Draw) -> bool:
@@ -140,6 +140,5 @@ MENDED = {
     "a trace counts the padding": draw_of(edit="trace", family="gpt2", padding="left", rows=2),
     "a vector at the embedding is multiplied": draw_of(edit="add embed", family="granite"),
     "a vector at the embedding is normalised": draw_of(edit="add embed", family="bloom"),
-    "a list of interventions is refused": draw_of(cache="ss.generate", edit="zero;full"),
 }
 """The smallest draws that meet a cause, mended or planted, which the cover of all pairs may miss: they pass."""

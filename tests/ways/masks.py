@@ -79,7 +79,7 @@ def _has_hole(draw: Draw) -> bool:
     """
     family = FAMILIES[draw["family"]]
     counts = (draw["family"] == "mpt" or family.window is not None) and EDITS[draw["edit"]].alone
-    ways = draw["cache"] not in ("ss.generate", "conversation", "conversation kept")
+    ways = draw["cache"] not in ("ss.generate", "conversation")
     return _long(draw) and not counts and ways and draw["padding"] != "right" and _has_mask(draw)
 
 

@@ -132,7 +132,7 @@ def ss_generate(use: Use) -> Tensor:
         found = ss.generate(
             use.model,
             rows,
-            interventions=list(use.edits),
+            interventions=joined(use.edits),
             max_new_tokens=new,
             tokenizer=tokenizer_of(use.model),
         )
@@ -148,14 +148,12 @@ def joined(edits: Sequence[Any]) -> Any:
     return reduce(or_, edits) if edits else None
 
 
-def conversation(use: Use, answers: Any = "recompute") -> Tensor:
+def conversation(use: Use) -> Tensor:
     """Two turns, which plain transformers reads as one text each."""
     prompts, said = [use.ids[0, : use.prompt].tolist(), use.ids[0, use.prompt :].tolist()], []
     chat = None
     if use.edits is not None:
-        chat = ss.Conversation(
-            use.model, joined(use.edits), answers=answers, tokenizer=tokenizer_of(use.model), chat=False
-        )
+        chat = ss.Conversation(use.model, joined(use.edits), tokenizer=tokenizer_of(use.model), chat=False)
     text: list[int] = []
     for prompt in prompts:
         if chat is not None:
@@ -170,7 +168,3 @@ def conversation(use: Use, answers: Any = "recompute") -> Tensor:
     for number, tokens in enumerate(said):
         wide[number, : len(tokens)] = torch.tensor(tokens)
     return wide
-
-
-def conversation_kept(use: Use) -> Tensor:
-    return conversation(use, "keep")

@@ -26,7 +26,7 @@ from .calls import Use
 from .edits import EDITS, Draw
 from .families import FAMILIES, PAD, VOCAB
 from .masks import put_image, put_padding
-from .texts import conversation, conversation_kept, generate, looping, ss_generate, steered, turns
+from .texts import conversation, generate, looping, ss_generate, steered, turns
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,6 @@ WAYS = {
         ss_generate, "ss.generate", lambda draw: _bare(draw) and draw["padding"] != "right", tokens=True
     ),
     "conversation": Way(conversation, None, _one_row, tokens=True),
-    "conversation kept": Way(conversation_kept, None, _one_row, tokens=True),
 }
 
 

@@ -59,7 +59,6 @@ print_generated = Command(
     params=[
         click.Argument(["prompt"], metavar="[PROMPT]", required=False),
         click.Option(["--prompt-file"], type=TextFile()),
-        click.Option(["--bos/--no-bos"], default=None),
         click.Option(["--chat/--no-chat"], default=None),
         click.Option(["--policy"], metavar="NAME[:BUDGET]"),
         click.Option(["--guard"], is_flag=True),
