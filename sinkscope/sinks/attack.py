@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Int, Shaped
 from pydantic import Field
 
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, Whole, measurement
@@ -51,8 +52,7 @@ class ClusterAttack(Result):
     A token has the spike if it reaches half of the first token's projection on its direction.
 
     Attributes:
-        spike: The spike of the first token, by its layers. None: no spike with known neurons.
-        instead: What there is instead of a finding.
+        spike: The spike of the first token, by its layers.
         length: Tokens per sequence.
         ids: The tokens.
         head: The head of layer 0 that by itself gives each token the spike. NaN: no single head does, or none is
@@ -70,23 +70,20 @@ class ClusterAttack(Result):
         "tokens": "tokens that the head serves",
     }
 
-    spike: str | None
-    instead: str | None = None
-    length: int = 0
-    ids: Int[np.ndarray, " token"] | None = None
-    head: PerToken | None = None
-    clusters: tuple[Row, ...] = ()
+    spike: str
+    length: int
+    ids: Int[np.ndarray, " token"]
+    head: PerToken
+    clusters: tuple[Row, ...]
     attempts: tuple[Row, ...] = ()
 
     @property
     def heads(self) -> list[int]:
         """The heads that serve tokens."""
-        return [] if self.head is None else np.unique(self.head[np.isfinite(self.head)]).astype(int).tolist()
+        return np.unique(self.head[np.isfinite(self.head)]).astype(int).tolist()
 
     def conclusion(self) -> str:
         """Say what sequences of one cluster do, or what the clusters are."""
-        if self.instead is not None or self.ids is None:
-            return self.instead or ""
         served, _, unneeded = (row.numbers["share"] for row in self.clusters[:3])
         tried = f"{len(self.ids):,} tokens"
         spike = f"the spike of {self.spike}"
@@ -135,6 +132,9 @@ def attack(
         n_tokens: Tokens of the vocabulary, drawn by the seed. By default 256; a larger number than it has is all.
         length: Tokens per sequence.
         sequences: Sequences of each kind; 0 finds the clusters only.
+
+    Raises:
+        UnsupportedError: The model has no spike at the first token that needs neurons.
     """
     everyone = vocabulary(setup.target, tokens)
     ids = everyone if tokens else sorted(sample_tokens(everyone, n_tokens or 256, setup.seed))
@@ -142,7 +142,7 @@ def attack(
         check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
     chosen = spike_of(setup)
     if chosen is None:
-        return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `why_sink`.")
+        raise UnsupportedError(f"{NO_FIRST_SPIKE}, so there is nothing to attack: see `why_sink`")
     # Step 1: clusters
     head, rows = clusters_of(setup, chosen.spike, ids)
     found = ClusterAttack(spike=chosen.spike.name, length=length, ids=np.array(ids), head=head, clusters=rows)
@@ -151,8 +151,8 @@ def attack(
     # Step 2: sequences
     every, *pools = pools_of(setup, found)
     if max(map(len, pools)) < length:
-        few = f"No cluster has {length} tokens (the largest: {max(map(len, pools))}), so no sequence was tried."
-        return replace(found, instead=few)
+        warn(f"no cluster has {length} tokens (the largest: {max(map(len, pools))}), so no sequence was tried")
+        return found
     drawn = [draw_sequences(some, length, sequences, setup.seed) for some in (pools, [every])]
     return replace(found, attempts=attempts_of(setup, chosen, drawn))
 
@@ -211,9 +211,8 @@ def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed
 def pools_of(setup: Setup, found: ClusterAttack) -> list[list[int]]:
     """Return the ids of all tokens, then the ids of each cluster, without special tokens."""
     special = [*setup.tokenizer.all_special_ids, *([] if setup.bos is None else [setup.bos])]
-    ids = np.asarray(found.ids)
-    usable = ~np.isin(ids, special)
-    return [ids[usable & some].tolist() for some in (usable, *(found.head == head for head in found.heads))]
+    usable = ~np.isin(found.ids, special)
+    return [found.ids[usable & some].tolist() for some in (usable, *(found.head == head for head in found.heads))]
 
 
 def attempts_of(setup: Setup, chosen: SpikeCircuit, drawn: Sequence[TokenRows]) -> tuple[Row, ...]:

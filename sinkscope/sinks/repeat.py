@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -42,7 +43,7 @@ from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
-NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `why_sink`."
+NO_SPIKE = "no norm spike was found at the first token, so repetitions are compared with nothing: see `why_sink`"
 SENTENCES = {
     "norm": "Half of the first token's spike is reached by {reached} within {copies:,} copies ({control} of it).",
     "attention": "{copies:,} copies of a token get {share} of the attention in layer {layer} ({control}).",
@@ -60,7 +61,6 @@ class Repeat(Result):
         quantity: What was read. "norm": projection on the direction of each spike, as a share of the first token's;
             "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
             would get if all tokens got the same; "probability": probability that the token comes once more.
-        instead: What there is instead of a finding.
         copies: Number of copies of each token.
         effects: What the last copy has in each condition, or which share of the attention the copies get, mean over
             tokens; beside one copy at the position of the last, and other tokens there.
@@ -82,24 +82,21 @@ class Repeat(Result):
     }
 
     quantity: Quantity
-    instead: str | None = None
-    copies: int = 0
-    effects: tuple[Row, ...] = ()
-    ids: tuple[int, ...] = ()
-    conditions: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()
-    at: Int[np.ndarray, " n"] | None = None
-    values: Float[np.ndarray, "condition token n"] | None = None
+    copies: int
+    effects: tuple[Row, ...]
+    ids: tuple[int, ...]
+    conditions: tuple[str, ...]
+    tokens: tuple[str, ...]
+    at: Int[np.ndarray, " n"]
+    values: Float[np.ndarray, "condition token n"]
     shown: int = -1
     repeats: Float[np.ndarray, "condition token"] | None = None
 
     def conclusion(self) -> str:
         """Say how many words converge in each spike, how much attention copies get, or how likely one more is."""
-        if self.instead is not None:
-            return self.instead
         effect = self.effects[0]
-        reached = list[str]()
-        for condition, repeats in zip(self.conditions, self.repeats if self.repeats is not None else (), strict=False):
+        reached: list[str] = []
+        for condition, repeats in zip(self.conditions, () if self.repeats is None else self.repeats, strict=False):
             reached.append(f"{int((repeats > 1).sum())} of {len(self.tokens)} tokens in {condition}")
         control = f"{effect.note}: {percent(effect.get('control'))}"
         words = {"copies": self.copies, "layer": self.shown, "reached": word_list(reached)}
@@ -107,24 +104,21 @@ class Repeat(Result):
 
     def rows(self) -> Table:
         """Return a row per condition and token."""
-        shown = None if self.values is None else self.values[:, :, self.shown]
-        return long_table({self.quantity: shown, "repeats": self.repeats}, condition=self.conditions, token=self.tokens)
+        columns = {self.quantity: self.values[:, :, self.shown], "repeats": self.repeats}
+        return long_table(columns, condition=self.conditions, token=self.tokens)
 
 
 def draw(result: Repeat) -> go.Figure:
     """Draw a line per token and a panel per condition."""
-    fig: Any = go.Figure()
-    if result.at is not None and result.values is not None:
-        x = "layer" if result.quantity == "attention" else "repetitions"
-        conditions = [*map(escape, result.conditions)]
-        tokens = [*map(escape, result.tokens)]
-        axes: dict[str, Any] = {"condition": conditions, "token": tokens, x: result.at.tolist()}
-        rows = long_table({result.quantity: result.values}, **axes)
-        shown: dict[str, Any] = {"x": x, "y": result.quantity, "color": "token", "facet_col": "condition"}
-        fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
-        fig.update_yaxes(exponentformat="power")
-        if result.repeats is not None:
-            fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
+    x = "layer" if result.quantity == "attention" else "repetitions"
+    conditions = [*map(escape, result.conditions)]
+    axes: dict[str, Any] = {"condition": conditions, "token": [*map(escape, result.tokens)], x: result.at.tolist()}
+    rows = long_table({result.quantity: result.values}, **axes)
+    shown: dict[str, Any] = {"x": x, "y": result.quantity, "color": "token", "facet_col": "condition"}
+    fig: Any = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
+    fig.update_yaxes(exponentformat="power")
+    if result.repeats is not None:
+        fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
     return figure_of(fig, result, width=1200, height=480)
 
 
@@ -147,6 +141,9 @@ def repeat(
             that copies and the sink receive; "probability" that the token comes once more.
         tokens: Words to repeat, each one token. By default five words of the text.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
+
+    Raises:
+        UnsupportedError: There is no spike that copies could reach; or the model has no logits, and they are asked for.
     """
     target = setup.target
     words = pick_tokens(setup, tokens)
@@ -155,21 +152,21 @@ def repeat(
     count = repetition_limit(target, max_repeats, len(before) + (TAIL if quantity == "attention" else 0))
     setup.record(max_repeats=count)
     rows = repeated(before, words, count)
-    found = Repeat(quantity=quantity, copies=count, ids=tuple(words), tokens=token_texts(target, words))
+    about = {"quantity": quantity, "copies": count, "ids": tuple(words)}
     if quantity == "probability":
-        return read_probabilities(setup, found, rows)
+        if not target.resident:
+            raise UnsupportedError(
+                f"{target.name} is read layer by layer, without probabilities: open it whole, and give it"
+            )
+        return read_copies(setup, about, rows, ["intact"], partial(chances_of, target, words), stopped_after)
     sinks = sinks_of(setup)
     if quantity == "attention" and sinks.spikes:
-        return read_attention(setup, found, rows, sinks.spikes[0].spike)
+        return read_attention(setup, about, rows, sinks.spikes[0].spike)
     spikes = [circuit.spike for circuit in sinks.at_first]
     if not spikes:
-        return Repeat(quantity=quantity, instead=NO_SPIKE)
-
-    def read(rows: TokenRows) -> Float[Tensor, "spike token n"]:
-        return torch.stack(along_spikes(target, spikes, rows))[:, :, -count:]
-
-    found = replace(found, conditions=tuple(spike.name for spike in spikes))
-    return read_copies(setup, found, rows, read, half_reached)
+        raise UnsupportedError(NO_SPIKE)
+    names = [spike.name for spike in spikes]
+    return read_copies(setup, about, rows, names, partial(along_spikes, target, spikes), half_reached)
 
 
 # --- readings ---
@@ -209,22 +206,13 @@ def effect_of_copies(values: Float[Tensor, "kind token"], name: str, about: str,
     return [Row("findings", name, numbers, nearest.name, about, words), *rows]
 
 
-def read_probabilities(setup: Setup, found: Repeat, rows: TokenRows) -> Repeat:
-    """Read how likely each word comes once more."""
-    target = setup.target
-    if not target.resident:
-        raise UnsupportedError(
-            f"{target.name} is read layer by layer, without probabilities: open it whole, and give it"
-        )
+def chances_of(target: Target, words: list[int], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
+    """Read at each position of each row how likely a word is that is to come next, another word in each row."""
 
     def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
-        return logits.float().softmax(-1)[..., list(found.ids)]
+        return logits.float().softmax(-1)[..., words]
 
-    def read(rows: TokenRows) -> Float[Tensor, "one token n"]:
-        probability = trace(target, rows, ["logits"], of_words, batch_size=1)["logits"]
-        return probability[:, -found.copies :].diagonal(dim1=0, dim2=2).T[None]
-
-    return read_copies(setup, replace(found, conditions=("intact",)), rows, read, stopped_after)
+    return [trace(target, rows, ["logits"], of_words, batch_size=1)["logits"].diagonal(dim1=0, dim2=2).T]
 
 
 def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
@@ -237,32 +225,45 @@ def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
 
 def read_copies(
     setup: Setup,
-    found: Repeat,
+    about: dict[str, Any],
     rows: TokenRows,
-    read: Callable[[TokenRows], Float[Tensor, "condition token n"]],
+    conditions: Sequence[str],
+    read: Callable[[TokenRows], list[Float[Tensor, "row pos"]]],
     turn: Callable[[Float[Tensor, " n"]], int | None],
 ) -> Repeat:
     """Read the copies, and what one copy and other tokens have at the position of the last.
 
     Args:
         setup: The model and its text.
-        found: What is read, and of which tokens.
+        about: What is read, of which tokens, and how many copies.
         rows: The sequences, each of which repeats a token.
-        read: Reads sequences.
+        conditions: Names of what is read.
+        read: Reads sequences, in each condition.
         turn: The number of repetitions after which a token turns; None if it does not.
     """
-    values = read(rows)
-    effects = list[Row]()
+    count: int = about["copies"]
+    texts = token_texts(setup.target, about["ids"])
+    values = torch.stack(read(rows))[..., -count:]
+    effects: list[Row] = []
     setup.progress("repetitions", 1, 2)
-    last = torch.stack([values[..., -1], *(read(others)[..., -1] for others in contrasts(setup, rows, found.copies))])
-    for number, about in enumerate(found.conditions):
-        effects += effect_of_copies(last[:, number], f"{found.quantity} with copies of a token", about, found.tokens)
-    counts = np.unique(np.geomspace(1, found.copies, CURVE_POINTS).round().astype(int))
-    turned = np.array([[turn(row) for row in of_condition] for of_condition in values], dtype=float)
-    return replace(found, effects=tuple(effects), at=counts, values=values[:, :, counts - 1].numpy(), repeats=turned)
+    controls = [torch.stack(read(others))[..., -1] for others in contrasts(setup, rows, count)]
+    last = torch.stack([values[..., -1], *controls])
+    for number, condition in enumerate(conditions):
+        name = f"{about['quantity']} with copies of a token"
+        effects += effect_of_copies(last[:, number], name, condition, texts)
+    counts = np.unique(np.geomspace(1, count, CURVE_POINTS).round().astype(int))
+    return Repeat(
+        **about,
+        tokens=texts,
+        conditions=tuple(conditions),
+        effects=tuple(effects),
+        at=counts,
+        values=values[:, :, counts - 1].numpy(),
+        repeats=np.array([[turn(row) for row in of_condition] for of_condition in values], dtype=float),
+    )
 
 
-def read_attention(setup: Setup, found: Repeat, rows: TokenRows, spike: Spike) -> Repeat:
+def read_attention(setup: Setup, about: dict[str, Any], rows: TokenRows, spike: Spike) -> Repeat:
     """Measure the attention that natural text gives to the place of the spike, and to the copies before it.
 
     The effect is the share of all attention that the copies together get in the first layer whose heads can read the
@@ -270,14 +271,15 @@ def read_attention(setup: Setup, found: Repeat, rows: TokenRows, spike: Spike) -
 
     Args:
         setup: The model and its text; the context has room for the tail.
-        found: What is read, and of which tokens.
+        about: What is read, of which tokens, and how many copies.
         rows: The sequences, each of which repeats a token.
         spike: The spike.
     """
-    target, place, (count, length), before = setup.target, spike.place, rows.shape, rows.shape[1] - found.copies
+    target, place, (count, length) = setup.target, spike.place, rows.shape
+    before = length - about["copies"]
     natural = text_rows(target.tokenizer, setup.halves.report, 1, length + TAIL, setup.bos)
     natural[:, :before] = rows[:1, :before]
-    single, _ = contrasts(setup, rows, found.copies)
+    single, _ = contrasts(setup, rows, about["copies"])
     ids = torch.cat([natural[:, :-TAIL], rows, single])
     ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
     there = torch.zeros_like(ids, dtype=torch.bool)
@@ -290,9 +292,10 @@ def read_attention(setup: Setup, found: Repeat, rows: TokenRows, spike: Spike) -
     layer = next((number for number in target.attending if number > spike.layers[0]), target.attending[-1])
     usual, copies, one_copy = received[:, 1, layer].split(parts)
     shares = torch.stack([copies, one_copy, usual.expand(count)])
-    return replace(
-        found,
-        effects=tuple(effect_of_copies(shares, "attention with copies of a token", spike.name, found.tokens)),
+    texts = token_texts(target, about["ids"])
+    return Repeat(
+        **about,
+        effects=tuple(effect_of_copies(shares, "attention with copies of a token", spike.name, texts)),
         conditions=("natural text", "copies", "one copy"),
         values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),
         tokens=(place.label.words, "the copies' positions"),

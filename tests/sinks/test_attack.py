@@ -81,6 +81,7 @@ def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it_as_plain_hoo
     assert len(found.conclusion().split()) <= 30
 
 
-def test_clusters_that_are_too_small_are_an_answer(tmp_path):
-    found = attack_on(organism(seed=1, bos=False), tmp_path, length=60)
-    assert found.conclusion().startswith("No cluster has 60 tokens (the largest: ") and found.attempts == ()
+def test_clusters_that_are_too_small_are_told(tmp_path):
+    with pytest.warns(match=r"no cluster has 60 tokens \(the largest: "):
+        found = attack_on(organism(seed=1, bos=False), tmp_path, length=60)
+    assert found.conclusion().startswith("One head of layer 0 alone gives ") and found.attempts == ()
