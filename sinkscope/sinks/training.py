@@ -112,7 +112,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     spike = max(spikes, key=lambda spike: spike.size)
     ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": ratio}
-    shares = writers_of(spike).shares
+    shares, _ = writers_of(spike)
     for neuron, *_ in sorted(shares, key=lambda unit: -shares[unit])[:1]:
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:

@@ -21,7 +21,7 @@ from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.spike import Place, PlaceWords, Spike, at_position, ordinary_of
 from sinkscope.sinks.spikes.survey import read_survey
-from sinkscope.sinks.spikes.writers import Writers, neuron_at, of_layer
+from sinkscope.sinks.spikes.writers import neuron_at, of_layer
 
 LENGTH, PEAK = 48, 1
 
@@ -41,7 +41,7 @@ def first_token(model, bos: int | None = 1) -> Spike:
 
 def circuit_of(spike: Spike) -> SpikeCircuit:
     """The spike, as if nothing were known that it needs."""
-    return SpikeCircuit(spike, spike, Needs(Writers({}, {}), ()))
+    return SpikeCircuit(spike, spike, Needs({}, {}, ()))
 
 
 # --- parts ---

@@ -81,16 +81,10 @@ class SpikeCircuit:
         return tuple(part for part in self.needs.needed if isinstance(part, Neuron))
 
     @property
-    def calibrated(self) -> dict[Neuron, float]:
-        """The neurons that write it, by what their removal does, with the median of each on ordinary text."""
-        writers = self.needs.writers
-        units = [unit for unit in writers.shares if self.needs.role(unit) in WRITES]
-        return {neuron: writers.neutral[neuron] for neuron in neurons_of(units)}
-
-    @property
     def patch(self) -> SinkPatch:
-        """The patch of all its writers, which holds the median that each has on ordinary text."""
-        return SinkPatch(sites=tuple(self.calibrated), calibrated=self.calibrated)
+        """The patch of all its writers, by what their removal does; it holds the median of each on ordinary text."""
+        writing = neurons_of([unit for unit in self.needs.shares if self.needs.role(unit) in WRITES])
+        return SinkPatch(sites=writing, calibrated={neuron: self.needs.neutral[neuron] for neuron in writing})
 
     @property
     def first_writer(self) -> int:
@@ -226,7 +220,7 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
     few: dict[str, Any] = {"everywhere": True, "count": FEW}
     rows = [at_place, measure("effects", "everywhere", spike, reading, [needs.needed], **few)]
     rows += [] if circuit.hidden is None else [circuit.hidden]
-    equal = equal_sets(chosen, needs.units, neurons_of([*needs.writers.shares]), seed)
+    equal = equal_sets(chosen, needs.units, neurons_of([*needs.shares]), seed)
     if not equal.sets:
         rows.append(row_of("controls", "busiest", "no other neuron of these layers writes anything"))
     for name, own in {"busiest": slice(1), "random": slice(1, None)}.items():
@@ -267,8 +261,7 @@ def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Row]]:
     second = replace(spike, place=replace(spike.place, mask=at_position(survey.ids, 1)))
 
     def asked(spike: Spike, name: str, table: str = "purpose", **how: Any) -> Row:
-        few = spike.within(torch.arange(min(TEXTS, len(survey.ids))))
-        row = measure(table, name, few, target.attending, since=BEGIN, **how)
+        row = measure(table, name, spike, target.attending, count=TEXTS, since=BEGIN, **how)
         return replace(row, numbers={name: row.numbers[name] for name in ("heads", "loss", "tokens")})
 
     for circuit in circuits:

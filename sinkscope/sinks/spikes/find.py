@@ -245,14 +245,14 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
     needs = circuit.needs
     rows = [norm_of(spike)]
     candidates = list[Row]()
-    written = shares_on(spike, needs.writers.neutral)
+    written = shares_on(spike, needs.neutral)
     if needs.needed:
         rows.append(row_of("spike", "needed", left=mean_of(left_at_place(spike, [needs.needed])[0, 0], "share")))
     rows.append(row_of("spike", "read by", heads=count_readers(spike.attention)))
     for unit, left in needs.alone.items():
         for neuron in unit:
             share = written[neuron][0]
-            neutral = needs.writers.neutral[neuron]
+            neutral = needs.neutral[neuron]
             numbers = {"share": share, "left": Mean(float(left[0]), kind="share"), "neutral": neutral}
             candidates.append(row_of("writers", str(neuron), needs.role(unit), **numbers))
     candidates.sort(key=lambda row: -row.get("share"))

@@ -5,14 +5,14 @@ Heads are asked at tokens that stand first, each alone, so that it sees nothing 
 
 1. Many tokens are put first. Of those that have the spike it is read what is left without each head.
 2. The fewest heads are searched that as one set take away nine tenths of what all heads take.
-3. Controls: as many random heads, and as many of about equal attention to the first token.
+3. Control: as many random heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from statistics import median
 from typing import Any
 
@@ -21,11 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Mean, Row, Setup, mean_of
+from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.notation import Component, Head, word_list
 from sinkscope.results.row import row_of
 from sinkscope.sinks.spikes.asked import SpikeCircuit
-from sinkscope.sinks.spikes.controls import random_heads
+from sinkscope.sinks.spikes.controls import RANDOM_SETS
 from sinkscope.sinks.spikes.edited import Batch, Written, left_at_place, left_of, means_of, read, share_left
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import components
@@ -53,13 +54,10 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
     spike = circuit.spike
     reported = circuit.reported
     first = circuit.first_writer
-    before = list[Component]()
     rows = list[Row]()
     writers = [part for part in circuit.needs.needed if isinstance(part, Component) and (part.layer or 0) == first]
-    for part in components(spike.survey.target, first):
-        if part in (writers or [Component("mlp", first)]):
-            break
-        before.append(part)
+    stops = writers or [Component("mlp", first)]
+    before = list(takewhile(lambda part: part not in stops, components(spike.survey.target, first)))
     left = left_of(spike, [(part,) for part in before])
     least = min(map(abs, left.values()), default=1.0)
     if least >= REMOVED:
@@ -124,11 +122,11 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit, count: int = FIRST_TOKE
     if marks:
         note = word_list(marks, len(marks))
         add("fewest heads", note, left=mean_of(judge([marks])[0], "share"), heads=len(marks))
-        sets = random_heads(marks, order, setup.seed)
-        if sets:
-            left = judge([*sets, alike_heads(marks, order, spike)])
-            add("random heads", left=mean_of(left[left[:-1].mean(1).argmin()], "share"))
-            add("heads of equal attention", left=mean_of(left[-1], "share"))
+        others = [head for head in order if head not in marks]
+        if len(others) >= len(marks):
+            generator = draws(setup.seed, "heads beside those that mark")
+            left = judge([tuple(some_of(others, len(marks), generator)) for _ in range(RANDOM_SETS)])
+            add("random heads", left=mean_of(left[left.mean(1).argmin()], "share"))
     for head, left in zip(heads, along[1:] / along[0], strict=True):
         if bool((left < HALF).any()):
             add(str(head), left=mean_of(left, "share"))
@@ -163,24 +161,6 @@ def marking_heads(
         else:
             too_few = tried
     return order, order[:enough]
-
-
-def alike_heads(heads: Sequence[Head], among: Sequence[Head], spike: Spike) -> Parts:
-    """Return a different control for each head: the head whose mean attention to the spike's place is nearest.
-
-    Args:
-        heads: The heads that are compared.
-        among: All heads, in an order that was measured.
-        spike: The spike.
-    """
-    mean = spike.survey.received(spike.place.mask).nanmean(2)
-    level = {head: float(mean[head.layer, head.head]) for head in among}
-    left = [head for head in among if head not in heads]
-    nearest = list[Head]()
-    for head in heads:
-        nearest.append(min(left, key=lambda other, head=head: abs(level[other] - level[head])))
-        left.remove(nearest[-1])
-    return tuple(nearest)
 
 
 def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:

@@ -24,7 +24,6 @@ from sinkscope.sinks.spikes.edited import left_at_place, left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import (
     Unit,
-    Writers,
     components,
     components_of,
     neuron_at,
@@ -45,14 +44,16 @@ class Needs:
     """What a spike needs.
 
     Attributes:
-        writers: The candidates, with backups.
+        shares: What each candidate writes of the spike; of backups 0.
+        neutral: The median of each at ordinary positions.
         needed: The smallest set found that leaves less than a quarter of the spike; empty if there is none.
         backups: Neurons that write only when others are gone.
         alone: What is left of the spike, and of the other spikes, without each unit; strongest effect first.
         order: Components, strongest effect first, if no neurons are enough.
     """
 
-    writers: Writers
+    shares: Mapping[Unit, float]
+    neutral: Mapping[Neuron, float]
     needed: Parts
     backups: tuple[Neuron, ...] = ()
     alone: Mapping[Unit, Float[Tensor, " spike"]] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Needs:
     @property
     def units(self) -> tuple[Unit, ...]:
         """The needed neurons, equal ones together."""
-        return tuple(unit for unit in self.writers.shares if unit[0] in self.needed)
+        return tuple(unit for unit in self.shares if unit[0] in self.needed)
 
     def role(self, unit: Unit) -> str:
         """Return what the removal of a unit does."""
@@ -87,12 +88,13 @@ def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
         spike: The spike.
         others: Other spikes of the same survey, of which is measured what is left.
     """
-    writers = writers_of(spike)
-    needed, backups = search(spike, writers.shares)
+    shares, neutral = writers_of(spike)
+    needed, backups = search(spike, shares)
     fresh = shares_on(spike, backups)
-    shares = {**writers.shares, **{(neuron,): 0.0 for neuron in backups}}
-    writers = Writers(shares, {**writers.neutral, **{neuron: neutral for neuron, (_, neutral) in fresh.items()}})
-    needs = Needs(writers, needed, backups, without_each(spike, [*shares], others))
+    for neuron in backups:
+        shares[(neuron,)] = 0.0
+        _, neutral[neuron] = fresh[neuron]
+    needs = Needs(shares, neutral, needed, backups, without_each(spike, [*shares], others))
     return needs if needed else replace(needs, **components_needed(spike))
 
 
@@ -124,7 +126,7 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
         return None
     if abs(left_of(spike, [needs.needed])[needs.needed]) >= REMOVED:
         return None
-    return replace(needs, alone=without_each(spike, [*needs.writers.shares]))
+    return replace(needs, alone=without_each(spike, [*needs.shares]))
 
 
 # --- the search ---

@@ -228,13 +228,8 @@ def cause_sentence(spike: SpikeResult) -> str | None:
     if any("alone" in causes for causes in enough):
         control = f"with one other token visible: {asked[ONE_OTHER].numbers['left']}"
     best = max((asked[", ".join(causes)] for causes in enough), key=lambda row: row.get("left"))
-    causes = " or ".join(map(word_list, (said_of(spike, causes) for causes in enough)))
-    return MAKES.format(causes=causes, share=best.numbers["left"], control=control)
-
-
-def said_of(spike: SpikeResult, causes: Iterable[str]) -> list[str]:
-    """Return causes in words."""
-    return [SAID[cause].format(token=repr(spike.place.token)) for cause in causes]
+    said = [word_list([SAID[cause].format(token=repr(spike.place.token)) for cause in causes]) for causes in enough]
+    return MAKES.format(causes=" or ".join(said), share=best.numbers["left"], control=control)
 
 
 def purpose_sentence(spike: SpikeResult) -> str | None:

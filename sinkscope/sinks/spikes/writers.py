@@ -6,7 +6,7 @@ and their values rise and fall together, as when one neuron is packed as many.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
@@ -42,19 +42,6 @@ Unit = tuple[Neuron, ...]
 """Equal neurons of one layer."""
 
 
-@dataclass(frozen=True, eq=False)
-class Writers:
-    """What writes a spike: neurons of units that write 2 % or more of it, or against it; and backups.
-
-    Attributes:
-        shares: What each unit writes of the spike; of backups, which write only when others are gone, 0.
-        neutral: The median of each neuron at ordinary positions.
-    """
-
-    shares: Mapping[Unit, float]
-    neutral: Mapping[Neuron, float]
-
-
 def components_of(spike: Spike) -> list[Row]:
     """Return the shares of the embedding, attention and MLPs up to the peak, and those of what erases the spike later.
 
@@ -81,13 +68,16 @@ def components_of(spike: Spike) -> list[Row]:
 
 
 @torch.no_grad()
-def writers_of(spike: Spike) -> Writers:
-    """Return the neurons up to the peak that write along the direction, or against it, as candidates; largest first.
+def writers_of(spike: Spike) -> tuple[dict[Unit, float], dict[Neuron, float]]:
+    """Return the candidates: units up to the peak that write 2 % or more of a spike, or against it.
 
     If passes through the model cannot begin at a later layer, only layers are read whose MLP writes enough.
 
     Args:
         spike: The spike.
+
+    Returns:
+        What each unit writes of the spike, and the median of each neuron at ordinary positions.
     """
     shares = dict[Unit, float]()
     neutral = dict[Neuron, float]()
@@ -105,7 +95,7 @@ def writers_of(spike: Spike) -> Writers:
                     own = {neuron_at(target, layer, number): number for number in numbers.tolist()}
                     shares[tuple(own)] = share
                     neutral |= {neuron: neutral_post(target, view.ordinary, number) for neuron, number in own.items()}
-    return Writers(shares, neutral)
+    return shares, neutral
 
 
 def neuron_at(target: Target, layer: int, number: int) -> Neuron:
@@ -148,7 +138,13 @@ def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> Layer
     where = mask | few
     with target.loaded(layer):
         view = view_layer(target, layer, survey.ids, where, start)
-        written = _written(target, view, spike.direction, survey.mlp[layer][where])
+        post = view.post
+        gain, scale = writing_of(target, view, survey.mlp[layer][where])
+        onto = (spike.direction * gain).to(post.device)
+        projection = torch.zeros(post.shape[1], device=post.device)
+        for some in post.any(0).nonzero().flatten().split(1024):
+            projection[some] = (columns(target, layer, some) @ onto).float()  # under autocast it is not
+        written = (post * projection).cpu() * scale
     of_place = mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
     return LayerShares(layer, beyond.T, written, view.at(~of_place))
@@ -217,19 +213,6 @@ def writing_of(
     gain = gain_of(target, target.sub(view.layer, "post_mlp_norm")).cpu()
     raw = view.mlp.cpu() * gain
     return gain, ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
-
-
-def _written(
-    target: Target, view: LayerView, direction: Float[Tensor, " d_model"], added: Float[Tensor, "n d_model"]
-) -> Float[Tensor, "n neuron"]:
-    """What each neuron adds along a direction; `added` is what the MLP adds, after the norm."""
-    post = view.post
-    gain, scale = writing_of(target, view, added)
-    onto = (direction * gain).to(post.device)
-    projection = torch.zeros(post.shape[1], device=post.device)
-    for some in post.any(0).nonzero().flatten().split(1024):
-        projection[some] = (columns(target, view.layer, some) @ onto).float()  # under autocast it is not
-    return (post * projection).cpu() * scale
 
 
 # --- components ---
