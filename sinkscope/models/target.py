@@ -101,23 +101,20 @@ class LayerInput:
 
 
 @contextmanager
-def bounded(
-    layers: Sequence[nn.Module], start: LayerInput | None, last_layer: int | None, store: Any = None
-) -> Iterator[None]:
+def bounded(layers: Sequence[nn.Module], start: LayerInput | None, last_layer: int | None) -> Iterator[None]:
     """Context manager in which a pass begins and ends at layers, and is over where `stop` is called.
 
     Args:
         layers: All layers of the model.
         start: What the first layer that runs gets; those before it pass on what they get. None: all run.
         last_layer: The last layer that runs. None: all run.
-        store: Reads the weights of layers when they are called, if they are not in memory.
     """
     hooks: list[Hook] = []
     skipping: AbstractContextManager[None] = nullcontext()
     if start is not None:
         hidden = start.hidden
         hooks.append((layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
-        skipping = _skipped(layers[: start.layer], start.wrapped, store)
+        skipping = _skipped(layers[: start.layer], start.wrapped)
     if last_layer is not None:
         hooks.append((layers[last_layer], "post", stop))
     with suppress(Stop), skipping, hooked(*hooks):
@@ -125,13 +122,12 @@ def bounded(
 
 
 @contextmanager
-def _skipped(layers: Sequence[nn.Module], wrapped: bool, store: Any) -> Iterator[None]:
+def _skipped(layers: Sequence[nn.Module], wrapped: bool) -> Iterator[None]:
     """Context manager in which the first layers pass on what they get in this thread; no other enters it meanwhile.
 
     Args:
         layers: These layers.
         wrapped: Whether the layers of the model return a tuple.
-        store: Reads their weights when they are called, if they are not in memory; it does not read them either.
     """
     owner = threading.get_ident()
 
@@ -153,9 +149,6 @@ def _skipped(layers: Sequence[nn.Module], wrapped: bool, store: Any) -> Iterator
             else:
                 stack.callback(attributes.pop, "forward")
             attributes["forward"] = passing_on(run)
-        if store is not None:
-            store.skipped = len(layers)
-            stack.callback(setattr, store, "skipped", 0)
         yield
 
 
@@ -384,7 +377,7 @@ class Target:
         It has an effect on streamed models (`checkpoints.stream`) and on weights that accelerate keeps elsewhere.
         """
         if self.store is not None:
-            return self.store.pinned(layer)
+            return self.store.load(layer)
         return brought(self.layers[layer])
 
     def whole_heads(self, tensor: Shaped[Tensor, ...], count: int, dim: int = 1) -> Shaped[Tensor, ...]:
@@ -421,7 +414,7 @@ class Target:
         kwargs.setdefault("use_cache", False)
         model = self.hf if unembed else self.base
         ids = ids.to(self.device)
-        with bounded(self.layers, start, last_layer, self.store):
+        with bounded(self.layers, start, last_layer):
             return model(input_ids=ids, attention_mask=attention_mask, **kwargs)
 
     def logits_at(

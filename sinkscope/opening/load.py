@@ -20,13 +20,13 @@ from sinkscope.models.checkpoints.checkpoint import (
     Files,
     fingerprint,
     is_quantised,
-    loading_errors,
     model_with_weights,
     quiet,
 )
 from sinkscope.models.checkpoints.config import (
     check_finite,
     check_vocabulary,
+    loading_errors,
     parse_device,
     parse_dtype,
     read_config,

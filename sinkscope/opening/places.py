@@ -301,7 +301,7 @@ def sample_of(hf: Any, depth: int) -> Any:
     config.distributed_config = None  # it is whole in every process
     config._attn_implementation = "eager"
     text = config.get_text_config()
-    cut_depth(text, depth)
+    cut_depth(text, range(depth))
     text.vocab_size, text.pad_token_id = _VOCABULARY, 0
     for name, value in list(vars(text).items()):
         if name in ("max_position_embeddings", "n_positions") and isinstance(value, int):

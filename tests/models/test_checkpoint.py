@@ -11,155 +11,126 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint
-from covering import each_other
 from refusals import refused
 from safetensors.torch import load_file, save_file
 
 import sinkscope as ss
 from sinkscope.models.checkpoints.checkpoint import Files, fingerprint
-from sinkscope.models.checkpoints.config import TOKENIZER_FILES
 
 pytestmark = [pytest.mark.few_texts, pytest.mark.timeout(60)]
 
-INDEX, WEIGHTS, SHARD = "model.safetensors.index.json", "w.safetensors", "shard.safetensors"
+INDEX, WEIGHTS, SHARD = "model.safetensors.index.json", "model.safetensors", "shard.safetensors"
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    copy = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
-    (copy / "special_tokens_map.json").write_text("{}")
-    return copy
+    """A checkpoint, and its weights once more in `other`, outside it."""
+    (tmp_path / "other").mkdir()
+    shutil.copy(checkpoint("llama") / WEIGHTS, tmp_path / "other/w.safetensors")
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
-@pytest.fixture
-def other(folder) -> Path:
-    """Another folder, to which the weights went."""
-    (folder.parent / "other").mkdir()
-    shutil.move(folder / "model.safetensors", folder.parent / "other" / WEIGHTS)
-    return folder.parent / "other"
+def named(folder: Path, shard: str, **entries: Any) -> None:
+    """Put an index in the place of the weights, which names a file for all tensors."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard), **entries}))
 
 
-def named(folder: Path, name: Any, **entries: Any) -> None:
-    """Write an index that names a file for all tensors."""
-    tensors = load_file(folder.parent / "other" / WEIGHTS)
-    content = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name), **entries}
-    (folder / INDEX).write_text(json.dumps(content))
+def setting(folder: Path, file: str, **entries: Any) -> None:
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | entries))
 
 
-def placed(folder: Path, files: dict[str, str | None]) -> None:
-    """Put links into a folder, or copies of the weights (None)."""
-    for name, end in files.items():
-        if end is None:
-            shutil.copy(folder.parent / "other" / WEIGHTS, folder / name)
-        else:
-            (folder / name).symlink_to(end)
+def linked(folder: Path, name: str, end: str) -> None:
+    (folder / name).symlink_to(end)
 
 
-@pytest.mark.parametrize(
-    ("name", "files", "is_inside"),
-    [
-        ("{other}/w.safetensors", {}, False),
-        ("../model/w", {"w": None}, False),  # it ends inside, and does not stay there
-        ("below/w.safetensors", {"below": "../other"}, False),
-        ("w", {"first": "../other/w.safetensors", "w": "first"}, False),
-        ("..\\other\\w.safetensors", {}, False),
-        (SHARD, {"whole": None, SHARD: "whole"}, True),
-    ],
-)
-def test_weights_outside_the_folder_are_not_read(name, files, is_inside, folder, other):
-    placed(folder, files)
-    named(folder, name.format(other=other))
-    for use in (ss.load, ss.find_sinks):
-        if is_inside:
-            use(str(folder))
-            continue
-        with refused(r"^model.safetensors.index.json names '.*', which leads out of model"):
-            use(str(folder))
-
-
-def test_links_of_the_cache_of_the_hub_are_followed(folder, other):
-    """It keeps files as links to blobs, which are not in the folder of a snapshot."""
-    repo = other / "models--org--name"
-    (repo / "blobs").mkdir(parents=True)
-    (repo / "snapshots").mkdir()
-    shutil.copy(other / WEIGHTS, repo / "blobs/0123")
-    named(folder, SHARD)
-    placed(folder, {SHARD: "../../blobs/0123"})
-    ss.load(str(shutil.move(folder, repo / "snapshots/commit")))
-
-
-@pytest.mark.parametrize(
-    ("file", "field", "name"),
-    [
-        ("tokenizer_config.json", "vocab_file", "{other}/w.safetensors"),
-        ("tokenizer_config.json", "fast_tokenizer_files", ["link"]),
-        ("config.json", "transformers_weights", "../other/w.safetensors"),
-        ("tokenizer_config.json", "vocab_file", "/elsewhere/vocab.json"),  # left by another machine, and not followed
-    ],
-)
-def test_files_that_settings_name_stay_inside(file, field, name, folder, other):
-    placed(folder, {"link": "../other/w.safetensors", "model.safetensors": None})
-    if isinstance(name, str):
-        name = name.format(other=other)
-    settings = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps({**settings, field: name}))
-    if name == "/elsewhere/vocab.json":
-        ss.load(str(folder))
-        return
-    with refused(f"^{field} in {file} names .*, which leads out of model"):
-        ss.load(str(folder))
-
-
-KINDS = {
-    "pipe": os.mkfifo,
-    "device": lambda place: place.symlink_to("/dev/zero"),
-    "folder": lambda place: place.mkdir(),
-    "broken link": lambda place: place.symlink_to("nowhere"),
+OUTSIDE = {
+    "by its path": lambda f: named(f, str(f.parent / "other/w.safetensors")),
+    "and back": lambda f: (shutil.copy(f / WEIGHTS, f / "w"), named(f, "../model/w")),
+    "below a link": lambda f: (linked(f, "below", "../other"), named(f, "below/w.safetensors")),
+    "by two links": lambda f: (linked(f, "a", "../other/w.safetensors"), linked(f, "w", "a"), named(f, "w")),
+    "vocabulary": lambda f: setting(f, "tokenizer_config.json", vocab_file=str(f.parent / "other/w.safetensors")),
+    "list": lambda f: (
+        linked(f, "a", "../other/w.safetensors"),
+        setting(f, "tokenizer_config.json", fast_tokenizer_files=["a"]),
+    ),
+    "weights": lambda f: setting(f, "config.json", transformers_weights="../other/w.safetensors"),
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), each_other([*TOKENIZER_FILES, "config.json", "model.safetensors"], KINDS, 3))
-def test_a_file_that_waits_or_has_no_end_is_refused(name, kind, folder):
-    (folder / name).unlink(missing_ok=True)
-    KINDS[kind](folder / name)
-    with refused():
-        ss.load(str(folder))
+@pytest.mark.parametrize("change", OUTSIDE.values(), ids=OUTSIDE)
+def test_what_is_outside_the_folder_is_not_read(change, folder):
+    change(folder)
+    for use in (ss.load, ss.find_sinks):
+        with refused(r"json names '.*', which leads out of model"):
+            use(str(folder))
+
+
+def in_snapshot(folder: Path) -> Path:
+    """As the cache of the hub keeps files: links to blobs, which are not in the folder of a snapshot."""
+    repo = folder.parent / "models--org--name"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots").mkdir()
+    shutil.copy(folder / WEIGHTS, repo / "blobs/0123")
+    named(folder, SHARD)
+    linked(folder, SHARD, "../../blobs/0123")
+    return Path(shutil.move(folder, repo / "snapshots/commit"))
+
+
+INSIDE = {
+    "link": lambda f: (shutil.copy(f / WEIGHTS, f / "w"), linked(f, SHARD, "w"), named(f, SHARD)) and f,
+    "snapshot": in_snapshot,
+    "of another machine": lambda f: setting(f, "tokenizer_config.json", vocab_file="/elsewhere/vocab.json") or f,
+}
+
+
+@pytest.mark.parametrize("change", INSIDE.values(), ids=INSIDE)
+def test_what_ends_inside_or_is_not_there_is_no_reason_to_refuse(change, folder):
+    ss.load(str(change(folder)))
+
+
+REFUSED = {  # what is wrong with a file, and what is said
+    "pipe": (lambda f: os.mkfifo(f / "own.jinja"), "cannot read own.jinja: .* not a regular file"),
+    "device": (
+        lambda f: linked(f, "tokenizer.model", "/dev/zero"),
+        "tokenizer.model: .* not a regular file",
+    ),
+    "broken link": (lambda f: linked(f, "vocab.json", "nowhere"), "cannot read vocab.json: no such file"),
+    "no settings": (lambda f: (f / "config.json").unlink(), "cannot read config.json.*give the folder of"),
+    "folder": (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), "cannot read config.json"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no file named model.safetensors.*files are whole"),
+    "pickles": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
+    "no shard": (lambda f: named(f, "w-2"), "could not be loaded: .*w-2.*files are whole"),
+    "index": (
+        lambda f: (f / INDEX).write_text("[]"),
+        "model.safetensors.index.json is no JSON object; give",
+    ),
+    "LFS": (lambda f: (f / WEIGHTS).write_bytes(b"version https"), "SafetensorError: .*git lfs pull"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_is_missing_or_no_file_is_named(change, says, folder):
+    change(folder)
+    with refused(says):
+        ss.load(folder)
 
 
 DAMAGES = [b"", b"null", b'{"a": "\xff\xfe"}', b"[" * 100_000]
-FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+FILES = {"config.json": "^config", "generation_config.json": "^generation_config", "tokenizer.json": "tokenizer"}
 
 
-@pytest.mark.parametrize(("name", "damage"), each_other(FILES, DAMAGES, 3))
-def test_a_damaged_file_beside_the_weights_is_refused(name, damage, folder):
-    (folder / name).write_bytes(damage)
-    with refused(name.partition(".")[0] if "config" in name and not name.startswith("tok") else "tokenizer|special"):
-        ss.load(folder)
-    if name == "generation_config.json":  # also of a model that is read layer by layer
-        with refused(name):
-            ss.find_sinks(folder)
+@pytest.mark.parametrize(("name", "says"), FILES.items())
+def test_a_damaged_file_beside_the_weights_is_refused(name, says, folder):
+    for damage in DAMAGES:
+        (folder / name).write_bytes(damage)
+        for use in (ss.load, ss.find_sinks):  # which reads layer by layer
+            with refused(says):
+                use(folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda f: (f / "config.json").unlink(), "cannot read config.json.*give the folder of"),
-        (lambda f: (f / "q4.gguf").write_bytes(b"GGUF"), "lacks its weights.* or give a .gguf file itself"),
-        (lambda f: named(f, "w-2"), "lacks its weights, such as w-2"),
-        (lambda f: shutil.copy(f.parent / "other" / WEIGHTS, f / "pytorch_model.bin"), "convert pickles .* save_pre"),
-        (lambda f: (f / INDEX).write_text("[]"), "model.safetensors.index.json is no JSON object; download it again"),
-        (lambda f: (placed(f, {SHARD: None}), named(f, SHARD, metadata=[1])), "could not be loaded: .*files are whole"),
-        (lambda f: os.mkfifo(f / "own.jinja"), "cannot read own.jinja: .* not a regular file"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"version https"), "SafetensorError: .*git lfs pull"),
-    ],
-)
-def test_what_is_missing_is_named(change, message, folder, other):
-    change(folder)
-    with refused(message):
-        ss.load(folder)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "x.gguf"])
+@pytest.mark.parametrize("name", [WEIGHTS, "x.gguf"])
 def test_a_fingerprint_changes_with_the_weights(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     found = []

@@ -13,8 +13,12 @@ from sinkscope.opening.load import open_target
 @pytest.mark.parametrize(
     ("name", "revision", "says"),
     [
-        ("org/none", None, "org/none could not be loaded: OSError: .*check name, revision, access .* and connection"),
-        ("org/name", "v9", "org/name could not be loaded: OSError: "),
+        (
+            "org/none",
+            None,
+            "org/none could not be loaded: LocalEntryNotFoundError: .*check name, .*connection",
+        ),
+        ("org/name", "v9", "org/name could not be loaded: LocalEntry"),
         ("org/adapter", None, "org/adapter holds an adapter"),
     ],
 )

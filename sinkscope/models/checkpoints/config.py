@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -10,24 +10,35 @@ from typing import Any
 
 import torch
 
-from sinkscope.errors import SinkscopeError, first_line
+from sinkscope.errors import SinkscopeError, first_line, is_out_of_memory
 from sinkscope.models.checkpoints.gguf_file import GgufHeader
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@contextmanager
+def loading_errors(name: str) -> Generator[None]:
+    """Context manager that turns any error inside into a SinkscopeError, with what to do; `name` is the model's."""
+    try:
+        yield
+    except SinkscopeError:
+        raise
+    except Exception as error:
+        what = f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}"
+        remedy = (
+            "check name, revision, access (`hf auth login`) and connection, that what it asks for is installed, and "
+            "that the files are whole (`git lfs pull` fetches what Git LFS left) and belong together"
+        )
+        if "trust_remote_code" in str(error):
+            what = f"{name} holds Python code of its own, which is never run here"
+            remedy = "if you trust it, load the model or tokenizer with transformers and give that"
+        if is_out_of_memory(error):
+            what = f"out of memory while loading {name}"
+            remedy = 'try --dtype bfloat16 (in Python dtype=), a quantization_config or device_map="auto"'
+        raise SinkscopeError(f"{what}; {remedy}") from error
 
 
 @contextmanager
@@ -92,12 +103,10 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 def causal_class(config: Any) -> Any:
     """Return what loads a causal model: for text parts that transformers does not list, the class beside theirs."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto import modeling_auto as auto
 
-    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return AutoModelForCausalLM
-    if config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # a text model behind an image tower
-        return AutoModelForImageTextToText
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):  # the second is a text model behind a tower
+        if type(config) in auto._model_mapping:
+            return auto
     with suppress(ImportError):
         home = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
         for name, cls in vars(home).items():
@@ -106,12 +115,10 @@ def causal_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
+def new_model(config: Any, dtype: torch.dtype) -> Any:
     """Return a causal language model of a configuration: random weights, or none inside `torch.device("meta")`."""
     cls = causal_class(config)
-    if hasattr(cls, "from_config"):
-        return cls.from_config(config, dtype=dtype, trust_remote_code=False)
-    return cls(config).to(dtype)
+    return getattr(cls, "from_config", getattr(cls, "_from_config", None))(config, dtype=dtype)
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
@@ -145,15 +152,17 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     return config
 
 
-def cut_depth(text: Any, layers: int) -> None:
-    """Set the number of layers of a text configuration; further layers are like its last one."""
-    text.num_hidden_layers = layers
+def cut_depth(text: Any, layers: Sequence[int]) -> None:
+    """Set which layers a text configuration has, by number; further layers are like its last one."""
+    text.num_hidden_layers = len(layers)
     for field in _PER_LAYER:
-        per_layer = getattr(text, field, None)
-        if isinstance(per_layer, list):
+        kinds = getattr(text, field, None)
+        if isinstance(kinds, list):
             with suppress(AttributeError):  # some compute theirs, from a period
-                longer = [*per_layer, *per_layer[-1:] * (layers - len(per_layer))]
-                setattr(text, field, longer[:layers])
+                setattr(text, field, [kinds[min(layer, len(kinds) - 1)] for layer in layers])
+    dense = getattr(text, "first_k_dense_replace", None)
+    if dense is not None:
+        text.first_k_dense_replace = sum(layer < dense for layer in layers)
 
 
 def read_tokenizer(folder: Path, *, gguf: str | None = None) -> Any:
@@ -162,7 +171,8 @@ def read_tokenizer(folder: Path, *, gguf: str | None = None) -> Any:
 
     if gguf is None and not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
-    return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    with loading_errors(f"the tokenizer in {folder.name}"):
+        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
 
 
 def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:

@@ -118,10 +118,9 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
 def _outside(model: str, revision: str | None, *, is_path: bool) -> ModelSource:
     path = path_of(model)
     is_path = is_path or model.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
-    if (path / ADAPTER_CONFIG).is_file():
-        raise refuse_adapter(model)
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    is_folder = model and path.is_dir() and (is_path or (path / "config.json").is_file())
+    holds = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    is_folder = model and path.is_dir() and (is_path or holds)
     if is_folder or (path.suffix == ".gguf" and path.is_file()):
         return ModelSource(path, in_one_line(path.resolve().name))
     if is_path or path.is_file():

@@ -1,113 +1,88 @@
-"""Decoder layers that are read from a checkpoint when they are called, so that memory does not grow with depth."""
+"""Decoder layers that are read from a checkpoint when they are called, so that memory does not grow with depth.
+
+transformers makes each layer, in a model of that layer alone, from its part of the checkpoint: its renames, fusions and
+dtypes apply. What is around the layers is such a model of none.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sinkscope.models.adapters import layers_at, stack_of
 from sinkscope.models.checkpoints.checkpoint import Files, check_loaded, quiet
-from sinkscope.models.checkpoints.config import check_finite, new_model
+from sinkscope.models.checkpoints.config import check_finite, cut_depth, new_model
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
 
 
 class LayerStore:
-    """Reads the weights of a layer when the layer is called, and frees them when other layers need the room.
-
-    It has no logits: a pass ends at the last hidden state. transformers makes the modules from parts of the checkpoint,
-    so its renames, fusions and dtypes apply.
+    """A model without logits: the weights of a layer are read when it is called, and leave when others need the room.
 
     Attributes:
         source: The checkpoint; `source.read` lists the tensors read so far.
         causal: The model. Its layers are on the meta device until they are called.
         resident: The number of layers that it holds in memory.
-        skipped: The number of first layers that are called without being computed.
     """
 
     def __init__(self, source: Files, config: Any, *, device: torch.device, dtype: torch.dtype, resident: int) -> None:
         self.source, self._config, self._device, self._dtype = source, config, device, dtype
-        self.resident, self.skipped = resident, 0
+        self.resident = resident
         self._in_memory: set[int] = set()
-        self._pins: Counter[int] = Counter()
         with torch.device("meta"):
             self.causal = new_model(config, dtype).eval().requires_grad_(False)
         prefix, stack = self.causal.base_model_prefix, stack_of(self.causal)
         self._base_class = type(getattr(self.causal, prefix))
         self._path = stack.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
         self._layers = layers_at(self.causal, stack)
-        self._empty = [layer.state_dict() for layer in self._layers]  # on meta: costs nothing
         self._names = _by_layer(source.weight_map, self._path.rpartition(".")[2])
-        setattr(self.causal, prefix, self._base(self.causal.get_submodule(stack)))
+        base = self._made(None)
+        for module in base.modules():
+            if hasattr(module, "config"):
+                module.config = config  # forward passes read the depth and the layer types from it
+        parent, _, leaf = self._path.rpartition(".")
+        setattr(base.get_submodule(parent), leaf, self.causal.get_submodule(stack))
+        setattr(self.causal, prefix, base)
         for index, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(partial(self._before, index))
+            layer.forward = self._reading(index, layer.forward)
 
-    def _before(self, index: int, _module: nn.Module, _args: Any) -> None:
-        if index >= self.skipped:
+    def _reading(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             self.load(index)
+            return run(*args, **kwargs)
 
-    def load(self, index: int) -> None:
-        """Read the weights of a layer, unless they are in memory; other layers may have to leave it.
+        return forward
+
+    def load(self, index: int) -> AbstractContextManager[None]:
+        """Read the weights of a layer, unless they are in memory; they stay there until another one is called.
 
         A walk goes upward and the next one begins below, so the layer just below is needed last: it leaves first.
         """
-        if index in self._in_memory:
-            return
-        for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
-            if len(self._in_memory) >= self.resident and not self._pins[other]:
-                self._layers[other].load_state_dict(self._empty[other], assign=True)
-                self._in_memory.remove(other)
-        self._layers[index].load_state_dict(self._layer(index), assign=True)
-        self._in_memory.add(index)
+        if index not in self._in_memory:
+            for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
+                if len(self._in_memory) >= self.resident:
+                    self._layers[other].to_empty(device="meta")
+                    self._in_memory.remove(other)
+            alone = self._made(index).get_submodule(f"{self._path}.0")
+            self._layers[index].load_state_dict(alone.state_dict(), assign=True)
+            self._in_memory.add(index)
+        return nullcontext()
 
-    @contextmanager
-    def pinned(self, index: int) -> Iterator[None]:
-        """Context manager in which a layer stays in memory."""
-        self.load(index)
-        self._pins[index] += 1
-        try:
-            yield
-        finally:
-            self._pins[index] -= 1
-
-    def _base(self, layers: nn.Module) -> nn.Module:
-        """The base of the model, with these layers. Around them it is whole."""
-        shallow = copy.deepcopy(self._config)
-        shallow.num_hidden_layers = 0
-        base = self._made(shallow, None, "the part around the layers")
-        for module in base.modules():
-            if hasattr(module, "config"):
-                module.config = self._config  # forward passes read the depth and the layer types from it
-        parent, _, leaf = self._path.rpartition(".")
-        setattr(base.get_submodule(parent), leaf, layers)
-        return base
-
-    def _layer(self, index: int) -> dict[str, Tensor]:
-        """The weights of one decoder layer, by the names of its module."""
-        single = copy.deepcopy(self._config)
-        single.num_hidden_layers, single.vocab_size, single.pad_token_id = 1, 1, 0
-        if getattr(single, "layer_types", None):
-            single.layer_types = [self._config.layer_types[index]]
-        if hasattr(single, "first_k_dense_replace"):
-            single.first_k_dense_replace = int(index < single.first_k_dense_replace)
-        alone = f"{self._path}.0"
-        return self._made(single, index, f"layer {index}", alone).get_submodule(alone).state_dict()
-
-    def _made(self, config: Any, layer: int | None, what: str, part: str = "") -> nn.Module:
-        """An object of the base class with the tensors of a layer, or of what is around the layers.
-
-        Every tensor below `part` must be among them.
-        """
-        name, names = self.source.name, self._names.get(layer, {})
+    def _made(self, layer: int | None) -> nn.Module:
+        """An object of the base class with one layer, or with none and what is around the layers."""
+        config, part, what = copy.deepcopy(self._config), "", f"the part around the layers of {self.source.name}"
+        cut_depth(config, [] if layer is None else [layer])
+        if layer is not None:
+            config.vocab_size, config.pad_token_id = 1, 0
+            part, what = f"{self._path}.0", f"layer {layer} of {self.source.name}"
+        names = self._names.get(layer, {})
         state = {names[stored]: tensor for stored, tensor in self.source.tensors(names).items()}
         with quiet(), torch.random.fork_rng(devices=[]):
             module, info = self._base_class.from_pretrained(
@@ -118,23 +93,21 @@ class LayerStore:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below
             )
-        check_loaded(module, info, f"{what} of {name}", part)
-        check_finite(module.get_submodule(part), f" of {what} of {name}")  # what is outside holds random numbers
+        check_loaded(module, info, what, part)
+        check_finite(module.get_submodule(part), f" of {what}")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
 
 
 def _by_layer(stored: Iterable[str], stack: str) -> dict[int | None, dict[str, str]]:
     """The tensors of each layer, and of what is around them, by which name to load; without the unembedding."""
     names: dict[int | None, dict[str, str]] = {}
-    pattern = re.compile(rf"^((?:.*?\.)?{stack}\.)(\d+)(\..*)$")
-    is_nested = any(_LANGUAGE.match(name) for name in stored)
+    is_nested = any(map(_LANGUAGE.match, stored))
     for name in stored:
         if _HEAD.search(name) or (is_nested and not _LANGUAGE.match(name)):
             continue
         key = _LANGUAGE.sub("model.", name) if is_nested else name
-        match = pattern.match(key)
-        if match is None:
-            names.setdefault(None, {})[name] = key
-        else:  # it is loaded into a model of one layer
-            names.setdefault(int(match[2]), {})[name] = f"{match[1]}0{match[3]}"
+        match = re.match(rf"((?:.*?\.)?{stack}\.)(\d+)(\..*)", key)
+        if match is not None:  # it is loaded into a model of one layer
+            key = f"{match[1]}0{match[3]}"
+        names.setdefault(match and int(match[2]), {})[name] = key
     return names
