@@ -104,7 +104,7 @@ REFUSED = {  # what is wrong with a file, and what is said
     "no shard": (lambda f: named(f, "w-2"), "could not be loaded: .*w-2.*files are whole"),
     "index": (
         lambda f: (f / INDEX).write_text("[]"),
-        "model.safetensors.index.json is no JSON object; give",
+        "model.safetensors.index.json is no JSON object; download it",
     ),
     "LFS": (lambda f: (f / WEIGHTS).write_bytes(b"version https"), "SafetensorError: .*git lfs pull"),
 }

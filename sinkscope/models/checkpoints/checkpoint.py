@@ -26,8 +26,9 @@ from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.shards import local
 from sinkscope.models.target import Target
 
-_WHOLE = "give the folder of a Hugging Face checkpoint, whole"
+_WHOLE = "download it again, or give the folder of a whole Hugging Face checkpoint"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 """What a repo has beside its weights."""
 _SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", _INDEX)
@@ -73,6 +74,7 @@ class Files:
     Raises:
         SinkscopeError: The folder is no checkpoint or could harm.
         OSError: The repo cannot be downloaded.
+        UnsupportedError: It holds another kind of model.
     """
 
     def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
@@ -98,6 +100,12 @@ class Files:
         for name in _SETTINGS:
             if (self.folder / name).is_file():
                 _settings(self.folder / name)
+        classes = self.config.get("architectures")
+        if classes and not any(str(name).endswith(_CAUSAL) for name in classes):  # before weights are downloaded
+            raise UnsupportedError(
+                f"{self.name} is another kind of model ({', '.join(map(str, classes))}): give a decoder-only causal "
+                "language model, such as llama-2-7b or gpt2"
+            )
 
     def fetch(self, names: Iterable[str]) -> None:
         """Download files of a hub repo that are not here, if it has them."""
