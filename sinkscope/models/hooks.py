@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,27 +48,17 @@ def has_hooks(module: nn.Module) -> bool:
     return not OWN_HOOKS.issuperset([*vars(module)["_forward_pre_hooks"], *vars(module)["_forward_hooks"]])
 
 
-_MODES = threading.Lock()
-_EVALUATED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many hold a module that was training
-
-
 @contextmanager
 def evaluating(hf: nn.Module) -> Iterator[None]:
-    """Context manager in which no dropout acts; after the last that overlap, every module has the mode it had."""
-    with _MODES:
-        training = [module for module in hf.modules() if module.training or module in _EVALUATED]
-        for module in training:
-            _EVALUATED[module] = _EVALUATED.get(module, 0) + 1
-            module.training = False
+    """Context manager in which no dropout acts; afterwards every module has the mode it had."""
+    training = [module for module in hf.modules() if module.training]
     try:
+        for module in training:
+            module.training = False
         yield
     finally:
-        with _MODES:
-            for module in training:
-                _EVALUATED[module] -= 1
-                if not _EVALUATED[module]:
-                    del _EVALUATED[module]
-                    module.training = True
+        for module in training:
+            module.training = True
 
 
 _COMPILER = threading.Lock()
@@ -146,36 +135,24 @@ def with_hidden(args: Args, kwargs: Kwargs, hidden: Tensor) -> tuple[Args, Kwarg
     return args, {**kwargs, "hidden_states": hidden}
 
 
-def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
-    """Return a forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may replace them.
+def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+    """Return a forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may replace them."""
 
-    Args:
-        fn: The function.
-        columns: The columns that it sees and returns; None for all.
-    """
-    change = _change(fn, "in_features", columns)
-
-    def hook(module: object, args: Args, kwargs: Kwargs) -> Any:
-        new = change(module, hidden_of(args, kwargs))
-        if new is None:
-            return None
-        return with_hidden(args, kwargs, new)
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+        new = _changed(fn, module, "in_features", hidden_of(args, kwargs))
+        return None if new is None else with_hidden(args, kwargs, new)
 
     return hook
 
 
-def on_hidden(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
-    """Return a forward hook with kwargs: `fn` sees the hidden states that leave a module, and may replace them.
+def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+    """Return a forward hook with kwargs: `fn` sees the hidden states that leave a module, and may replace them."""
 
-    The arguments are those of `on_input`.
-    """
-    change = _change(fn, "out_features", columns)
-
-    def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
-        if not isinstance(output, tuple | list):
-            return change(module, output)
-        new = change(module, output[0])
-        return None if new is None else type(output)([new, *output[1:]])
+    def hook(module: nn.Module, _args: object, _kwargs: object, output: Any) -> Any:
+        new = _changed(fn, module, "out_features", first_tensor(output))
+        if new is None or not isinstance(output, tuple | list):
+            return new
+        return type(output)([new, *output[1:]])
 
     return hook
 
@@ -185,41 +162,25 @@ def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda _module, _args, _kwargs, output: fn(output)
 
 
-def _change(fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> Callable[[Any, Any], Any]:
+def _changed(fn: Callable[[Any], Any], module: nn.Module, side: str, seen: Any) -> Any:
     """What replaces the tensor that a hook on a module sees; where a process holds a part, `fn` sees the whole.
 
     Args:
         fn: What the hook does.
-        side: "in_features" before the module, "out_features" after it.
-        columns: The columns that `fn` sees and returns; None for all.
+        module: The module.
+        side: "in_features" before it, "out_features" after it.
+        seen: The tensor.
     """
-    places = torch.tensor(columns or [])
-
-    def changed(seen: Any) -> Any:
-        nonlocal places
-        if columns is None:
-            return fn(seen)
-        if places.device != seen.device:  # they are moved once, not in every call
-            places = places.to(seen.device)
-        new = fn(seen[..., places])
-        if new is None:
-            return None
-        # A copy, because autograd and other modules may need the caller's tensor.
-        return seen.index_copy(-1, places, new.to(seen.dtype))
-
-    def change(module: Any, seen: Any) -> Any:
-        shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
-        if shards.size == 1 or size is None or not isinstance(seen, Tensor) or seen.shape[-1] == size:
-            return changed(seen)
-        new = changed(shards.gather(seen, size))
-        if new is not None and seen.requires_grad:
-            raise UnsupportedError(
-                "no gradient passes through an edit of a model that is split over processes: call it under "
-                "torch.no_grad(), or load it with device_map"
-            )
-        return None if new is None else shards.part(new, seen.shape[-1])
-
-    return change
+    shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
+    if shards.size == 1 or size is None or not isinstance(seen, Tensor) or seen.shape[-1] == size:
+        return fn(seen)
+    new = fn(shards.gather(seen, size))
+    if new is not None and seen.requires_grad:
+        raise UnsupportedError(
+            "no gradient passes through an edit of a model that is split over processes: call it under "
+            "torch.no_grad(), or load it with device_map"
+        )
+    return None if new is None else shards.part(new, seen.shape[-1])
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -280,7 +280,7 @@ class HookPoint(NamedTuple):
         if self.inside is not None:
             return self.module, self.when, self.inside(edit)
         make = on_input if self.when == "pre" else on_hidden
-        return self.module, self.when, make(edit, self.columns)
+        return self.module, self.when, make(edit if self.columns is None else _on_columns(edit, self.columns))
 
     def rows(self, where: Bool[Tensor, "row _ _"], new: Callable[[Float[Tensor, "row pos d"]], Tensor]) -> Hook:
         """Return the hook of a pass whose rows each have an edit of their own.
@@ -295,6 +295,20 @@ class HookPoint(NamedTuple):
             return torch.where(where.to(rows.device), new(rows).to(rows), rows).reshape(values.shape)
 
         return self.hook(replaced)
+
+
+def _on_columns(edit: Edit, columns: list[int]) -> Edit:
+    """The edit of a whole tensor that acts on some of its columns."""
+    places = torch.tensor(columns)
+
+    def edited(values: Tensor) -> Tensor | None:
+        nonlocal places
+        places = places.to(values.device)  # they are moved once, not in every call
+        new = edit(values[..., places])
+        # A copy, because autograd and other modules may need the caller's tensor.
+        return None if new is None else values.index_copy(-1, places, new.to(values.dtype))
+
+    return edited
 
 
 def heads_point(target: Target, layer: int, columns: list[int] | None = None) -> HookPoint:

@@ -31,42 +31,31 @@ class Shards:
         self.size = 1 if mesh is None else int(mesh.size())
         self.rank = 0 if mesh is None else int(mesh.get_local_rank())
 
-    def _axis(self, size: int) -> range:
-        """The part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
-        each = -(-size // self.size)
-        return range(min(self.rank * each, size), min((self.rank + 1) * each, size))
-
-    def is_part(self, width: int, size: int) -> bool:
-        """Return whether a dimension of this width is the part that is here, and not the whole.
+    def _is_part(self, width: int, size: int) -> bool:
+        """Whether a dimension of this width is the part that is here, and not the whole.
 
         Raises:
             UnsupportedError: It is neither.
         """
-        if width == size:
-            return False
-        if self.size == 1 or width != len(self._axis(size)):
+        if width != size and width * self.size != size:
             raise UnsupportedError(
                 f"a process of {self.size} holds {width} of {size} columns, which no even split gives it: load the "
                 "model with device_map"
             )
-        return True
+        return width != size
 
     def gather(self, tensor: Shaped[Tensor, ...], size: int, dim: int = -1) -> Shaped[Tensor, ...]:
         """Return a whole tensor, if each process holds a part of the dimension of this size."""
-        width = tensor.shape[dim]
-        if not self.is_part(width, size):
+        if not self._is_part(tensor.shape[dim], size):
             return tensor
-        mine = tensor.detach().movedim(dim, 0)
-        padded = mine.new_zeros(-(-size // self.size), *mine.shape[1:])  # parts may differ by their last columns
-        padded[:width] = mine
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._mesh.get_group())
-        return torch.cat(parts)[:size].movedim(0, dim)
+        mine = tensor.detach().contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self._mesh.get_group())
+        return torch.cat(parts, dim)
 
     def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
         """Return the columns of a whole tensor that this process holds; all of them if it holds `width` of as many."""
-        size = whole.shape[-1]
-        return whole.narrow(-1, self._axis(size).start, width) if self.is_part(width, size) else whole
+        return whole.narrow(-1, self.rank * width, width) if self._is_part(width, whole.shape[-1]) else whole
 
     def all(self, value: Any) -> list[Any]:
         """Return what every process gives, in their order; any small object."""

@@ -56,34 +56,14 @@ def input_width(projection: nn.Module) -> int:
     return int(weight.shape[0 if is_transposed(linear) else 1])
 
 
-_LARGE, _LINEAR = 30.0, 0.05  # inputs by which a module is tried that is asked, and the relative error it may have
-
-
-def _asked(module: nn.Module, inputs: Tensor) -> Tensor:
-    """What a module gives for inputs that it gets behind the hooks of its user, without those of sinkscope before.
-
-    Raises:
-        UnsupportedError: It fails.
-    """
-    try:
-        behind = module, "pre", lambda _module, _args, kwargs: ((inputs,), kwargs)
-        with evaluating(module), apart(), hooked(behind):
-            return module(inputs)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise UnsupportedError(
-            f"a {type(module).__name__} of the model does more than its weight says, and fails where it is asked what "
-            f"it gives ({first_line(error)}): remove what replaced its forward, or the hooks on it"
-        ) from None
-
-
-def _computes_with_weight(module: Any) -> bool:
+def _says_all(module: Any) -> bool:
     """Whether a linear module is one of PyTorch or transformers, as they made it, so that its weight says all."""
     is_own = type(module) is nn.Linear or type(module).__module__ == "transformers.pytorch_utils"
     return is_own and is_plain(module.weight) and "forward" not in vars(module) and not has_hooks(module)
 
 
 @torch.no_grad()
-def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None = None) -> Float[Tensor, "input output"]:
+def input_columns(target: Any, module: Any, inputs: Sequence[int] | None = None) -> Float[Tensor, "input output"]:
     """Return what a linear module gives when one of its inputs is 1, without the bias.
 
     Args:
@@ -96,32 +76,45 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     """
     width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
-    weight: Any = getattr(module, "weight", None)
-    if weight is not None and hasattr(weight, "device_mesh"):
+    weight = getattr(module, "weight", None)
+    if hasattr(weight, "device_mesh"):
         shards = shards_of(weight)
         whole = shards.gather(local(weight), weight.shape[0], 0)
         return shards.gather(whole, width)[:, chosen].T
-    if weight is not None and _computes_with_weight(module):
-        if is_transposed(module):
-            return weight[chosen]
-        return weight[:, chosen].T
-    # Quantised, adapted or replaced: ask the module itself; the last rows give its bias, and whether it is linear.
+    if not _says_all(module):
+        return _asked(target, module, width, chosen)
+    return weight[chosen] if is_transposed(module) else weight[:, chosen].T
+
+
+_LARGE, _LINEAR = 30.0, 0.05  # inputs by which a module is tried that is asked, and the relative error it may have
+
+
+def _asked(target: Any, module: nn.Module, width: int, chosen: list[int]) -> Tensor:
+    """What a quantised, adapted or replaced module gives, behind the hooks of its user, for units of these inputs.
+
+    The last two rows show whether it is linear, and its bias.
+    """
     count = len(chosen)
     device = next((parameter.device for parameter in module.parameters()), target.device)
     units = torch.zeros(1, count + 2, width, device=device, dtype=target.dtype)
     units[0, range(count), chosen] = 1
     large = _LARGE * torch.randn(count, generator=torch.Generator().manual_seed(0))
     units[0, -2, chosen] = large.to(units)
-    outputs = _asked(module, units)[0]
-    outputs = outputs[:-1] - outputs[-1:]
-    columns, given = outputs[:-1], outputs[-1].float()
-    expected = units[0, -2, chosen].float() @ columns.float()
-    if not (given - expected).abs().max() <= _LINEAR * torch.maximum(given.abs().max(), expected.abs().max()):
-        raise UnsupportedError(
-            f"a {type(module).__name__} of the model is not linear in its inputs, so that its neurons write nothing of "
-            "their own: somebody has replaced its forward, or has put a hook on it; measure the model without that"
-        )
-    return columns
+    behind = module, "pre", lambda _module, _args, kwargs: ((units,), kwargs)
+    problem = "is not linear in its inputs"
+    try:
+        with evaluating(module), apart(), hooked(behind):
+            outputs = module(units)[0]
+        columns, given = (outputs[:-1] - outputs[-1:]).split([count, 1])
+        expected = units[0, -2, chosen].float() @ columns.float()
+        if (given - expected).abs().max() <= _LINEAR * torch.maximum(given.abs().max(), expected.abs().max()):
+            return columns
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        problem = f"fails where it is asked what it gives ({first_line(error)})"
+    raise UnsupportedError(
+        f"a {type(module).__name__} of the model {problem}, so that it is not known what its inputs write: somebody "
+        "has replaced its forward, or has put a hook on it; measure the model without that"
+    )
 
 
 # -- a fused mixture of experts, one expert at a time, whichever way transformers lays out its weights -----------------

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.models.checkpoints.checkpoint import fingerprint
 from sinkscope.models.neurons import columns
 from sinkscope.models.weights import input_columns
 from sinkscope.opening.live import target_of
@@ -116,6 +115,3 @@ def test_weights_that_are_quantised_in_place_are_read_dequantised():
             logits = model(IDS).logits
         read.append((columns(target, 2, torch.tensor([28, 179, 0])), input_columns(target, target.sub(1, "o")), logits))
     assert_close(*read, atol=1e-3, rtol=1e-3)
-    first = fingerprint(quantised)
-    quantised.model.layers[1].mlp.down_proj.weight.scale.mul_(1.001)
-    assert first != fingerprint(quantised)

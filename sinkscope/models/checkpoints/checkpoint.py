@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +25,9 @@ from sinkscope.models.checkpoints.config import causal_class, loading_errors
 from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.shards import local
 from sinkscope.models.target import Target
+from sinkscope.models.weights import is_plain
 
-_WHOLE = "download it again, or give the folder of a whole Hugging Face checkpoint"
+_WHOLE = "give the folder of a Hugging Face checkpoint, whole"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -44,7 +45,7 @@ def _settings(file: Path) -> dict[str, Any]:
     """
     content, folder = read_json(file, _WHOLE), file.parent
     if not isinstance(content, dict):
-        raise SinkscopeError(f"{file.name} is no JSON object; {_WHOLE}")
+        raise SinkscopeError(f"{file.name} is no JSON object; download it again")
     named = [*content.get("weight_map", {}).values()]
     for field in filter(_NAMING.fullmatch, content):
         named += content[field] if isinstance(content[field], list) else [content[field]]
@@ -67,7 +68,6 @@ class Files:
         commit: The hub's commit; None for a file or folder.
         gguf: Name of the GGUF file, if it is one.
         config: The content of config.json; empty if it is one GGUF file.
-        read: Names of the tensors that have been read one by one so far.
 
     What a repo has beside its weights is downloaded at once.
 
@@ -81,7 +81,6 @@ class Files:
         self.commit: str | None = None
         self.gguf: str | None = None
         self.config: Any = {}
-        self.read: set[str] = set()
         if isinstance(where, str):
             self.name = where
             self.folder = Path(snapshot_download(where, revision=revision, allow_patterns=[*_BESIDE]))
@@ -122,21 +121,19 @@ class Files:
         self.fetch([_SINGLE])
         return dict.fromkeys(safe_open(single, "pt").keys(), _SINGLE) if single.is_file() else {}
 
-    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Read tensors by name, in the dtype in which they are stored; shards of a hub repo are downloaded for it.
 
         The files are closed afterwards, so that their pages leave memory together with the last tensor.
         """
-        by_shard: dict[str, list[str]] = {}
-        for name in names:
-            by_shard.setdefault(self.weight_map[name], []).append(name)
         tensors: dict[str, Tensor] = {}
         with loading_errors(self.name):
-            self.fetch(by_shard)
-            for shard, own in by_shard.items():
+            for shard in sorted({self.weight_map[name] for name in names}):
+                self.fetch([shard])
                 with safe_open(self.folder / shard, "pt") as file:
-                    tensors |= {name: file.get_tensor(name) for name in own}
-        self.read |= tensors.keys()
+                    for name in names:
+                        if self.weight_map[name] == shard:
+                            tensors[name] = file.get_tensor(name)
         return tensors
 
 
@@ -151,22 +148,26 @@ def is_quantised(config: Any) -> bool:
     return False
 
 
-def check_loaded(model: nn.Module, info: dict[str, Any], name: str, part: str = "", *, is_whole: bool = True) -> None:
-    """Check that a model got all its tensors, and that none that was left out belongs to a module that it has.
+def made(cls: Any, where: Path | None, name: str, config: Any, *, part: str = "", **options: Any) -> Any:
+    """Return a model in eval mode that transformers makes, with all its tensors, and none left out that it needs.
 
     Whole parts that a model does not have are harmless: towers for images, heads of training, layers that predict
     further tokens. A bias, a scale or an adapter of a weight that the model has changes what it computes.
 
     Args:
-        model: The model, or a part of it, that was loaded.
-        info: What transformers reports.
+        cls: The class, or what finds it.
+        where: Folder of the weights. None: they are among the options.
         name: Name of the model, for errors.
+        config: Its configuration. Of a quantised model, further tensors may belong to its parts.
         part: Below which every tensor must be there.
-        is_whole: Whether no further tensors, such as factors of quantised ones, belong to its parts.
+        options: What transformers takes beside these.
 
     Raises:
         UnsupportedError: A tensor is missing, or of another shape, or has no place.
     """
+    model, info = cls.from_pretrained(
+        where, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
     wrong = [key for key in sorted(info["missing_keys"]) if key.startswith(part)]
     wrong += [key for key, *_ in sorted(info["mismatched_keys"])]
     if wrong:
@@ -175,14 +176,15 @@ def check_loaded(model: nn.Module, info: dict[str, Any], name: str, part: str = 
             "the weights belong to another config.json: download both from one revision"
         )
     weighty = tuple(f"{path}." for path, module in model.named_modules() if path and module._parameters)
-    for tensor in sorted(info["unexpected_keys"]) if is_whole else ():
-        below = tensor.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
-        if tensor.startswith(weighty) or below.startswith(weighty):
+    for tensor in sorted(info["unexpected_keys"]):
+        below = tensor.removeprefix(f"{model.base_model_prefix}.")
+        if (tensor.startswith(weighty) or below.startswith(weighty)) and not is_quantised(config):
             raise UnsupportedError(
                 f"{name} has the tensor {tensor}, for which its configuration has no place, so "
                 "the model would run without it: config and weights are of different models, or the weights hold an "
                 "adapter or a quantisation; download both from one revision, or merge the adapter"
             )
+    return model.eval()
 
 
 def model_with_weights(name: str, files: Files, config: Any, options: dict[str, Any]) -> Any:
@@ -202,20 +204,11 @@ def model_with_weights(name: str, files: Files, config: Any, options: dict[str, 
         options = {**options, "use_safetensors": True}  # pickles could run code
     else:
         options = {**options, "gguf_file": files.gguf}
-    loaded: Any = causal_class(config).from_pretrained(
-        files.folder,
-        config=config,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, with names
-        trust_remote_code=False,
-        **options,
-    )
-    model, info = loaded
-    check_loaded(model, info, name, is_whole=not is_quantised(config))
+    model = made(causal_class(config), files.folder, name, config, trust_remote_code=False, **options)
     quantizer = getattr(model, "hf_quantizer", None)
     if files.gguf is not None and quantizer is not None and not getattr(quantizer, "packed_modules", None):
         quantizer.remove_quantization_config(model)  # the weights are numbers now: they can be trained and saved
-    return model.eval()
+    return model
 
 
 @contextmanager
@@ -237,8 +230,8 @@ def quiet() -> Generator[None]:
 
 # -- which checkpoint it is: the hub's commit, or the configuration and a sample of the weights ------------------------
 #
-# Of a file count its size, and bytes at its beginning and at equal distances; of each parameter of a live model that is
-# here some numbers. A change of single other numbers is not seen; a fine-tune or another precision is.
+# Of a file count its size, and bytes at its beginning and at equal distances; of a live model the dtype, the shape and
+# some numbers of each parameter. A change of single other numbers is not seen; a fine-tune or another precision is.
 
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 _NUMBERS, _BYTES = 1 << 8, 1 << 20  # of each parameter, and of each file
@@ -249,34 +242,30 @@ def fingerprint(source: Files | nn.Module) -> str:
 
     The fingerprint of a repo on the hub is its commit.
     """
-    config, samples = source.config, list[Any]()
-    if not isinstance(source, Files):
-        config = source.config.to_dict()
-        samples = sorted(str(_sample(parameter)) for parameter in source.parameters())
-    elif source.commit is not None:
+    if isinstance(source, Files) and source.commit is not None:
         return source.commit
-    else:
-        for file in sorted(source.folder.glob(source.gguf or "*.safetensors")):
-            content = np.memmap(file, mode="r")
-            some = content[:: len(content) // _BYTES | 1]  # an odd distance, so that the bytes of numbers take turns
-            samples += (
-                len(content),
-                hashlib.sha256(content[:_BYTES]).hexdigest(),
-                hashlib.sha256(some.copy()).hexdigest(),
-            )
+    config = source.config if isinstance(source, Files) else source.config.to_dict()
     config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
-    text = json.dumps([config, samples], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    if isinstance(source, Files):
+        files = [source.folder / source.gguf] if source.gguf else sorted(source.folder.glob("*.safetensors"))
+        for file in files:
+            content = np.memmap(file, mode="r")
+            digest.update(str(len(content)).encode())
+            digest.update(content[:_BYTES])
+            digest.update(_some(content, _BYTES).copy())
+    else:
+        for name, parameter in source.named_parameters():
+            here, said = local(parameter.detach()), f"{name} {parameter.dtype} {[*parameter.shape]} "
+            if is_plain(here) and not here.is_meta:  # else it is quantised, or elsewhere
+                said += str(_some(here.reshape(-1), _NUMBERS).tolist())
+            digest.update(said.encode())
+    return digest.hexdigest()[:16]
 
 
-def _sample(tensor: Any) -> list[Any]:
-    """Some numbers of a tensor, at equal distances; none if they are elsewhere."""
-    if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "device_mesh"):  # quantised: made of tensors
-        return [_sample(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
-    flat = local(tensor.detach()).reshape(-1)
-    if flat.is_meta:
-        return []
-    return [str(tensor.dtype), list(tensor.shape), flat[:: len(flat) // _NUMBERS | 1].tolist()]
+def _some(values: Any, count: int) -> Any:
+    """Some values at equal distances, which are odd, so that columns and the bytes of numbers take turns."""
+    return values[:: len(values) // count | 1]
 
 
 def fingerprint_of(target: Target) -> str:

@@ -33,22 +33,14 @@ def refuse_adapter(name: str) -> SinkscopeError:
     )
 
 
-class ModelEntry(NamedTuple):
-    """A public model: short name, id on the Hugging Face hub, `model_type`."""
-
-    name: str
-    hub_id: str
-    family: str
-
-
 @cache
-def list_models() -> tuple[ModelEntry, ...]:
-    """Return every model with a short name, family by family."""
+def list_models() -> dict[str, str]:
+    """Return the id on the Hugging Face hub of every model with a short name, family by family."""
     content = tomllib.loads(resources.files("sinkscope.models.checkpoints").joinpath("names.toml").read_text("utf-8"))
-    entries: list[ModelEntry] = []
-    for family, hub_ids in content["models"].items():
-        entries += [ModelEntry(name, hub_id, family) for name, hub_id in hub_ids.items()]
-    return tuple(entries)
+    names: dict[str, str] = {}
+    for hub_ids in content["models"].values():
+        names |= hub_ids
+    return names
 
 
 def hub_id_of(name: str) -> str:
@@ -57,15 +49,14 @@ def hub_id_of(name: str) -> str:
     Raises:
         SinkscopeError: The name is unknown; the message lists the closest short names.
     """
-    short: list[str] = []
-    for entry in list_models():
-        if name.lower() in (entry.name, entry.hub_id.lower().rpartition("/")[2]):
-            return entry.hub_id
-        short.append(entry.name)
-    near = difflib.get_close_matches(name.lower(), short, n=SHOWN, cutoff=0.0)
+    names = list_models()
+    for short, hub_id in names.items():
+        if name.lower() in (short, hub_id.lower().rpartition("/")[2]):
+            return hub_id
+    near = difflib.get_close_matches(name.lower(), names, n=SHOWN, cutoff=0.0)
     raise SinkscopeError(
         f"unknown model {name!r}: expected a short name such as {', '.join(near)} (`sinkscope.list_models()` has all "
-        f"{len(short)}), a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
+        f"{len(names)}), a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sinkscope.models.adapters import layers_at, stack_of
-from sinkscope.models.checkpoints.checkpoint import Files, check_loaded, quiet
+from sinkscope.models.checkpoints.checkpoint import Files, made, quiet
 from sinkscope.models.checkpoints.config import check_finite, cut_depth, new_model
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
@@ -27,7 +27,7 @@ class LayerStore:
     """A model without logits: the weights of a layer are read when it is called, and leave when others need the room.
 
     Attributes:
-        source: The checkpoint; `source.read` lists the tensors read so far.
+        source: The checkpoint.
         causal: The model. Its layers are on the meta device until they are called.
         resident: The number of layers that it holds in memory.
     """
@@ -85,17 +85,9 @@ class LayerStore:
         names = self._names.get(layer, {})
         state = {names[stored]: tensor for stored, tensor in self.source.tensors(names).items()}
         with quiet(), torch.random.fork_rng(devices=[]):
-            module, info = self._base_class.from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=self._dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below
-            )
-        check_loaded(module, info, what, part)
+            module = made(self._base_class, None, what, config, part=part, state_dict=state, dtype=self._dtype)
         check_finite(module.get_submodule(part), f" of {what}")  # what is outside holds random numbers
-        return module.eval().requires_grad_(False).to(self._device)
+        return module.requires_grad_(False).to(self._device)
 
 
 def _by_layer(stored: Iterable[str], stack: str) -> dict[int | None, dict[str, str]]:
