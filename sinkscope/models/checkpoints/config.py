@@ -153,11 +153,14 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
 
 
 def cut_depth(text: Any, layers: Sequence[int]) -> None:
-    """Set which layers a text configuration has, by number; further layers are like its last one."""
+    """Set which layers a text configuration has, by number; further layers are like its last one.
+
+    Without layers, it still says of which kinds they were: rotary embeddings are made for each.
+    """
     text.num_hidden_layers = len(layers)
     for field in _PER_LAYER:
         kinds = getattr(text, field, None)
-        if isinstance(kinds, list):
+        if isinstance(kinds, list) and layers:
             with suppress(AttributeError):  # some compute theirs, from a period
                 setattr(text, field, [kinds[min(layer, len(kinds) - 1)] for layer in layers])
     dense = getattr(text, "first_k_dense_replace", None)
