@@ -76,7 +76,7 @@ def input_columns(target: Any, module: Any, inputs: Sequence[int] | None = None)
     """
     width = input_width(module)
     chosen = list(range(width) if inputs is None else inputs)
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if hasattr(weight, "device_mesh"):
         shards = shards_of(weight)
         whole = shards.gather(local(weight), weight.shape[0], 0)

@@ -244,13 +244,14 @@ def fingerprint(source: Files | nn.Module) -> str:
     """
     if isinstance(source, Files) and source.commit is not None:
         return source.commit
-    config = source.config if isinstance(source, Files) else source.config.to_dict()
-    config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    config: Any = source.config
+    settings = config if isinstance(source, Files) else config.to_dict()
+    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     if isinstance(source, Files):
         files = [source.folder / source.gguf] if source.gguf else sorted(source.folder.glob("*.safetensors"))
         for file in files:
-            content = np.memmap(file, mode="r")
+            content: Any = np.memmap(file, mode="r")
             digest.update(str(len(content)).encode())
             digest.update(content[:_BYTES])
             digest.update(_some(content, _BYTES).copy())

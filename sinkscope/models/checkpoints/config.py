@@ -103,10 +103,12 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 def causal_class(config: Any) -> Any:
     """Return what loads a causal model: for text parts that transformers does not list, the class beside theirs."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto as auto
 
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):  # the second is a text model behind a tower
-        if type(config) in auto._model_mapping:
-            return auto
+    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    if config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # a text model behind an image tower
+        return AutoModelForImageTextToText
     with suppress(ImportError):
         home = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
         for name, cls in vars(home).items():
@@ -118,7 +120,8 @@ def causal_class(config: Any) -> Any:
 def new_model(config: Any, dtype: torch.dtype) -> Any:
     """Return a causal language model of a configuration: random weights, or none inside `torch.device("meta")`."""
     cls = causal_class(config)
-    return getattr(cls, "from_config", getattr(cls, "_from_config", None))(config, dtype=dtype)
+    make = getattr(cls, "from_config", None) or cls._from_config
+    return make(config, dtype=dtype)
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
