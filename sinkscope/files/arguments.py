@@ -10,7 +10,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,8 +38,7 @@ def docstring_at(place: str) -> str:
         place: Its module within sinkscope and its name, such as "sinks.repeat:repeat" or "measure.setup:Setup.open".
     """
     module, _, name = place.partition(":")
-    path = _PACKAGE.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = _PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
     definition: Any = ast.parse(path.read_text(encoding="utf-8"))
     for word in name.split("."):
         definition = next(node for node in definition.body if getattr(node, "name", None) == word)
@@ -95,10 +93,9 @@ class Parameter:
 
         if value is None and self.default is None:
             return
-        checked_value(self.hint, value, f"{self.name}=", strict=True)
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, int | float) and not abs(number) <= LARGEST:
-                raise SinkscopeError(f"{self.name}={number!r:.80}: expected a number up to {LARGEST}")
+        checked_value(self.hint, value, self.name, strict=True)
+        if isinstance(value, int | float) and not abs(value) <= LARGEST:
+            raise SinkscopeError(f"{self.name}={value!r:.80}: expected a number up to {LARGEST}")
 
 
 def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C:
@@ -113,14 +110,11 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = dict(kwargs)
-        with suppress(TypeError):  # the call itself raises what Python says of such arguments
-            arguments |= inspect.signature(function).bind(*args, **kwargs).arguments
-        known = {} if others is None else {parameter.name: parameter for parameter in parameters_of(others)}
-        for parameter in parameters_of(function):
-            known[parameter.name] = parameter
-        for name in known.keys() & arguments.keys():
-            known[name].check(arguments[name])
+        given = kwargs | inspect.signature(function).bind(*args, **kwargs).arguments
+        for taker in (function, others or function):
+            for parameter in parameters_of(taker):
+                if parameter.name in given:
+                    parameter.check(given[parameter.name])
         return function(*args, **kwargs)
 
     return cast(C, call)
@@ -152,9 +146,8 @@ def member_of(hint: Any) -> tuple[Any, bool]:
         return member_of(parts[0])
     if origin in (Union, UnionType):
         members = [member_of(part) for part in parts]
-        kinds = list(dict.fromkeys(kind for kind, _ in members))
-        one = kinds[0] if len(kinds) == 1 else hint
-        return one, any(many for _, many in members)
-    if inspect.isclass(origin) and issubclass(origin, Sequence) and len(parts) == 1:
+        kinds = {kind for kind, _ in members}
+        return kinds.pop() if len(kinds) == 1 else hint, any(many for _, many in members)
+    if origin in (list, tuple, Sequence) and len(parts) == 1:
         return member_of(parts[0])[0], True
     return hint, False

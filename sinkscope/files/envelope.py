@@ -112,8 +112,10 @@ class Envelope:
             )
         schema = data.get("schema")
         if schema != SCHEMA:
-            remedy = f"{'read it with sinkscope 0.2.0, or ' if schema == 5 else ''}run the command again"
-            raise SinkscopeError(f"{name} has schema {schema!r}, and this version reads {SCHEMA}: {remedy}")
+            raise SinkscopeError(
+                f"{name} has schema {schema!r}, and this version reads {SCHEMA}: run the command again, or read it by "
+                "the version that wrote it"
+            )
         kind_class = result_class(str(data.get("kind")), name)
         if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
@@ -155,10 +157,8 @@ def other_measurements() -> dict[str, EntryPoint]:
 @cache
 def measurements() -> dict[str, EntryPoint]:
     """Return all measurements, by the words of their commands."""
-    points = {name.replace("_", "-"): point for name, point in other_measurements().items()}
-    for words, place in OWN.items():
-        points[words] = EntryPoint(words, f"sinkscope.{place}", MEASUREMENTS)
-    return points
+    own = {words: EntryPoint(words, f"sinkscope.{place}", MEASUREMENTS) for words, place in OWN.items()}
+    return {name.replace("_", "-"): point for name, point in other_measurements().items()} | own
 
 
 @cache

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from io import BytesIO
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from sinkscope.errors import SinkscopeError
@@ -28,10 +28,11 @@ MOST = 1 << 30
 """Bytes that are read of a file which is read whole."""
 WRITTEN = frozenset({"out", "resume"})
 """Parameters of functions, and options of commands, that name a file or folder for writing."""
-KIND_MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
-    re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
-    re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
+_KIND = re.compile(
+    rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'
+    rb'|[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'
 )
+"""What the files of sinkscope say about their kind: JSON, or HTML."""
 
 
 # --- written ---
@@ -64,24 +65,19 @@ def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
         SinkscopeError: As for `check_writable`; also if the file holds anything else.
     """
     target = check_writable(path)
-    if not target.is_file() or target.stat().st_size == 0:
-        return target
-    present = None
-    with suppress(OSError), target.open("rb") as file:
-        present = kind_in_file(file.read(1 << 12))
-    if present is None or present not in kinds:
-        content = f"an output of kind {present}" if present else "something that sinkscope did not write"
-        raise SinkscopeError(f"{path} is there already and holds {content}: give another name, or remove it first")
+    if target.is_file() and target.stat().st_size:
+        with open_regular(target, os.fspath(path), "give another name") as file:
+            present = kind_in_file(file.read(1 << 12))
+        if present is None or present not in kinds:
+            content = f"an output of kind {present}" if present else "something that sinkscope did not write"
+            raise SinkscopeError(f"{path} is there already and holds {content}: give another name, or remove it first")
     return target
 
 
 def kind_in_file(content: bytes) -> str | None:
     """Return the kind that a file of sinkscope says it is of; None for any other content."""
-    for mark in KIND_MARKS:
-        match = mark.match(content)
-        if match is not None:
-            return match[1].decode(errors="replace")
-    return None
+    match = _KIND.match(content)
+    return None if match is None else (match[1] or match[2]).decode(errors="replace")
 
 
 def check_writable(path: PathName, *, folder: bool = False) -> Path:
@@ -140,17 +136,25 @@ def write_atomic(path: PathName, data: bytes | str) -> Path:
             target.write_bytes(data)
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # a full disk may only be noticed here
+        write_through(temporary, "xb", data)
         temporary.replace(target)
     except OSError as error:
         raise cannot_write(path, error) from None
     finally:  # also after Ctrl-C; nothing is left of it when it was moved
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
     return target
+
+
+def write_through(file: Path, mode: str, data: bytes) -> None:
+    """Write to a file that is opened in a mode; it is on the disk when this returns.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with open(file, mode) as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())  # a full disk may only be noticed here
 
 
 def cannot_write(path: PathName, error: OSError, remedy: str = "choose another place") -> SinkscopeError:
@@ -174,7 +178,7 @@ def path_of(name: PathName, remedy: str = "give the path of a file or folder") -
     """
     try:
         path = Path(name).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        with suppress(FileNotFoundError):
             path.stat()
     except (OSError, RuntimeError, ValueError) as error:  # too long; no such home folder; a zero byte
         raise SinkscopeError(f"cannot read {os.fspath(name)!r}: {reason_of(error)}; {remedy}") from None
@@ -194,17 +198,10 @@ def open_regular(file: Path, shown: str, remedy: str) -> BinaryIO:
     """
     try:
         if stat.S_ISREG(os.stat(file).st_mode):  # before it is opened, which some devices take as an act
-            opened = open(file, "rb", opener=_without_waiting)
-            if stat.S_ISREG(os.fstat(opened.fileno()).st_mode):  # it may have been replaced in between
-                return opened
-            opened.close()
+            return open(file, "rb")
     except OSError as error:
         raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
     raise SinkscopeError(f"cannot read {shown}: it is a folder, a pipe or a device, not a regular file; {remedy}")
-
-
-def _without_waiting(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def inside(folder: Path, name: str, said_by: str, roots: tuple[Path, ...] = ()) -> Path:
@@ -219,8 +216,7 @@ def inside(folder: Path, name: str, said_by: str, roots: tuple[Path, ...] = ()) 
     Raises:
         SinkscopeError: The name is absolute or leads out, by itself or through a link.
     """
-    steps = PureWindowsPath(name)  # knows both separators
-    if not (steps.drive or steps.root or ".." in steps.parts or "\0" in name):
+    if "\0" not in name and ".." not in re.split(r"[\\/]", name):
         path = folder / name
         end = Path(os.path.realpath(path))
         if any(end.is_relative_to(os.path.realpath(root)) for root in (folder, *roots)):

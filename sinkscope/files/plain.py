@@ -45,17 +45,14 @@ def check_encodable(text: str, what: str) -> None:
     """Refuse a text that is not Unicode, which no tokenizer takes.
 
     Raises:
-        SinkscopeError: It holds half of a surrogate pair, or a byte that is not UTF-8.
+        SinkscopeError: It holds half of a surrogate pair, by which Python also writes a byte that is not UTF-8.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        part = "half of a surrogate pair"
-        if "\udc80" <= text[error.start] <= "\udcff":  # by which Python writes a byte that it cannot decode
-            part = "a byte that is not UTF-8"
         raise SinkscopeError(
-            f"{what} holds {part}, character {error.start + 1}: replace it, as in "
-            "text.encode(errors='replace').decode()"
+            f"{what} holds half of a surrogate pair, or a byte that is not UTF-8, character {error.start + 1}: replace "
+            "it, as in text.encode(errors='replace').decode()"
         ) from None
 
 

@@ -132,13 +132,9 @@ def commit_of(checkout: Path) -> str | None:
     return head.stdout.strip() + "+" * bool(changed.returncode)
 
 
-version_of = cache(metadata.version)
-"""Returns the version of an installed library, which is read once: its whole description is parsed for it."""
-
-
 def versions() -> dict[str, str]:
     """Return the versions of python, sinkscope, and the libraries that were used."""
-    used = {name: version_of(name) for name in LIBRARIES if name in sys.modules}
+    used = {name: metadata.version(name) for name in LIBRARIES if name in sys.modules}
     return {"python": platform.python_version(), "sinkscope": __version__, **used}
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from math import nan
 from typing import (
     Annotated,
     Any,
     NamedTuple,
     TypeVar,
-    get_args,
     get_origin,
     get_type_hints,
 )
@@ -78,7 +77,7 @@ def checked_value(kind: Any, value: Any, name: str, *, strict: bool = False) -> 
     Args:
         kind: A type, such as `Whole` or `list[Share]`.
         value: Any object.
-        name: Name of the value, for the error; a setting's ends in "=", an option's in a space.
+        name: Name of the value, for the error.
         strict: Whether nothing is converted, except a whole number to a float.
 
     Raises:
@@ -97,20 +96,27 @@ def check_values(kind: Any, **values: Any) -> None:
         SinkscopeError: One of the values is of another type; the message names it.
     """
     for name, value in values.items():
-        checked_value(kind, value, f"{name}=", strict=True)
+        checked_value(kind, value, name, strict=True)
 
 
 def read_setting(text: str, kind: Any, name: str) -> Any:
-    """Read a value of the type `kind` from a text: a number, true, false, none, or a word.
+    """Read a value of the type `kind` from a text: a number, true, false, none, or a word; of a tuple, between commas.
 
     Raises:
         SinkscopeError: It is of another type; the message begins with `name`.
     """
-    try:
-        value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = text
+    if get_origin(kind) is tuple:
+        value: Any = tuple(map(_literal, text.split(",")))
+    else:
+        value = _literal(text)
     return checked_value(kind, value, name, strict=True)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return literal_eval(text.capitalize())  # "true", "false" and "none" as well
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 def setting_types(cls: Any) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def setting_types(cls: Any) -> dict[str, Any]:
 def read_settings(
     parts: Sequence[str], types: Mapping[str, Any], where: str, unnamed: str | None = None
 ) -> dict[str, Any]:
-    """Read settings such as "key=value"; the parts of a tuple stand between commas.
+    """Read settings such as "key=value".
 
     Args:
         parts: The settings.
@@ -143,11 +149,7 @@ def read_settings(
         if key not in types or key in settings:
             known = ", ".join(types) or "none"
             raise SinkscopeError(f"{where}: {part!r} is no setting, or is given twice: it has {known} (key=value)")
-        kind, name = types[key], f"{where}: {key}="
-        if get_origin(kind) is tuple:
-            settings[key] = tuple(read_setting(each, get_args(kind)[0], name) for each in text.split(","))
-        else:
-            settings[key] = read_setting(text, kind, name)
+        settings[key] = read_setting(text, types[key], f"{where}: {key}")
     return settings
 
 
@@ -155,27 +157,20 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> A
     """The error that states the first problem in one line: the place, the value there, and what was expected."""
     problems = error.errors(include_url=False)
     first = problems[0]
-    place = _place(value, first)
-    if name.endswith("="):
-        place = f"{name[:-1]}{place}="
-    elif name.endswith(" ") or not place:  # an option, which is given once for each of several values
-        place = name
-    else:
-        place = f"{name}: {place}".removeprefix(": ")
+    place = f"{name}{_place(value, first)}".replace(": .", ": ")
     if "missing" in first["type"]:
         return SinkscopeError(f"{place} is missing{then}")
     cause = first.get("ctx", {}).get("error")  # raised by __post_init__
     if cause is not None:
-        return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "))
+        return SinkscopeError(f"{place}: {cause}{then}".replace(": : ", ": "))
     alternatives = [problem["msg"] for problem in problems if repr(problem["input"]) == repr(first["input"])]
     expected = " or ".join(dict.fromkeys(alternatives)).replace(_INPUT, "expected ", 1).replace(_INPUT, "")
-    if not place.endswith(("=", " ")):
-        place += " is "
-    return SinkscopeError(f"{place}{first['input']!r:.80}: {expected}{then}")
+    is_of = "" if place.endswith(": ") else "="
+    return SinkscopeError(f"{place}{is_of}{first['input']!r:.80}: {expected}{then}")
 
 
 def _place(value: Any, problem: Any) -> str:
-    """Where in a value a problem is, such as "parts[0].share"; pydantic's steps also name members of unions."""
+    """Where in a value a problem is, such as ".parts[0].share"; pydantic's steps also name members of unions."""
     place = ""
     for step in problem["loc"]:
         try:
@@ -184,7 +179,7 @@ def _place(value: Any, problem: Any) -> str:
             if isinstance(error, TypeError) or "missing" not in problem["type"]:
                 continue
         place += f"[{step}]" if isinstance(step, int) else f".{step}"
-    return place.removeprefix(".")
+    return place
 
 
 def check_fields(settings: Any) -> None:
@@ -194,7 +189,7 @@ def check_fields(settings: Any) -> None:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
     for name, kind in setting_types(type(settings)).items():
-        checked_value(kind, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
+        checked_value(kind, getattr(settings, name), f"{type(settings).__name__}: {name}", strict=True)
 
 
 def build(kind: type[T], value: Any, where: str, expected: str = "") -> T:
@@ -214,7 +209,7 @@ def build(kind: type[T], value: Any, where: str, expected: str = "") -> T:
     try:
         return _lenient(kind).validate_json(text.encode(errors="replace"), strict=True)
     except ValidationError as error:
-        raise _refusal(error, value, where, then) from None
+        raise _refusal(error, value, f"{where}: ", then) from None
     except (TypeError, OverflowError) as error:  # an array of something else than numbers
         raise SinkscopeError(f"{where}: {error}{then}") from None
 
@@ -235,21 +230,18 @@ def _lenient_schema(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):  # an annotation of jaxtyping
-        dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
-        return core_schema.no_info_after_validator_function(partial(_array, dtype), core_schema.list_schema())
+        return core_schema.no_info_after_validator_function(_array, core_schema.list_schema())
     changed: Any = {name: _lenient_schema(each) for name, each in part.items()}
     if part.get("type") == "float":
         return core_schema.union_schema([changed, _NULL_AS_NAN])
     return changed
 
 
-def _array(dtype: Any, value: Any) -> Any:
+def _array(value: Any) -> Any:
     import numpy as np  # slow to load, and few results hold arrays
 
-    array = np.asarray(value, dtype)
-    if array.dtype == object:
-        raise ValueError("expected numbers, as many in each row")
-    return array
+    array = np.asarray(value)
+    return array if array.dtype.kind in "bif" else array.astype(float)  # of null, which is NaN
 
 
 def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
@@ -266,7 +258,16 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     name = os.path.basename(path)
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: give {expected}")
-    for number, line in enumerate(text.split("\n"), 1):
+    yield from json_rows(text.split("\n"), name, expected)
+
+
+def json_rows(lines: Iterable[str | bytes], name: str, expected: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row of lines of a file, and its location; lines without a row are left out.
+
+    Raises:
+        SinkscopeError: A line is not JSON.
+    """
+    for number, line in enumerate(lines, 1):
         where = f"{name} line {number}"
         if line.strip():
             try:

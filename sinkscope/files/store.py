@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, cannot_write, read_bytes, read_json, write_atomic
-from sinkscope.files.plain import parse_json, pathless, plain
-from sinkscope.files.records import build
+from sinkscope.files.output import PathName, cannot_write, read_bytes, read_json, write_atomic, write_through
+from sinkscope.files.plain import pathless, plain
+from sinkscope.files.records import build, json_rows
 
 SETTINGS, RECORDS = "settings.json", "runs.jsonl"
 OURS = ".sinkscope-"
@@ -33,19 +33,15 @@ def refuse_other_files(folder: Path, shown: str) -> None:
     Raises:
         SinkscopeError: It holds other files.
     """
-    if folder.is_dir() and not (folder / SETTINGS).exists():
-        if any(not path.name.startswith(OURS) for path in folder.iterdir()):
-            raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
+    others = (path for path in folder.glob("*") if not path.name.startswith(OURS))
+    if not (folder / SETTINGS).exists() and any(others):
+        raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the settings that differ, with both values; empty if none do."""
-    names: list[str] = []
-    for name in sorted({*before, *now}):
-        old, new = before.get(name), now.get(name)
-        if old != new:
-            names.append(f"{name} was {json.dumps(old):.160}, now {json.dumps(new):.160}")
-    return ", ".join(names)
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} was {before.get(name)!r:.160}, now {now.get(name)!r:.160}" for name in names)
 
 
 class Keyed:
@@ -84,10 +80,7 @@ class Kept(Generic[R]):
         new = {record.key: record for record in records if record.key not in self.records}
         if self.path is not None:
             try:
-                with open(self.path / RECORDS, "ab") as file:
-                    file.write(json_lines(new.values()).encode())
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_through(self.path / RECORDS, "ab", json_lines(new.values()).encode())
             except OSError as error:
                 raise cannot_write(self.path, error, GO_ON) from None
         self.records.update(new)
@@ -135,9 +128,7 @@ def _read_or_begin(path: Path, settings: dict[str, Any], kind: type[R], shown: s
     if (path / RECORDS).exists():
         os.truncate(path / RECORDS, complete)  # a kill cut the last line short; the next must not be glued to it
     if (path / SETTINGS).exists():
-        earlier = read_json(path / SETTINGS, "give another folder")
-        if not isinstance(earlier, dict):
-            earlier = {}
+        earlier = build(dict[str, Any], read_json(path / SETTINGS, "give another folder"), f"{shown}/{SETTINGS}")
         other = differing(earlier, settings)
         if other and (records or earlier.keys() != settings.keys()):
             raise SinkscopeError(f"{shown} was begun with other settings ({other}): give the same, or another folder")
@@ -159,13 +150,7 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     Raises:
         SinkscopeError: Any other line is damaged.
     """
-    *whole, _ = read_bytes(path, "give another folder").split(b"\n") if path.exists() else [b""]
-    records: list[R] = []
-    for number, line in enumerate(whole, 1):
-        where = f"{name}/{path.name} line {number}"
-        try:
-            row = parse_json(line)
-        except ValueError:
-            raise SinkscopeError(f"{where} is not JSON: give {DAMAGED}") from None
-        records.append(build(kind, row, where, DAMAGED))
-    return records, sum(len(line) + 1 for line in whole)
+    content = read_bytes(path, "give another folder") if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    rows = json_rows(whole.split(b"\n"), f"{name}/{path.name}", DAMAGED)
+    return [build(kind, row, where, DAMAGED) for where, row in rows], len(whole)

@@ -45,4 +45,6 @@ def edit_from_options(
                 f"{type(part).__name__} is no intervention: give a policy, a patch or a guard, or several of "
                 "them joined by |"
             )
+    if guard is not None and any(isinstance(other, type(edits[-1])) for other in edits[:-1]):
+        raise SinkscopeError("the policy is a guard, too, and two would cut the same rows: give one of them")
     return functools.reduce(or_, edits) if edits else None

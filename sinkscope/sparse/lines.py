@@ -182,7 +182,7 @@ def lines(
     """
     shares = tuple(sorted({float(eta) for eta in etas}))
     for eta in shares or (None,):
-        checked_value(PositiveShare, eta, "--etas ", strict=True)
+        checked_value(PositiveShare, eta, "--etas", strict=True)
     check_attention_visible(setup.target)
     check_attention_known(setup.target)
     wanted = attending_layers(setup.target, layers)

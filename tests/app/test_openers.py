@@ -49,9 +49,9 @@ def test_nothing_that_waits_or_has_no_end_is_opened(kind, tmp_path, monkeypatch,
         os.mkfifo("pipe")
         Path(name).symlink_to({"link to a pipe": "pipe", "link to itself": name, "device": "/dev/zero"}[kind])
     opened = list[str]()
-    own = os.open
+    own = open
     monkeypatch.setattr(
-        os, "open", lambda file, *given, **more: (opened.append(str(file)), own(file, *given, **more))[1]
+        "builtins.open", lambda file, *given, **more: (opened.append(str(file)), own(file, *given, **more))[1]
     )
     for command in COMMANDS:
         assert len(refusal(command.format(name))) < 600

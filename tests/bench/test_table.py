@@ -97,7 +97,7 @@ def test_any_two_methods_are_compared_on_the_same_prompts():
     with refused("--beside c: expected full, h2o:4, snapkv:4, tova:4"):
         scored(answers, beside="c")
     settings = SETTINGS, SETTINGS | {"chat": True}
-    with refused(words=["runs were measured under other settings (chat was false, now true): show them in a table"]):
+    with refused(words=["runs were measured under other settings (chat was False, now True): show them in a table"]):
         tabulate_records([BenchRun([], one) for one in settings])
 
 

@@ -84,11 +84,11 @@ def test_what_is_wrong_is_said_in_one_line(read, text, says):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ([1], "line 2 is [1]: expected an object: give JSON lines with"),
+        ([1], "line 2: [1]: expected an object: give JSON lines with"),
         ({"text": "a"}, "line 2: turns[0].prompt is missing: give JSON lines with"),
-        ({"prompt": " "}, "line 2: turns[0].prompt is ' ': expected a text: give JSON lines with"),
-        ({"prompt": "a", "answers": "b"}, "line 2: turns[0].answers is 'b': expected a valid array"),
-        ({"turns": [3]}, "line 2: turns[0] is 3: expected an object"),
+        ({"prompt": " "}, "line 2: turns[0].prompt=' ': expected a text: give JSON lines with"),
+        ({"prompt": "a", "answers": "b"}, "line 2: turns[0].answers='b': expected a valid array"),
+        ({"turns": [3]}, "line 2: turns[0]=3: expected an object"),
     ],
 )
 def test_a_damaged_line_of_prompts_is_named(tmp_path, row, says):

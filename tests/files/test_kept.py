@@ -41,7 +41,7 @@ def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(
     assert len(run(tmp_path / "run")) == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "settings.json").write_text('{"editor": "mine"}')
-    with refused('editor was "mine", now null, number was null, now 1'):
+    with refused("editor was 'mine', now None, number was None, now 1"):
         run(tmp_path / "other")
 
 

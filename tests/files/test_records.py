@@ -46,9 +46,9 @@ def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
 
 
 def test_a_place_inside_of_data_is_named():
-    assert checked_value(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
-    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1: expected a whole number from 0$"):
-        checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file")
+    assert checked_value(list[dict[str, Whole]], [{"a": 1}], "file: ") == [{"a": 1}]
+    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b=-1: expected a whole number from 0$"):
+        checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file: ")
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ GOOD = {"id": "a", "size": 3, "parts": [{"words": ["x", "y"]}]}
     [
         ("{", "a.jsonl line 2 is not JSON: give samples"),
         ("[" * 100_000, "a.jsonl line 2 is not JSON: give samples"),
-        ([1], "a.jsonl line 2 is [1]: expected an object: give samples"),
+        ([1], "a.jsonl line 2: [1]: expected an object: give samples"),
         ({"size": 3}, "a.jsonl line 2: id is missing: give samples"),
-        ({**GOOD, "size": "3"}, "a.jsonl line 2: size is '3': expected a valid integer: give samples"),
-        ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1] is 1: expected a valid string"),
+        ({**GOOD, "size": "3"}, "a.jsonl line 2: size='3': expected a valid integer: give samples"),
+        ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1]=1: expected a valid string"),
         ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0: give samples"),
     ],
 )

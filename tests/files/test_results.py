@@ -102,7 +102,7 @@ def test_values_become_those_of_json(value, expected):
         ("{}", "f.json is not a result of sinkscope"),
         (json.dumps(WHOLE | {"schema": 1}), "f.json has schema 1, and this version reads 6: run the command again"),
         (json.dumps(WHOLE | {"kind": "magic"}), "f.json holds the unknown kind 'magic'"),
-        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"where": "1"}}), "where is '1': expected a valid integer"),
+        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"where": "1"}}), "where='1': expected a valid integer"),
         (json.dumps(WHOLE | {"result": WHOLE["result"] | {"pair": [1]}}), r"pair\[1\] is missing"),
     ],
 )

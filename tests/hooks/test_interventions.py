@@ -80,7 +80,7 @@ WRONG = [
     ("mixtral", neurons((1, 0, 3), site="up"), ["experts", 'site="post"']),
     ("llama", neurons((1,)), ["(1,)", "(layer, neuron)"]),
     ("llama", neurons((1, 1), positions=[3, -1]), ["-1", "whole numbers"]),
-    ("llama", neurons((1, 1), positions=slice(-3, None)), ["positions slice(-3, None, None)", "expected"]),
+    ("llama", neurons((1, 1), positions=slice(-3, None)), ["positions=slice(-3, None, None)", "expected"]),
     ("llama", neurons((3, 0)), ["layer 3", "0 to 2"]),
     ("llama", neurons((1, 0, 3)), ["without experts", "(layer, neuron)"]),
     ("mixtral", neurons((1, 3)), ["mixture", "(layer, expert, neuron)"]),
@@ -94,7 +94,7 @@ WRONG = [
     ("llama", lambda: Add([1.0] * 32, "hook_embed", scale=float("inf")), ["scale", "inf"]),
     ("llama", lambda: Add([1.0] * 32, "blocks.1.mlp.hook_post"), ["blocks.1.mlp.hook_post", "hook_resid_post"]),
     ("llama", lambda: Knockout(None), ["keys=None: expected positions"]),
-    ("llama", lambda: Knockout("last"), ["keys 'last'", '"first", whole numbers from 0']),
+    ("llama", lambda: Knockout("last"), ["keys='last'", '"first", whole numbers from 0']),
     ("llama", lambda: Knockout("first", layers=[0], heads=["L1.H2"]), ["heads name their layers"]),
     ("llama", lambda: SinkPatch.from_result({}), ["a dict has no spikes"]),
 ]

@@ -210,7 +210,7 @@ class Explorer(ModelSink):
                 measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text.
         """
         try:
-            asked = checked_value(Request, request, "the request")
+            asked = checked_value(Request, request, "the request: ")
             with self.lock:
                 text = asked.text or self.text
                 switch: Switch | None = None

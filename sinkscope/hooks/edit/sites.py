@@ -39,7 +39,7 @@ def site_of(site: Any) -> Neuron:
         return site
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    return Neuron.of(checked_value(_SITE, python_numbers(site), "site "))
+    return Neuron.of(checked_value(_SITE, python_numbers(site), "site"))
 
 
 def head_of(head: Any) -> tuple[int, int]:
@@ -50,7 +50,7 @@ def head_of(head: Any) -> tuple[int, int]:
     """
     if isinstance(head, str):
         return read_head(head, "head")
-    return checked_value(_HEAD, python_numbers(head), "head ")
+    return checked_value(_HEAD, python_numbers(head), "head")
 
 
 def python_numbers(value: Any) -> Any:
@@ -86,7 +86,7 @@ def checked_positions(positions: Any, name: str = "positions") -> Positions:
         ends = [end for end in (positions.start, positions.stop, positions.step) if end is not None]
         if all(isinstance(end, int) and end >= 0 for end in ends):
             return positions
-    return checked_value(_POSITIONS, python_numbers(positions), f"{name} ")
+    return checked_value(_POSITIONS, python_numbers(positions), name)
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
