@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 
-from experiments import needles
 from experiments.drawn import draw, error_bars
 from experiments.record import Row, value_of_each, write_record
 from experiments.script import run
@@ -26,12 +25,6 @@ from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
 
-NEEDLE = "full,streaming:0.125,h2o:0.125,snapkv:0.125,adakv:0.125,tova:0.125,a-shape:0.125,minference:0.125"
-NEEDLE += (
-    ",loopserve:0.125,loopserve:0.125:alpha=0.75,loopserve:paper:0.125,loopserve-d:0.125,loopserve-d:0.125:first=0"
-)
-UNCHECKED = "loopserve:0.125:checked=0"
-NEEDLES = "needles.jsonl:new=8"
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 RECALLED = "full,streaming:0.25,h2o:0.25,snapkv:0.25,adakv:0.25,pyramid:0.25,tova:0.25"
@@ -63,8 +56,6 @@ class BenchFigure:
 
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
-    "needle_recall": BenchFigure("score", NEEDLES, NEEDLE, "recall"),
-    "needle_recall_2hop": BenchFigure("score", NEEDLES, f"{NEEDLE},{UNCHECKED}", "./recall-2hop"),
     "recall_dialogues": BenchFigure("score", "recall", RECALLED, "recall"),
     "loopserve_fig2d": BenchFigure("score", "recall:samples=40:turns=1:lengths=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
@@ -101,13 +92,10 @@ def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("f
     Args:
         work: Folder of the runs.
     """
-    chosen, task = RUNS[name], RUNS[name].task
-    if task == NEEDLES:
-        needles.main(work / "needles.jsonl")
-        task = f"{work}/{NEEDLES}"
+    chosen = RUNS[name]
     with ProgressBar() as progress:
         table = bench(
-            task=task,
+            task=chosen.task,
             methods=chosen.methods.split(","),
             model=chosen.model,
             out=work / name,
@@ -115,7 +103,7 @@ def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("f
             progress=progress,
         )
     rows = table.rows()
-    if chosen.measure == "score":  # a colour for each kind of needle, or place of the question
+    if chosen.measure == "score":  # a colour for each place of the question
         done = read_run(work / name)
         records = [replace(one, set=one.part) for one in done]
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from shape_checks import begin_test, install
+from shape_checks import install
 
 CACHE = tempfile.mkdtemp(prefix="sinkscope-cache-")  # what tests keep is not what users keep
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
@@ -154,7 +154,6 @@ def _same_start():
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps the stack of each call for a GPU to come
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
-    begin_test()
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import jaxtyping
 import pytest
+import torch
 from repository import ROOT, python, ran
 
 import sinkscope
@@ -47,6 +49,13 @@ ORDER = (
 def test_import_loads_nothing_heavy():
     heavy = {"torch", "transformers", "numpy", "click", "rich", "pydantic"}
     assert python(f"import sys, sinkscope; print({heavy} & set(sys.modules))").stdout == "set()\n"
+
+
+def test_shapes_are_checked_while_tests_run():
+    from sinkscope.sparse.attention import slash_sums
+
+    with pytest.raises(jaxtyping.TypeCheckError):
+        slash_sums(torch.ones(3, 4), torch.arange(3))  # no heads
 
 
 def test_public_names_are_there():

@@ -5,15 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-import shape_checks
 
-from sinkscope import errors
 from sinkscope.errors import SinkscopeWarning, warn
-
-
-@pytest.fixture(autouse=True)
-def _checks_of_shapes_are_no_code_of_the_user(monkeypatch):
-    monkeypatch.setattr(errors, "_LIBRARIES", (*errors._LIBRARIES, shape_checks.__file__))
 
 
 def test_a_warning_is_at_the_line_that_led_to_it():

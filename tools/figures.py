@@ -67,8 +67,6 @@ COMMANDS = {
 LONG = {
     "bench_kv": "python -m experiments.bench_kv --page figures/bench_kv.md",
     "loopbench_small": BENCH,
-    "needle_recall": BENCH,
-    "needle_recall_2hop": BENCH,
 }
 """Those that take more than five minutes each."""
 DRAWING = Lock()

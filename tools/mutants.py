@@ -79,6 +79,16 @@ def changed(mutant: Mutant, tree: Path) -> tuple[Path, str, str] | None:
     return file, text, text[: match.start()] + mutant.replacement + text[match.end() :]
 
 
+def where(mutant: Mutant) -> str:
+    """Say which file a mutant changes; stale, if its fragment is not found once, or a test that it names is missing."""
+    place = place_of(mutant.fragment, TREE)
+    for name in mutant.tests.split():
+        file, _, test = name.partition("::")
+        if not any(f"def {test}" in found.read_text() for found in (TREE / "tests").rglob(file)):
+            return "stale"
+    return "stale" if place is None else f"in {place[0].relative_to(TREE)}"
+
+
 def tried(mutant: Mutant, tree: Path) -> str:
     """Apply a mutant in `tree`, run its tests, and undo it: killed, survived, hung, stale, or what went wrong."""
     change = changed(mutant, tree)
@@ -149,8 +159,7 @@ def main(names: tuple[str, ...], listed: bool) -> None:
             load_libraries()
         for mutant in chosen:
             if listed:
-                place = place_of(mutant.fragment, TREE)
-                results.append("stale" if place is None else f"in {place[0].relative_to(TREE)}")
+                results.append(where(mutant))
             else:
                 results.append(tried(mutant, copy))
             print(f"{mutant.name}: {results[-1]}", flush=True)

@@ -3,20 +3,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from repository import FIGURES, ROOT
+from repository import FIGURES
 
 from experiments.drawn import figure_of
 from sinkscope.files.envelope import kind_modules
 from sinkscope.results.result import Result
 
 FILES = sorted(FIGURES.glob("*.json"))
-
-
-def test_every_committed_picture_stands_on_a_page():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *FIGURES.glob("*.md")]
-    text = "".join(page.read_text() for page in pages)
-    for picture in FIGURES.glob("*.png"):
-        assert f"figures/{picture.name})" in text or f"({picture.name})" in text, picture.name
 
 
 def keys(data: object) -> object:
@@ -28,7 +21,7 @@ def keys(data: object) -> object:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_figure_has_the_present_form(file):
-    """Its data have the names of today; `tests/docs/test_command_lines.py` reads the words of its command."""
+    """Its data have the names of today."""
     data = json.loads(file.read_text())
     made = data["provenance"]
     assert (
