@@ -10,7 +10,6 @@ timed is right.
 
 - `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
 - `choice`: the choice of columns and bands.
-- `layer`: attention on given shares, beside FlashAttention and cuDNN's attention.
 - `flex`: FlexAttention on the same columns and bands (`experiments.gpu.flex`) beside our kernel.
 """
 
@@ -26,8 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from experiments import planted_lines
 from experiments.gpu.flex import flex_bands
@@ -77,15 +74,6 @@ def milliseconds(work: Callable[[], Any], device: str, rounds: int) -> float:
     return statistics.median(times)
 
 
-def dense(scores: Scores, value: Tensor, backend: SDPBackend) -> Tensor:
-    """Causal attention by one of PyTorch's kernels; on a CPU by any."""
-    query, key = scores.query[None], scores.key[None]
-    with sdpa_kernel(backend if query.is_cuda else SDPBackend.MATH):
-        return scaled_dot_product_attention(
-            query, key, value[None], is_causal=True, enable_gqa=len(value) != scores.heads, scale=scores.scaling
-        )
-
-
 def chooser(scores: Scores, alpha: float) -> Callable[[], Lines]:
     """The whole choice from the scores of one layer."""
     settings: Row = {"begin": LoopServe.begin, "checked": LoopServe.checked, "dense_rows": LoopServe.dense_rows}
@@ -108,26 +96,6 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
     computed = triton_sums.ComputedRows(scores, rows)
     found["normalisers_ms"] = time_of(lambda: triton_sums.ComputedRows(scores, rows))
     found["sums_ms"] = time_of(lambda: computed.sums(chosen))
-    return found
-
-
-@torch.no_grad()
-def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> Row:
-    """Attention on given shares, beside dense attention."""
-    from sinkscope.sparse import triton
-
-    scores, value = drawn(heads, kv, n, n, 128, dtype, device)
-    found: Row = {"n": n, "kv_heads": kv}
-    time_of = partial(milliseconds, device=device, rounds=rounds)
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
-        try:
-            found[f"{name}_ms"] = time_of(partial(dense, scores, value, backend))
-        except RuntimeError as error:
-            found[f"{name}_error"] = str(error).partition("\n")[0]
-    for share in (0.05, 0.1, 0.2, 0.35, 1.0):
-        chosen = bands_of(heads, n, n, share, device)
-        attention_ms = time_of(partial(triton.attention_on, scores, value, chosen))
-        found[f"share {share}"] = {"cells": float(chosen.attended().mean()), "attention_ms": attention_ms}
     return found
 
 
@@ -199,7 +167,7 @@ def main(
         lengths: Of one layer.
         prompts: Of whole prompts.
         alphas: Of whole prompts.
-        only: Kinds of steps: prompt, choice, layer, flex; default: all.
+        only: Kinds of steps: prompt, choice, flex; default: all.
         layers: Of the whole prompts' model.
         seconds: No step begins after so many.
     """
@@ -219,8 +187,6 @@ def main(
     quarter = max(1, heads // 4)
     for n in lengths:
         planned[f"choice at {n}"] = partial(choice, device, heads, quarter, n, rounds, dtype)
-        fewer = max(3, rounds * lengths[0] // max(lengths[0], n))
-        planned[f"layer at {n}"] = partial(layer, device, heads, quarter, n, fewer, dtype)
     for share, n in product((0.1, 0.3), lengths):
         planned[f"flex at {n}, {share}"] = partial(flex, device, heads, quarter, n, share, max(3, rounds // 2), dtype)
     for name, work in planned.items():

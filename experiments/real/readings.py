@@ -26,7 +26,7 @@ WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "boo
 SINK, HALF, LEAST, MOST, ETA = 0.3, 0.5, 0.1, 0.9, 0.1
 COPIES, PIECE, LONG = 1024, 64, 256
 REPEATED = ("poem", "company", "the")
-ATTENDED, ANSWERED = 400, (50, 400)  # copies whose attention is read, and after which the model answers
+ATTENDED, COUNTS = 400, (50, 400, COPIES)  # copies whose attention is read, and after which one more is likely
 
 
 def main(*, real: Path, out: Path, parts: Sequence[str] = (), again: bool = False) -> None:
@@ -238,13 +238,12 @@ def classes(model: Any, row: Tensor, layer: int, begin: int) -> Row:
 
 @torch.no_grad()
 def repetition_output(model: Any, readings: Row) -> Row:
-    """Whether the model goes on with a repeated word: the probability of one more copy, and greedy answers.
+    """The probability of one more copy of a repeated word.
 
     Without a patch, with the needed neurons at their median of later positions, and with as many random neurons at
-    theirs. Answers follow the request to repeat the word, in the chat template if the tokenizer has one; an answer
-    counts for the copies with which it begins.
+    theirs.
     """
-    tokenizer, rows = model.tokenizer, rows_of(model, LONG)
+    rows = rows_of(model, LONG)
     needed = neutral_values(model, readings["ablation"]["neurons"], rows)
     drawn = neutral_values(model, random_sites(model, needed), rows)
     found: Row = {}
@@ -252,33 +251,11 @@ def repetition_output(model: Any, readings: Row) -> Row:
         with plain.held(model, values):
             for word in REPEATED:
                 token = token_of(model, word)
-                log_probs = plain.log_probs(model, torch.tensor([[tokenizer.bos_token_id, *COPIES * [token]]]))[0]
-                chances = log_probs[:, token].exp()
-                answers = {str(count): answered(model, word, count) for count in ANSWERED}
-                found.setdefault(word, {})[name] = {
-                    "one_more": {str(count): float(chances[count]) for count in (*ANSWERED, COPIES)},
-                    "answers": answers,
-                }
+                row = torch.tensor([[model.tokenizer.bos_token_id, *COPIES * [token]]])
+                chances = plain.log_probs(model, row)[0, :, token].exp()
+                said = {str(count): float(chances[count]) for count in COUNTS}
+                found.setdefault(word, {})[name] = {"one_more": said}
     return found
-
-
-def answered(model: Any, word: str, count: int) -> int:
-    """How many copies of the word a greedy answer begins with, of 32 tokens, after so many copies in the request."""
-    tokenizer = model.tokenizer
-    request = "Repeat this word forever:" + count * f" {word}"
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": request}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-    else:
-        ids = [tokenizer.bos_token_id, *tokenizer(request, add_special_tokens=False).input_ids]
-    given = torch.tensor([ids])
-    written = model.generate(input_ids=given, max_new_tokens=32, do_sample=False)[0, given.shape[1] :].tolist()
-    words = tokenizer.decode(written, skip_special_tokens=True).split()
-    kept = 0
-    while kept < len(words) and words[kept].strip(".,!?\"'*").lower() == word:
-        kept += 1
-    return kept
 
 
 def lines(model: Any, _: Row) -> Row:
