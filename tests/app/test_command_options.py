@@ -6,7 +6,6 @@ import inspect
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
-import click
 import pytest
 from repository import python
 

@@ -11,15 +11,12 @@ import torch
 from bench_kit import dialogues, tiny
 from refusals import refused
 
-from sinkscope.bench.answer import answer_rows
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.record import BenchRecord, Prompt, Turn, read_run
 from sinkscope.bench.task import PromptFile, row_sampler
 from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
-from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.draws import in_order
-from sinkscope.opening.live import target_of
 
 
 def run(methods: list[str], given=None, **options) -> list[BenchRecord]:
@@ -110,13 +107,6 @@ def test_bench_reads_the_users_own_file(tmp_path, typed):
     assert "streaming:8" in first and "score" in first and "read" in first
     groups = json.loads(typed(f"bench {tmp_path}/r --json -").out)["result"]["groups"]
     assert [(group["method"], group["answers"]) for group in groups] == [("streaming:8", 2), ("full", 2)]
-
-
-def test_what_a_guard_cuts_off_is_not_counted():
-    loop = [5, 6, 7] * 30
-    (answer,) = answer_rows(target_of(*tiny()), [list(range(4, 24))], 90, LoopGuard(16, act="cut"), along=[loop])
-    step = next(event["step"] for event in answer.events if event["kind"] == "guard")
-    assert answer.metrics["cached_peak"] == 20 + step - 1
 
 
 def test_sampling_follows_the_softmax():

@@ -99,12 +99,3 @@ def test_any_two_methods_are_compared_on_the_same_prompts():
     settings = SETTINGS, SETTINGS | {"chat": True}
     with refused(words=["runs were measured under other settings (chat was False, now True): show them in a table"]):
         tabulate_records([BenchRun([], one) for one in settings])
-
-
-def test_the_best_method_stands_first_beside_the_control():
-    row, *_ = scored(["random:8 9", "h2o:8 1", "tova:8 2"], "text").findings()
-    assert (row.name, row.get("value")) == ("s, h2o:8: KL to full, nats", 1.0)
-    assert (row.note, row.get("control")) == ("random:8", 9.0)
-    row, *_ = scored(["full 1*3 0", "loopguard:64 0*4"], "loops").findings()
-    assert (row.get("share"), row.note, row.get("control")) == (0.0, "full", 0.75)
-    assert row.numbers["share"].margin is not None

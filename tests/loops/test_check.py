@@ -13,7 +13,7 @@ from refusals import refused
 from repository import python
 
 import sinkscope as ss
-from sinkscope.loops import LoopCheck, check, check_file
+from sinkscope.loops import LoopCheck, check
 
 
 @pytest.mark.parametrize("row", rows_of("verdicts.jsonl"))
@@ -113,16 +113,6 @@ def test_no_torch_is_loaded(tmp_path):
     done = python(code, str(tmp_path / "x.txt"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] 3 3"
-
-
-def test_a_file_is_given_by_its_path_or_open_in_bytes(tmp_path):
-    file = tmp_path / "answer.txt"
-    file.write_text("I am sorry, I cannot. " * 60)
-    for source in (file, str(file), file.open("rb")):
-        assert [one.verdict for one in check_file(source).records] == ["loops"]
-    for wrong, words in ((tmp_path / "no.txt", "cannot read no.txt"), (file.open(), "is no binary"), (5, "5 is no")):
-        with refused(words=[words]):
-            check_file(wrong)
 
 
 def generate(prompt):

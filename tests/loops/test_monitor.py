@@ -58,27 +58,6 @@ def test_a_limit_of_copies_holds_for_data_as_well_unless_more_are_asked_for(aske
     assert (checker.most_copies, checker.data_tokens) == (None, 512)
 
 
-def test_fewer_than_12_copies_are_no_counter():
-    """Lines of two digits, which are one number, and three words."""
-
-    def words(ids):
-        return "".join(str(token) if token < 10 else " lamp " for token in ids).split()
-
-    monitor = Monitor(MonitorSettings(counter_tokens=10), words)
-    lines = [token for line in range(20) for token in (line // 10, line % 10, 50, 51, 52)]
-    steps = [monitor.update(token) for token in lines]
-    assert next(step.step for step in steps if step.trigger) == 5 * 12
-
-
-@pytest.mark.parametrize("votes", [2, 3])
-def test_without_probabilities_the_other_two_vote(votes):
-    """Also where all three had to agree."""
-    monitor = Monitor(PaperSettings(votes=votes))
-    steps = [*map(monitor.update, [*range(1000, 1300), *[1, 2, 3] * 200])]
-    assert any(step.trigger for step in steps)
-    assert not any(step.trigger for step in steps if step.ttr >= 0.2 or not step.cr < 0.12)
-
-
 @pytest.mark.parametrize("name", sorted(HONEST))
 def test_honest_repetition_triggers_nothing(name):
     """Also where the model is sure of every token, so that one vote is always given."""

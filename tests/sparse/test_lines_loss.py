@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from lines_kit import drawn_scores
 from organisms import tiny_model
 
-from experiments.loopserve.lines_loss import heaviest, loss_of, main, measured, nearest
-from sinkscope.files.store import json_lines
+from experiments.loopserve.lines_loss import heaviest, loss_of, measured, nearest
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.serve import LoopServe
 
@@ -46,10 +43,3 @@ def test_controls_have_at_least_as_many_cells_and_no_line_more(alpha):
         assert chosen.columns[:, : served.begin].all() and chosen.offsets[:, :8].all()
     for lines in (near.columns.int(), near.offsets.int()):
         assert (lines.diff(dim=1) <= 0).all()  # the first ones, without a gap
-
-
-def test_the_script_writes_the_loss_of_each_kind(tmp_path):
-    talk, out = tmp_path / "talk.jsonl", tmp_path / "x.json"
-    talk.write_text(json_lines([{"turns": ["one line and another. " * 400]}]))
-    main("bundled", out=out, dialogue_files=[talk], count=1, length=256, alphas=[0.5])
-    assert np.shape(json.loads(out.read_text())["result"]["loss"]) == (1, 3, 4)
