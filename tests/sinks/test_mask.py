@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from organisms import mask_of, organism
+from plain_spikes import ratios
 from raw_kit import attention, residuals
 from refusals import refused
 
@@ -17,11 +18,7 @@ pytestmark = pytest.mark.few_texts
 def plain(model, row: torch.Tensor) -> torch.Tensor:
     """The sinks of one text, by plain hooks and the definitions: norms over the typical one, and attention received."""
     given, length = attention(model, row[None])[:, 0], len(row)
-    there = torch.zeros(length, dtype=torch.bool)
-    for after in residuals(model, row[None])[:, 0]:
-        size = after[1:].abs().median(0).values
-        away = (after - after[1:].median(0).values * (size > 30 * size.median())).norm(dim=-1)
-        there |= away > 3 * away[1:].median()
+    there = (ratios(residuals(model, row[None]))[:, 0] > 3).any(0)
     heads = len(given.flatten(0, 1))
     for at in range(length - 16):
         attending = int((given[:, :, at + 1 :, at].mean(2) > 0.3).sum())

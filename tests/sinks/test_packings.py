@@ -1,4 +1,4 @@
-"""What the packing of a model may not change: every answer is the same whatever order, scale and number neurons have."""
+"""What the packing of a model may not change: every answer is the same however neurons are packed."""
 
 from __future__ import annotations
 

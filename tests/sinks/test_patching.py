@@ -6,7 +6,6 @@ import functools
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -38,25 +37,24 @@ def made_of(o: Organism, folder: Path, **changes) -> PatchResult:
     return measured(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
-@functools.cache
-def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, PatchResult]:
-    o = organism(family, seed, kind=kind)
-    with TemporaryDirectory() as folder:
-        return o, made_of(o, Path(folder))
-
-
-@pytest.mark.parametrize(("family", "kind", "seed"), [("llama", "sink", 5), ("mixtral", "sink", 6)])
-def test_patch_is_the_planted_neurons(family, kind, seed):
-    o, made = made_once(family, seed, kind)
-    assert (made.verdict, {one.site for one in made.sites}) == ("made", set(o.truth.neurons))
+def check_made(o: Organism, made: PatchResult) -> None:
+    """It is a patch of the planted neurons, and random ones change nothing."""
     norm = made.proof[0]
+    assert (made.verdict, {one.site for one in made.sites}) == ("made", set(o.truth.neurons))
     assert norm.get("patched") < 0.5 <= min(norm.numbers["intact"].by_text) and norm.get("one_copy") < 0.5
     assert norm.numbers["control"].by_text == pytest.approx(norm.numbers["intact"].by_text, rel=0.05)
 
 
+def test_patch_is_the_planted_experts(tmp_path):
+    o = organism("mixtral", 6)
+    check_made(o, made_of(o, tmp_path))
+
+
 def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     """States of the model itself under the loaded patch: the second way to the numbers of the table."""
-    o, made = made_once("llama", 5)
+    o = organism("llama", 5)
+    made = made_of(o, tmp_path)
+    check_made(o, made)
     norm, given_to, likely = made.proof[:3]
     assert (norm.name, given_to.name, likely.name) == ("norm of copies", "attention to copies", "one more copy")
     made.patch.save(tmp_path / "patch.json")
@@ -139,27 +137,22 @@ def test_rows_say_what_is_repaired_and_what_is_not():
 
 
 @pytest.mark.parametrize(
-    ("intact", "patched", "attention", "change", "verdict"),
+    ("notes", "change", "limit", "verdict"),
     [
-        ((0.25, 0.9, 0.8), (0.1, 0.1, 0.1), 0.1, 0.0, "made"),  # a word that does not reach the spike is no proof
-        ((0.25, 0.25, 0.4), (0.1, 0.1, 0.1), 0.1, 0.0, "no-repeats"),
-        ((0.9, 0.9, 0.8), (0.1, 0.9, 0.1), 0.1, 0.0, "not-repaired"),
-        ((0.9, 0.9, 0.8), (0.1, 0.1, 0.1), 0.5, 0.0, "not-repaired"),
-        ((0.9, 0.9, 0.8), (0.1, 0.1, 0.1), 0.1, 0.02, "refused"),
-        ((0.9, 0.9, 0.8), (0.1, 0.1, 0.1), 0.1, np.nan, "refused"),  # an infinite perplexity is no harmless one
+        (("repaired", "repaired"), 0.02, 0.03, "made"),
+        (("", ""), 0.0, 0.01, "no-repeats"),
+        (("not repaired", "repaired"), 0.0, 0.01, "not-repaired"),
+        (("repaired", "not repaired"), 0.0, 0.01, "not-repaired"),
+        (("repaired", "repaired"), 0.02, 0.01, "refused"),
+        (("repaired", "repaired"), np.nan, 0.01, "refused"),  # an infinite perplexity is no harmless one
     ],
 )
-def test_only_words_that_need_repair_prove_it(intact, patched, attention, change, verdict):
-    given = torch.tensor([0.9, attention, 0.9])[:, None, None].expand(3, 1, 3)
-    read = torch.cat([torch.tensor([[intact], [patched], [intact]]), given, torch.zeros(3, 1, 3)], 1)
-    rows = copies_rows("abc", (EARLY,), read, torch.full((1, 3), 0.1))
+def test_a_patch_is_made_if_all_is_repaired_and_nothing_harmed(notes, change, limit, verdict):
+    zero = {"intact": 0.0, "patched": 0.0}
+    copies = [row_of("copies", name, note, **zero) for name, note in zip((NORM, ATTENTION), notes, strict=True)]
     cost = row_of("held-out text", "change of the perplexity", patched=change)
-    found = PatchResult(verdict="given", reason="", words=3, repeats=9, proof=(*rows, cost))
-    said, reason = verdict_of(found, 0.01)
-    assert said == verdict and reason.endswith(".")
-    if change == 0.02:
-        assert reason == "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%."
-        assert verdict_of(found, 0.03)[0] == "made"
+    found = PatchResult(verdict="given", reason="", words=3, repeats=9, proof=(*copies, cost))
+    assert verdict_of(found, limit)[0] == verdict
 
 
 # --- the commands ---

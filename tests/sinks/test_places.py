@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.sinks.spikes.spike import split_by_label
-from sinkscope.sinks.thresholds import LEAST_CASES
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -66,23 +63,3 @@ def test_what_no_words_mean_are_pieces_first_tokens_apart_and_few_are_left_over(
     few = torch.zeros_like(there)
     few[0, 9] = True
     assert split_by_label(ids, few, decode) == []
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.floats(0.0, 0.3), st.booleans())
-@example(2713, 0.09375, False)  # the words of two pieces mean some places both
-def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
-    ids = put(texts(seed, bos), COMMA, seed % 3)
-    generator = torch.Generator().manual_seed(seed)
-    there = (ids == COMMA) | (torch.rand(ids.shape, generator=generator) < noise)
-    there[:, 0] |= bool(seed % 2)
-    found = split_by_label(ids, there, decode)
-    pieces = torch.stack([torch.zeros_like(there), *(place.mask for place in found)]).int().sum(0)
-    assert int(pieces.max()) <= 1 and not bool((pieces.bool() & ~there).any())
-    for place in found:
-        meant = place.matches(ids)
-        assert int(place.mask.sum()) >= LEAST_CASES
-        assert not bool(meant.any()) or not bool((place.mask & ~meant).any())
-        assert int((meant & there).sum()) >= 0.9 * int(meant.sum())
-    left = (there & ~pieces.bool())[:, 1:]
-    assert int(left.sum()) < LEAST_CASES or float(left.any(1).float().mean()) < 0.2

@@ -33,12 +33,10 @@ def plain_loss(model, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_neurons_are_zeroed_at_the_place_alone_or_everywhere(bundled, batch, everywhere):
+def test_neurons_are_zeroed_at_the_place_alone(bundled, batch):
     sites, model = [(1, 338), (2, 5)], bundled.target.hf
-    sets = [tuple(map(Neuron.of, sites))]
-    edited = replace(batch, edits=sets, everywhere=everywhere, edit_of=torch.zeros(4, dtype=torch.long))
-    with plain.removed(model, sites, None if everywhere else 0):
+    edited = replace(batch, edits=[tuple(map(Neuron.of, sites))], edit_of=torch.zeros(4, dtype=torch.long))
+    with plain.removed(model, sites, 0):
         expected = plain_loss(model, batch.ids)
     torch.testing.assert_close(read(edited, loss=True).loss, expected, atol=2e-4, rtol=1e-4)
 
@@ -83,17 +81,3 @@ def test_every_way_is_there_with_its_interval_and_its_control(bundled):
     assert all(row.margin("loss") for name, row in (purpose | controls).items() if name != "intact")
     assert purpose["hidden in all layers"].get("taker_heads") == purpose["intact"].get("heads") == 20
     assert purpose["hidden"].get("heads") == 0
-
-
-def test_a_pass_that_begins_where_it_acts_reads_what_a_whole_pass_reads(bundled, batch):
-    target, length = bundled.target, batch.ids.shape[1]
-    unseen = batch.places[0][:, None].expand(-1, length, -1)
-    late = replace(batch, unseen=unseen, layers=range(2, target.n_layers))
-    whole, asked, ran = replace(late, texts=None), {"heads": [2, 3], "loss": True}, []
-    with target.sub(0, "mlp").register_forward_hook(lambda *_: ran.append(0)):
-        begun = read(late, **asked)
-        assert not ran  # in the first layer
-        other = read(whole, **asked)
-        assert ran
-    for name, one in begun._asdict().items():
-        torch.testing.assert_close(one, getattr(other, name), equal_nan=True, atol=1e-5, rtol=1e-5, msg=name)

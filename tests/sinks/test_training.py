@@ -12,7 +12,7 @@ import torch
 from attack_kit import text_file
 from organisms import Organism, organism
 from raw_kit import residuals
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
@@ -22,16 +22,6 @@ from sinkscope.sinks.spikes import survey
 pytestmark = pytest.mark.few_texts
 
 STEPS = 4
-
-
-class Recorder(TrainerCallback):
-    """What a callback that reports gets: it comes before those that a user adds, as that of TensorBoard does."""
-
-    def __init__(self):
-        self.rows = []
-
-    def on_log(self, args, state, control, logs=None, **_):
-        self.rows.append((state.global_step, dict(logs)))
 
 
 class Drawing(torch.utils.data.Dataset):
@@ -50,88 +40,73 @@ class Drawing(torch.utils.data.Dataset):
         return {"input_ids": row, "labels": row}
 
 
-def trainer_of(o: Organism, folder, **settings):
-    options = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-4, "per_device_train_batch_size": 2}
-    fixed = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    arguments = TrainingArguments(str(folder), **options, **fixed, **settings)
-    data, recorder = Drawing(o.natural(12, 32)), Recorder()
-    return Trainer(o.model, arguments, train_dataset=data, processing_class=o.tokenizer, callbacks=[recorder]), recorder
+def trainer_of(o: Organism, folder, **settings) -> Trainer:
+    fixed = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    arguments = TrainingArguments(str(folder), max_steps=STEPS, **fixed, **settings)
+    return Trainer(o.model, arguments, train_dataset=Drawing(o.natural(12, 32)), processing_class=o.tokenizer)
 
 
 def run(folder, every=None):
-    """Train a model whose dropout acts, and return all that comes of it."""
+    """Train a model whose dropout acts, and return what it has logged and all else that comes of it."""
     o = organism()
     for layer in o.model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    trainer, recorder = trainer_of(o, folder, bf16=True, gradient_checkpointing=True)
+    trainer = trainer_of(o, folder, bf16=True, gradient_checkpointing=True)
     if every is not None:
         trainer.add_callback(ss.SinkCallback(trainer, every))
     trainer.train()
-    losses = [row["loss"] for _, row in recorder.rows if "loss" in row]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     hooks = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in o.model.modules()]
-    return recorder, o.model.state_dict(), (losses, drawn, hooks)
+    weights = {name: weight.tolist() for name, weight in o.model.state_dict().items()}
+    return trainer.state.log_history, (losses, drawn, hooks, weights)
 
 
 def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(tmp_path):
-    _, weights, plain = run(tmp_path)
+    _, plain = run(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SinkscopeWarning)
-        recorder, watched_weights, watched = run(tmp_path, 2)
+        logged, watched = run(tmp_path, 2)
     assert watched == plain and len(plain[0]) == STEPS
-    assert all(torch.equal(watched_weights[name], weight) for name, weight in weights.items())
-    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 2, 4]
-
-
-# --- what is logged ---
+    assert [row["step"] for row in logged if "sink_rate" in row] == [0, 2, 4]
 
 
 def test_the_planted_spike_is_logged_and_of_a_model_without_one_nothing_is_said_of_it(tmp_path):
     """`tests/sinks/test_metrics.py` has the numbers that `sink_metrics` gives, too."""
 
-    def at_the_start(o: Organism, rows: int = 64):
-        text = text_file(o, tmp_path, rows)
-        trainer = Trainer(o.model, TrainingArguments(str(tmp_path), use_cpu=True), processing_class=o.tokenizer)
-        callback = ss.SinkCallback(trainer, text=text)
+    def at_the_start(o: Organism):
+        trainer = trainer_of(o, tmp_path)
+        callback = ss.SinkCallback(trainer, text=text_file(o, tmp_path))
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
         (row,) = trainer.state.log_history
-        return row, text
+        return row
 
-    o, late, mixture = organism(), organism(kind="two_delimiters"), organism("mixtral")
-    row, text = at_the_start(o, 20)
-    half = halves_of(text.read_text()).choose
-    ids = text_rows(o.tokenizer, half, survey.SURVEYED, 64, o.tokenizer.bos_token_id)
-    norms = residuals(o.model.eval(), ids).norm(dim=-1)
+    o, mixture = organism(), organism("mixtral")
+    row = at_the_start(o)
+    half = halves_of((tmp_path / "words.txt").read_text()).choose
+    norms = residuals(o.model.eval(), text_rows(o.tokenizer, half, survey.SURVEYED, 64, 1)).norm(dim=-1)
     ratios = norms[:, :, 0].mean(1) / norms[:, :, 1:].flatten(1).median(1).values
     assert row["spike_ratio"] == pytest.approx(float(ratios.max()), rel=1e-4) and row["norm_position"] == 0
     assert (row["spike_layer"], row["spike_neuron"]) in o.truth.neurons and row["spike_dim"] in o.truth.dims
-    row, _ = at_the_start(organism(kind="none"))
+    row = at_the_start(organism(kind="none"))
     assert not row.keys() & {"spike_dim", "spike_layer", "spike_neuron"} and row["spike_ratio"] < 3
-    row, _ = at_the_start(late)  # not at the first token
-    assert row["spike_ratio"] > 3 and f"L{row['spike_layer']}.N{row['spike_neuron']}" in late.truth.spikes[0].needs[0]
-    row, _ = at_the_start(mixture)
+    row = at_the_start(mixture)
     assert (row["spike_layer"], row["spike_expert"], row["spike_neuron"]) in mixture.truth.neurons
 
 
-# --- what cannot be measured ---
-
-
-@pytest.mark.parametrize("kind", ["deepspeed", "fsdp", "tensor parallelism", "another process"])
+@pytest.mark.parametrize("kind", ["deepspeed", "tensor parallelism", "another process"])
 def test_only_the_main_process_measures_and_only_a_model_that_is_whole(kind, tmp_path):
-    trainer, recorder = trainer_of(organism(), tmp_path)
-    callback, mlp = ss.SinkCallback(trainer, every=1), trainer.model.model.layers[0].mlp
-    if kind == "deepspeed":
-        trainer.is_deepspeed_enabled = True
-    elif kind == "fsdp":
-        mlp.__class__ = type("FSDPModule", (type(mlp),), {})
-    elif kind == "tensor parallelism":
-        next(trainer.model.parameters()).device_mesh = "a mesh"
+    trainer = trainer_of(organism(), tmp_path)
+    callback = ss.SinkCallback(trainer, every=1)
+    trainer.is_deepspeed_enabled = kind == "deepspeed"
     trainer.state.is_world_process_zero = kind != "another process"
+    if kind == "tensor parallelism":
+        next(trainer.model.parameters()).device_mesh = "a mesh"
     said = pytest.warns(SinkscopeWarning, match="split over processes")
     with nullcontext() if kind == "another process" else said:
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     callback.on_step_end(trainer.args, trainer.state, trainer.control)
-    assert not recorder.rows
+    assert not trainer.state.log_history
