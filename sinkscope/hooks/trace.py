@@ -196,7 +196,6 @@ def trace(
     attention_mask: Any = None,
     batch_size: Natural | None = None,
     tokenizer: Any = None,
-    bos: bool | None = None,
 ) -> dict[str, Tensor]:
     """Run the model once and return each site's reduced tensor, on the CPU.
 
@@ -215,7 +214,6 @@ def trace(
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
         batch_size: Rows per forward pass. None runs all at once.
         tokenizer: Tokenizer for texts, if the model carries none.
-        bos: Whether texts begin with BOS. By default the tokenizer decides.
 
     Returns:
         The tensor of each site by its name, in the order of the forward pass; the first dimension is the batch.
@@ -233,7 +231,7 @@ def trace(
         if reduce not in REDUCERS:
             raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
         reduce = REDUCERS[reduce]
-    rows = read_inputs(target, tokens, attention_mask, bos=bos)
+    rows = read_inputs(target, tokens, attention_mask)
     wanted = resolve(target, sites)
     size = batch_size or len(rows.ids)
     passed: dict[str, list[Tensor]] = {site.name: [] for site in wanted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,21 +45,21 @@ def check_site(
         SinkscopeError: A number is out of range, an expert is missing, or the layer has no experts.
     """
     _check_number(target, "layer", layer, target.n_layers)
-    _check_number(target, "head", head or 0, target.n_heads)
+    _check_number(target, "head", head, target.n_heads)
     if neuron is None:
         return
-    is_mixture, has_down = layer in target.mixtures, "down" in target.paths[layer]
-    if is_mixture != (expert is not None) and not (is_mixture and has_down):
-        is_like = "one MLP without experts; give (layer, neuron)"
-        if is_mixture:
-            is_like = "a mixture of experts; give (layer, expert, neuron)"
+    is_mixture = layer in target.mixtures
+    if is_mixture != (expert is not None) and not (is_mixture and "down" in target.paths[layer]):
+        is_like = "a mixture of experts; give (layer, expert, neuron)"
+        if not is_mixture:
+            is_like = "one MLP without experts; give (layer, neuron)"
         raise SinkscopeError(f"{Neuron(layer, expert, neuron)}: layer {layer} of {target.name} is {is_like}")
-    _check_number(target, "expert", expert or 0, target.n_experts(layer) or 1)
+    _check_number(target, "expert", expert, target.n_experts(layer))
     _check_number(target, "neuron", neuron, target.width(layer, expert))
 
 
-def _check_number(target: Target, what: str, value: int, count: int) -> None:
-    if not 0 <= value < count:
+def _check_number(target: Target, what: str, value: int | None, count: int) -> None:
+    if value is not None and not 0 <= value < count:
         raise SinkscopeError(f"{what} {value} is not in {target.name}: give one from 0 to {count - 1}")
 
 
@@ -135,14 +136,7 @@ class Inputs:
         return [row[real.bool()].tolist() for row, real in zip(self.ids, self.mask, strict=True)]
 
 
-def read_inputs(
-    target: Target,
-    inputs: Any,
-    mask: Any = None,
-    *,
-    bos: bool | None = None,
-    special: bool = True,
-) -> Inputs:
+def read_inputs(target: Target, inputs: Any, mask: Any = None, *, special: bool = True) -> Inputs:
     """Read a user's input for a model.
 
     Args:
@@ -150,26 +144,19 @@ def read_inputs(
         inputs: One or several texts; ids as a list, lists, an array or a tensor; or a mapping with `input_ids` and
             `attention_mask`, such as a `BatchEncoding`.
         mask: 1 for real tokens, 0 for padding; of a mapping, by default its `attention_mask`.
-        bos: Whether texts begin with the BOS token. By default the tokenizer decides.
         special: Whether the tokenizer adds its special tokens to texts.
 
     Raises:
         SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
-    tokens = inputs
     if isinstance(inputs, Mapping):
-        tokens = inputs.get("input_ids")
-        if mask is None:
-            mask = inputs.get("attention_mask")
-    if isinstance(tokens, str):
-        tokens = [tokens]
-    if isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
-        rows = _encode(target, tokens, bos, special)
-    elif bos is not None:
-        raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    else:
-        rows = _rows_of_ids(tokens)
-    _check_ids(target, rows)
+        mask = inputs.get("attention_mask") if mask is None else mask
+        inputs = inputs.get("input_ids")
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if isinstance(inputs, list | tuple) and len(inputs) > 0 and all(isinstance(text, str) for text in inputs):
+        inputs = _encoded(target, inputs, special)
+    rows = _checked_rows(target, inputs)
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     if len({*map(len, rows)}) == 1:
         return Inputs(ids, None if mask is None else _checked_mask(mask, ids))
@@ -208,12 +195,10 @@ def read_row(
 
 def _checked_mask(values: Any, ids: Ids) -> Ids:
     """Return the user's attention mask as `[batch pos]`, if it fits the ids."""
-    try:
+    mask = torch.empty(0)
+    with suppress(TypeError, ValueError, RuntimeError):  # it holds no numbers
         mask = torch.atleast_2d(torch.as_tensor(values))
-    except (TypeError, ValueError, RuntimeError):
-        mask = torch.empty(0)  # no numbers
-    is_binary = bool(((mask == 0) | (mask == 1)).all())
-    if mask.shape != ids.shape or not is_binary or not bool(mask.bool().any(1).all()):
+    if mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all() or not mask.any(1).all():
         raise SinkscopeError(
             f"attention_mask of shape {tuple(mask.shape)} for token ids of shape {tuple(ids.shape)}: expected 1 at "
             "real tokens and 0 at padding, and a real token in every row"
@@ -221,45 +206,35 @@ def _checked_mask(values: Any, ids: Ids) -> Ids:
     return mask.long()
 
 
-def _encode(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
-    """Tokenize each text, with one BOS, none, or as the tokenizer decides."""
+def _encoded(target: Target, texts: Sequence[str], special: bool) -> list[list[int]]:
+    """The tokens of each text."""
     tokenizer = tokenizer_of(target)
+    bos = resolve_bos(tokenizer, target.config, None)
     rows: list[list[int]] = []
-    first, asked = (resolve_bos(tokenizer, target.config, wanted) for wanted in (None, bos or None))
     for number, text in enumerate(texts, 1):
         check_encodable(text, f"prompt {number}")
-        row = [int(token) for token in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
-        if bos is not None and row[:1] == [asked]:
-            row = row[1:]
-        if bos and asked is not None:  # without one, it was refused above
-            row = [asked, *row]
-        if not row or not text.strip():
+        rows.append(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        if not rows[-1] or not text.strip():
             raise SinkscopeError(f"prompt {number} is empty: write at least one word that {target.name} has tokens for")
-        note_second_bos(row, first, f"prompt {number}")
-        rows.append(row)
+        note_second_bos(rows[-1], bos, f"prompt {number}")
     return rows
 
 
-def _rows_of_ids(ids: Any) -> list[list[int]]:
-    """Return a list for each row of a tensor, an array, or lists; one row may be given alone."""
-    rows = None
+def _checked_rows(target: Target, ids: Any) -> list[list[int]]:
+    """Return a list for each row of a tensor, an array, or lists, of ids for which the embedding has a row."""
+    rows: Any = None
     with suppress(SinkscopeError):  # it is of no kind that holds numbers
         rows = plain(ids)
     if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
         rows = [rows]
     if not isinstance(rows, list) or not all(isinstance(row, list) and row for row in rows):
         raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")
-    return rows
-
-
-def _check_ids(target: Target, rows: list[list[int]]) -> None:
-    """Refuse what is no id, and ids for which the embedding has no row."""
     weight = getattr(target.embedding, "weight", None)
     size = len(weight) if is_plain(weight) else int(target.config.vocab_size)
-    for row in rows:
-        for number in row:
-            if type(number) is not int or not 0 <= number < size:
-                raise SinkscopeError(
-                    f"token id {number!r} is none of {target.name}, whose embedding has {size:,} rows: expected 0 to "
-                    f"{size - 1:,}; {_EXPECTED}"
-                )
+    for number in itertools.chain(*rows):
+        if type(number) is not int or not 0 <= number < size:
+            raise SinkscopeError(
+                f"token id {number!r} is none of {target.name}, whose embedding has {size:,} rows: expected 0 to "
+                f"{size - 1:,}; {_EXPECTED}"
+            )
+    return rows

@@ -36,7 +36,6 @@ def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path):
         (lambda model, tok: ss.generate(model, "a \ud800", tokenizer=tok), "prompt 1 holds half of a surrogate pair"),
         (lambda model, tok: ss.load("x" * 5000), r"xx \.\.\. .*too long"),
         (lambda model, tok: ss.generate(model, "a", tokenizer=tok, interventions=5), "int is no intervention"),
-        (lambda model, tok: ss.trace(model, [1, 2], "logits", bos=True), "bos=True: .* give bos with texts"),
     ],
 )
 def test_arguments_from_python(use, says):
