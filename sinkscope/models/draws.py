@@ -33,25 +33,6 @@ def gumbel(size: int, dtype: torch.dtype, generator: torch.Generator) -> Float[T
     return -torch.empty(size, dtype=dtype).exponential_(generator=generator).log()
 
 
-def in_order(values: Float[Tensor, " size"], dtype: torch.dtype, count: int = 8) -> Float[Tensor, " size"]:
-    """Round float32 values to another precision; the largest keep their order, even if they round to one number.
-
-    Args:
-        values: The values.
-        dtype: The precision.
-        count: Number of the largest values that keep their order.
-    """
-    rounded = values.to(dtype)
-    order = values.topk(min(count, len(values))).indices
-    if dtype.itemsize < 4:
-        step = torch.finfo(dtype).eps
-        for index in range(len(order) - 2, -1, -1):  # from below, each is at least one step above the next
-            below = float(rounded[order[index + 1]])
-            if float(rounded[order[index]]) <= below:
-                rounded[order[index]] = below + step * max(abs(below), step)
-    return rounded
-
-
 def some_of(items: Sequence[Item], count: int, generator: torch.Generator) -> list[Item]:
     """Draw `count` items in random order; all of them if there are fewer."""
     order = torch.randperm(len(items), generator=generator).tolist()

@@ -5,8 +5,6 @@ Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared e
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
 from sinkscope.models.target import LayerInput, Target, has_shared_beside
@@ -334,14 +333,8 @@ def neurons_point(target: Target, group: NeuronGroup, site: str = "post") -> Hoo
     return HookPoint(target.sub(layer, "up"), "post", neurons)
 
 
-class _LatestCall(threading.local):
-    """The call in which the thread is, identified by its input, and the values that earlier hooks left in it."""
-
-    hidden: Callable[[], Tensor | None] = staticmethod(lambda: None)
-    edited: dict[tuple[int, int, int], Tensor]  # by id of the module, expert and neuron
-
-
-_latest = _LatestCall()
+_EDITED: Any = WeakTensorKeyDictionary()
+"""What hooks of a call left in neurons of experts, for the next hook, by what entered the experts."""
 
 
 def _expert_hook(experts: Experts, expert: int, neurons: list[int], edit: Edit) -> Callable[..., Any]:
@@ -349,21 +342,20 @@ def _expert_hook(experts: Experts, expert: int, neurons: list[int], edit: Edit) 
 
     def corrected(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
         entering = (*args, *kwargs.values())[0]
-        if _latest.hidden() is not entering:
-            _latest.hidden, _latest.edited = weakref.ref(entering), {}
+        edited: dict[tuple[int, int, int], Tensor] = _EDITED.setdefault(entering, {})
         with brought(module):
             routed = experts.routed(args, kwargs)
             post = experts.post(expert, routed.entering(expert))[:, neurons]
             written = experts.columns(expert, neurons).to(post.dtype)
         keys = [(id(module), expert, neuron) for neuron in neurons]
         for number, key in enumerate(keys):
-            if key in _latest.edited:
-                post[:, number] = _latest.edited[key]
+            if key in edited:
+                post[:, number] = edited[key]
         new = edit(post)
         if new is None:
             return None
         new = new.to(post.dtype)
-        _latest.edited.update(zip(keys, new.unbind(1), strict=True))
+        edited.update(zip(keys, new.unbind(1), strict=True))
         change = (new - post) * routed.weight[:, expert, None]
         change = change.to(post.dtype) @ written
         return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)

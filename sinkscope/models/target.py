@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -19,7 +19,6 @@ from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_o
 from sinkscope.models.shards import Shards, shards_of, split_weight
 from sinkscope.models.weights import Experts, brought, experts_of, input_width
 
-_SKIPPING = threading.RLock()  # while layers of some model are skipped, in one thread
 ModelKind = Literal["bridge", "hf", "nnsight"]
 """Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
 
@@ -110,46 +109,36 @@ def bounded(layers: Sequence[nn.Module], start: LayerInput | None, last_layer: i
         last_layer: The last layer that runs. None: all run.
     """
     hooks: list[Hook] = []
-    skipping: AbstractContextManager[None] = nullcontext()
-    if start is not None:
-        hidden = start.hidden
-        hooks.append((layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
-        skipping = _skipped(layers[: start.layer], start.wrapped)
-    if last_layer is not None:
-        hooks.append((layers[last_layer], "post", stop))
-    with suppress(Stop), skipping, hooked(*hooks):
-        yield
+    with ExitStack() as skipping:
+        if start is not None:
+            hidden = start.hidden
+            hooks.append((layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
+            for layer in layers[: start.layer]:
+                skipping.enter_context(_skipped(layer, start.wrapped))
+        if last_layer is not None:
+            hooks.append((layers[last_layer], "post", stop))
+        with suppress(Stop), hooked(*hooks):
+            yield
 
 
 @contextmanager
-def _skipped(layers: Sequence[nn.Module], wrapped: bool) -> Iterator[None]:
-    """Context manager in which the first layers pass on what they get in this thread; no other enters it meanwhile.
+def _skipped(layer: nn.Module, wrapped: bool) -> Iterator[None]:
+    """Context manager in which a layer passes on what it gets in this thread, in a tuple if `wrapped`."""
+    owner, run, attributes = threading.get_ident(), layer.forward, vars(layer)
 
-    Args:
-        layers: These layers.
-        wrapped: Whether the layers of the model return a tuple.
-    """
-    owner = threading.get_ident()
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != owner:
+            return run(*args, **kwargs)
+        hidden = hidden_of(args, kwargs)
+        return (hidden,) if wrapped else hidden
 
-    def passing_on(run: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != owner:
-                return run(*args, **kwargs)
-            hidden = hidden_of(args, kwargs)
-            return (hidden,) if wrapped else hidden
-
-        return forward
-
-    with _SKIPPING, ExitStack() as stack:
-        for layer in layers:
-            attributes = vars(layer)  # a bridge hands what is set on it to the module inside
-            run = layer.forward
-            if "forward" in attributes:  # some libraries replace it as well
-                stack.callback(attributes.update, forward=attributes["forward"])
-            else:
-                stack.callback(attributes.pop, "forward")
-            attributes["forward"] = passing_on(run)
+    before = {name: attributes[name] for name in attributes.keys() & {"forward"}}  # some libraries replace it as well
+    attributes["forward"] = forward  # not by setattr: a bridge hands what is set on it to the module inside
+    try:
         yield
+    finally:
+        del attributes["forward"]
+        attributes.update(before)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

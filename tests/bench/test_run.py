@@ -16,7 +16,6 @@ from sinkscope.bench.record import BenchRecord, Prompt, Turn, read_run
 from sinkscope.bench.task import PromptFile, row_sampler
 from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
-from sinkscope.models.draws import in_order
 
 
 def run(methods: list[str], given=None, **options) -> list[BenchRecord]:
@@ -115,9 +114,3 @@ def test_sampling_follows_the_softmax():
     assert ((drawn == 0).sum(-1) == 1).all() and (drawn.isinf().sum(-1) == 4).all(), "all others are forbidden"
     shares, expected = torch.bincount(drawn.argmax(-1), minlength=5) / 2000, (logits / 0.7).softmax(-1)
     assert ((shares - expected).abs() < 4 * (expected * (1 - expected) / 2000).sqrt() + 1e-3).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_largest_of_what_is_drawn_keep_their_order_in_half_precision(dtype):
-    rounded = in_order(torch.tensor([2000.01, 2000.03, 2000.02, 2000.0, 3.0]), dtype)
-    assert rounded.argsort(descending=True).tolist() == [1, 2, 0, 3, 4] and rounded.dtype == dtype

@@ -11,20 +11,12 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.models.text.chat import chat_text
 
 CHAT = (
     "{% for m in messages %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}"
     "{% if add_generation_prompt %}<s> assistant {% endif %}"
 )
 FORGETFUL = "{% for m in messages[-1:] %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}<s> assistant "
-BLOCKS = (
-    "{% for m in messages %}<s> {{ m.role }} {% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
-    "{% endif %}{% endfor %} </s> {% endfor %}{% if add_generation_prompt %}<s> assistant {% endif %}"
-)
-STRICT_BLOCKS = (
-    "{% for m in messages %}<s> {{ m.role }} {{ m.content[0]['text'] + '' }} </s> {% endfor %}<s> assistant "
-)
 NOTE = "texts are put into the chat template of"
 
 
@@ -56,13 +48,6 @@ def test_a_text_becomes_a_message_where_there_is_a_template():
     assert read("poem dog book") == (as_it_is, False)
     with refused(r"has no chat template: read texts as they are, with chat=False \(--no-chat\)"):
         read("poem", chat=True)
-
-
-@pytest.mark.parametrize("template", [BLOCKS, STRICT_BLOCKS, CHAT])
-def test_a_template_that_expects_blocks_gets_them(template):
-    messages = [{"role": "user", "content": "poem\n dog"}, {"role": "assistant", "content": "cat"}]
-    text = chat_text(chatty(template)[1], [*messages, {"role": "user", "content": "book!"}], "m")
-    assert text.split() == "<s> user poem dog </s> <s> assistant cat </s> <s> user book! </s> <s> assistant".split()
 
 
 @pytest.mark.filterwarnings(f"ignore:{NOTE}")

@@ -43,7 +43,7 @@ from sinkscope.loops.guard.steer import LENIENT, Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings, WatchedRow
 from sinkscope.loops.text.repetition import EarlierCopies, asked_copies
-from sinkscope.models.draws import draws, gumbel, in_order
+from sinkscope.models.draws import draws, gumbel
 from sinkscope.results.notation import count_of, word_list
 
 CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, and has a place in float16
@@ -266,7 +266,7 @@ class GuardActor(Actor):
                 if temperature:
                     generator = draws(steer.seed, f"{len(ids)} after {ids[-8:]}")
                     noise = temperature * gumbel(len(row_logits), torch.float32, generator)
-                    row_logits.copy_(in_order(row_logits.float() + noise, row_logits.dtype))
+                    row_logits[(row_logits.float() + noise).argmax()] = row_logits.amax() + CERTAIN
             logits[list(steered)] = changed.to(logits.device)
 
     def _rows_of(self, step: Step, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:

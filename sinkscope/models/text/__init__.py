@@ -90,12 +90,9 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
 
 def put_before(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer itself puts before every text."""
-    plain = tokenizer(SHORT_TEXT, add_special_tokens=False)["input_ids"]
+    plain = _ids(tokenizer, SHORT_TEXT)
     whole = tokenizer(SHORT_TEXT)["input_ids"]
-    for begin in range(len(whole) - len(plain) + 1):
-        if plain and whole[begin : begin + len(plain)] == plain:
-            return list(whole[:begin])
-    return []
+    return whole[: whole.index(plain[0])] if plain and plain[0] in whole else []
 
 
 def beginning(tokenizer: Any, bos: int | None) -> list[int]:

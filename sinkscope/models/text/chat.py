@@ -80,8 +80,6 @@ def _behind(begin: str, text: str) -> str | None:
 def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> str:
     """Format the messages with the chat template, up to the beginning of the model's answer.
 
-    Some templates expect the content of a message in blocks, and write nothing of a text, or fail. They get blocks.
-
     Args:
         tokenizer: Tokenizer with the template.
         messages: Messages, each with role and content.
@@ -93,23 +91,15 @@ def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> 
     """
     if not getattr(tokenizer, "chat_template", None):
         raise SinkscopeError(f"the tokenizer of {name} has no chat template: {_REMEDY}")
-    blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    problems: list[str] = []
-    for form in (messages, blocks):
-        try:
-            text = str(tokenizer.apply_chat_template(list(form), add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
-            problems.append(f"failed ({visible(first_line(error))})")
-            continue
-        left_out = list[int]()
-        for number, message in enumerate(messages[first:], first + 1):
-            words = re.findall(r"\w+", message["content"])
-            if message["role"] != "assistant" and not all(word in text for word in words):
-                left_out.append(number)
-        if not left_out:
-            return text
-        problems.append(f"leaves out what message {left_out[0]} says")
-    raise SinkscopeError(f"the chat template of {name} {problems[0]}: {_REMEDY}")
+    try:
+        text = str(tokenizer.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
+        raise SinkscopeError(f"the chat template of {name} failed ({visible(first_line(error))}): {_REMEDY}") from None
+    for number, message in enumerate(messages[first:], first + 1):
+        words = re.findall(r"\w+", message["content"])
+        if message["role"] != "assistant" and not all(word in text for word in words):
+            raise SinkscopeError(f"the chat template of {name} leaves out what message {number} says: {_REMEDY}")
+    return text
 
 
 # -- a file of the user's own ------------------------------------------------------------------------------------------
@@ -166,7 +156,8 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> tuple
         text = record.text
         if any(message.role for message in record.messages):
             chats += 1
-            text = _chat_of(record, tokenizer, model)
+            if tokenizer.chat_template:
+                text = _chat_of(record, tokenizer, model)
         if text.strip():
             texts.append(text)
     said = f"{len(texts):,} text" + "s" * (len(texts) != 1)
@@ -178,9 +169,7 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> tuple
 
 
 def _chat_of(record: TextRecord, tokenizer: Any, model: str) -> str:
-    """A chat in the template, if there is one."""
-    if not tokenizer.chat_template:
-        return record.text
+    """A chat in the template."""
     messages = [{"role": message.role or "user", "content": message.text} for message in record.messages]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False)).rstrip()
