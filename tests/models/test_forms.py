@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,42 +15,38 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.opening.load import load, open_stream
 
-READERS = (load, ss.find_sinks)
 Tensors = dict[str, Tensor]
 
 
-def changed(folder: Path, change: Callable[[str, Tensor], Tensors] | None = None, also: Tensors | None = None) -> Path:
-    """The organism in a folder; `change` gives the tensors in the place of each projection's."""
+def changed(folder: Path, form: str = "", also: Tensors | None = None) -> Path:
+    """The organism in a folder, with other tensors beside its own, or projections in another form."""
     organism("llama", 3).save(folder)
     tensors = dict(also or {})
     for name, weight in load_file(folder / "model.safetensors").items():
-        tensors |= change(name, weight) if change and name.endswith("proj.weight") else {name: weight}
+        if form == "fp8" and name.endswith("proj.weight"):
+            tensors |= {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)}
+        elif form == "four bits" and name.endswith("proj.weight"):
+            tensors[name.replace("weight", "qweight")] = torch.zeros(4, 4, dtype=torch.int32)
+        else:
+            tensors[name] = weight
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def in_fp8(name: str, weight: Tensor) -> Tensors:
-    return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)}
-
-
-def in_four_bits(name: str, _weight: Tensor) -> Tensors:
-    return {name.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}
 
 
 BIAS, LORA = "model.layers.3.mlp.down_proj.bias", "model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "also", "words"),
+    ("form", "also", "words"),
     [
-        (in_fp8, {}, ["m has the tensor", "weight_scale_inv", "no place", "quantisation"]),
-        (in_four_bits, {}, ["m lacks 42 tensors", "proj.weight"]),
-        *((None, {tensor: torch.ones(4)}, [tensor, "no place"]) for tensor in (BIAS, LORA)),
+        ("fp8", {}, ["m has the tensor", "weight_scale_inv", "no place", "quantisation"]),
+        ("four bits", {}, ["m lacks 42 tensors", "proj.weight"]),
+        *(("", {tensor: torch.ones(4)}, [tensor, "no place"]) for tensor in (BIAS, LORA)),
     ],
 )
-def test_what_would_change_the_model_is_not_left_out(tmp_path, change, also, words):
-    folder = changed(tmp_path / "m", change, also)
-    for read in READERS:
+def test_what_would_change_the_model_is_not_left_out(tmp_path, form, also, words):
+    folder = changed(tmp_path / "m", form, also)
+    for read in (load, ss.find_sinks):
         with refused(words=words):
             read(str(folder))
 
@@ -68,8 +63,7 @@ def test_harmless_tensors_are_left_out(tmp_path):
     folder, model = changed(tmp_path / "m", also=HARMLESS), organism("llama", 3).model
     ids = torch.arange(5, 17)[None]
     assert_close(load(folder, device="cpu")(ids).logits, model(ids).logits)
-    streamed = open_stream(folder).forward(ids).last_hidden_state
-    assert_close(streamed, model.model(ids).last_hidden_state)
+    assert_close(open_stream(folder).forward(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
 def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path):
@@ -77,6 +71,6 @@ def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path):
     folder = changed(tmp_path / "m")
     (folder / "adapter_config.json").write_text("{}")
     words = ["holds an adapter", "sinkscope.load(", "peft.PeftModel.from_pretrained(base", "without the adapter"]
-    for read in READERS:
+    for read in (load, ss.find_sinks):
         with refused(words=[str(folder), *words]):
             read(str(folder))

@@ -12,40 +12,32 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 from sinkscope.generation.generate import generate
 from sinkscope.hooks.trace import trace
-from sinkscope.models.inputs import tokenizer_of
-from sinkscope.opening.live import target_of
 
-SITE = "blocks.2.hook_resid_post"
+SITES = ["blocks.2.hook_resid_post", "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
 TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 
 
-@pytest.mark.parametrize(("model_type", "reduce"), [("llama", "raw"), ("gpt2", "norm")])
-def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
-    model, tokenizer = tiny_model(model_type)
-    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
-    sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
-    together = trace(model, rows, sites, reduce, batch_size=2)
-    for i, row in enumerate(rows):
-        for site, want in trace(model, [row], sites, reduce).items():
+def test_rows_of_several_lengths_are_what_they_are_alone():
+    model, tokenizer = tiny_model("gpt2")
+    together = trace(model, TEXTS, SITES, tokenizer=tokenizer, batch_size=2)
+    for i, text in enumerate(TEXTS):
+        for site, want in trace(model, [tokenizer(text)["input_ids"]], SITES).items():
             within = (i, *(slice(size) for size in want.shape[1:]))  # without what stands there for padding
             assert_close(together[site][within], want[0], atol=1e-5, rtol=1e-4)
-    assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 
 def test_one_look_up_of_the_tokenizer(tmp_path):
-    """Given, on the model, or beside the weights that a live model says it came from: the same for all."""
+    """Given, or beside the weights that a live model says it came from: the same for all."""
     model, tokenizer = tiny_model("llama")
     with refused("no tokenizer"):
-        trace(model, "the dog", [SITE])
-    want = trace(model, "the dog", [SITE], tokenizer=tokenizer)[SITE]
+        trace(model, "the dog", SITES)
+    want = trace(model, "the dog", SITES, tokenizer=tokenizer)["logits"]
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path)
     live = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(trace(live, "the dog", [SITE])[SITE], want)
+    assert torch.equal(trace(live, "the dog", "logits")["logits"], want)
     assert generate(live, "the dog", max_new_tokens=2)[0].prompt_tokens == 3
     assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt_tokens == 3
-    vars(model)["tokenizer"] = tokenizer
-    assert tokenizer_of(target_of(model)) is tokenizer
 
 
 def masked(ids, mask) -> dict:
@@ -69,6 +61,5 @@ def masked(ids, mask) -> dict:
 )
 def test_what_cannot_be_read(tokens, words):
     model, tokenizer = tiny_model("llama")
-    for use, *more in ((trace, [SITE]), (generate,)):
-        with refused(words=words):
-            use(model, tokens, *more, tokenizer=tokenizer)
+    with refused(words=words):
+        trace(model, tokens, SITES, tokenizer=tokenizer)

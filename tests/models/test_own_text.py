@@ -13,9 +13,6 @@ import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.models.text.chat import own_text, text_records
 
-ASKED = {"role": "user", "content": "Say 0"}
-CHATS = [{"messages": [ASKED, {"role": "assistant", "content": "It is 0."}]}] * 2
-
 
 class Words:
     """A tokenizer of words with a chat template, or without."""
@@ -31,52 +28,58 @@ class Words:
 
 @pytest.fixture
 def written(tmp_path):
-    def write(name: str, rows) -> str:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    def write(rows, name: str = "a.jsonl") -> str:
+        (tmp_path / name).write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
         return str(tmp_path / name)
 
     return write
 
 
-def test_chats_are_read_in_the_template_of_the_model(written):
-    read, said = own_text(text_records(written("chats.jsonl", CHATS)), Words(), "m")
-    assert read.startswith("<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Say 0<|end|>")
+def chat(*messages: str) -> dict:
+    return {"messages": [dict(zip(("role", "content"), one.split(": "), strict=True)) for one in messages]}
+
+
+CHATS = [chat("user: Say 0", "assistant: It is 0."), chat("user: Hi")]
+DATA = [{"label": "a", "abstract": "Word 0 here"}, {"label": "b", "abstract": "Word 1"}]
+
+
+def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written):
+    read, said = own_text(text_records(written(CHATS)), Words(), "m")
+    assert read == "<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Hi<|end|>"
     assert said == "2 texts, 2 of them chats in the model's template"
-
-
-def test_a_field_that_is_named_is_read_and_an_unknown_one_is_refused_with_those_that_are_there(written):
-    path = written("data.jsonl", [{"label": f"a{n}", "abstract": f"Word {n} here"} for n in range(3)])
-    assert own_text(text_records(path, "abstract"), Words(), "m")[0] == "Word 0 here\n\nWord 1 here\n\nWord 2 here"
-    for field in ("summary", None):
-        with refused(r"holds no text that is known, there are label, abstract: .*field"):
-            text_records(path, field)
-
-
-def test_json_under_the_name_of_a_text_and_a_field_of_a_text_are_refused(written, tmp_path):
-    with refused(r"chats\.txt holds JSON: name it \.json or \.jsonl"):
-        text_records(written("chats.txt", CHATS))
-    path = tmp_path / "prose.txt"
-    path.write_text("{curly words} stay prose.\nAnd so on.")
-    assert text_records(path)[0].text.startswith("{curly")
-    with refused("--field body: prose.txt is one text without fields"):
-        text_records(path, "body")
-
-
-def test_what_a_template_refuses_is_named_and_without_a_template_words_are_read(written):
-    system = [{"messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]}]
-    records = text_records(written("s.jsonl", system))
-    with refused(r"the chat template of m failed at record 1 \(no system message\): .*--field"):
-        own_text(records, Words(), "m")
+    assert own_text(text_records(written(DATA), "abstract"), Words(), "m") == ("Word 0 here\n\nWord 1", "2 texts")
     with pytest.warns(match="has no chat template"):
-        assert own_text(records, Words(None), "m")[0] == "Be brief\n\nHi"
+        assert own_text(text_records(written(CHATS)), Words(None), "m")[0].split("\n\n")[-1] == "Hi"
+    assert text_records(written("{curly words} stay prose.\nAnd so on.", "a.txt"))[0].text.startswith("{curly")
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "field", "says"),
+    [
+        (DATA, "a.jsonl", "summary", r"holds no text that is known, there are label, abstract: .*field"),
+        (DATA, "a.jsonl", None, r"holds no text that is known, there are label, abstract: .*field"),
+        (CHATS, "a.txt", None, r"a\.txt holds JSON: name it \.json or \.jsonl"),
+        ("Prose.", "a.txt", "body", "--field body: a.txt is one text without fields"),
+        (
+            [chat("system: Be brief")],
+            "a.jsonl",
+            None,
+            r"failed at record 1 \(no system message\): .*--field",
+        ),
+    ],
+)
+def test_what_is_no_text_is_refused(rows, name, field, says, written):
+    with refused(says):
+        own_text(text_records(written(rows, name), field), Words(), "m")
 
 
 def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(written, typed):
     rows = [{"text": f"Once upon a time there was a bird with {n} songs, and the bird sang."} for n in range(99)]
-    setup = Setup.open(text=written("a.jsonl", rows))
-    assert setup.settings["text_said"] == "a.jsonl: 99 texts." and "songs" in setup.text
-    assert setup.text_read == Setup.open(text=written("b.jsonl", rows)).text_read
-    assert setup.settings["text_said"] in typed(f"lines --text {written('a.jsonl', rows)} --count 2 --length 48").out
+    setup = Setup.open(text=written(rows))
+    said = setup.settings["text_said"]
+    assert said == "a.jsonl: 99 texts." and "songs" in setup.text
+    assert setup.text_read == Setup.open(text=written(rows, "b.jsonl")).text_read
+    assert said in typed(f"lines --text {written(rows)} --count 2 --length 48").out
     with refused("no text is given whose field it is"):
         ss.lines(field="text")
 

@@ -24,47 +24,31 @@ import sinkscope as ss
 from sinkscope.app import cli
 from sinkscope.bench import run as run_bench
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.shards import ALONE, split_weight
+from sinkscope.models.shards import ALONE
 from sinkscope.models.target import check_divides
 
-FIND_SINKS = ["find-sinks"]
-
-
-# -- in one of two processes -------------------------------------------------------------------------------------------
-
-
-def unequal_seeds(model, tokenizer):
-    ss.generate(model, [IDS[0].tolist()], tokenizer=tokenizer, seed=dist.get_rank(), temperature=1.0, max_new_tokens=2)
-
-
-def unequal_settings(model, tokenizer):
-    ss.attack(model, tokenizer=tokenizer, n_tokens=12 + dist.get_rank())
-
-
-def benched(model, tokenizer):
-    if split_weight(model) is not None:
-        run_bench(model, "text", ["full"], tokenizer=tokenizer)
-
-
-def scanned(model, tokenizer):
-    if split_weight(model) is not None:
-        ss.scan(model, tokenizer=tokenizer)
-
-
-def viewed(model, tokenizer):
-    if split_weight(model) is not None:
-        ss.view(model, tokenizer=tokenizer)
-
-
-MORE = {each.__name__: each for each in (unequal_seeds, unequal_settings, benched, scanned, viewed)}
-REFUSED = {
-    "adakv": "AdaKV compares all heads of a layer, which are split over processes here",
-    "unequal_seeds": "processes 0 and 1 of 2 have a different prompt, temperature or seed",
-    "unequal_settings": "processes 0 and 1 of 2 have a different setting",
-    "benched": "is for a model in one process",
-    "scanned": "is for a model in one process",
-    "viewed": "is for a model in one process",
+REFUSED = {  # calls that are refused on both processes, of one model or of arguments that differ
+    "adakv": (None, "AdaKV compares all heads of a layer, which are split over processes here"),
+    "seeds": (
+        lambda model, **known: ss.generate(model, IDS.tolist(), seed=dist.get_rank(), temperature=1.0, **known),
+        "processes 0 and 1 of 2 have a different prompt, temperature or seed",
+    ),
+    "settings": (
+        lambda model, **known: ss.attack(model, n_tokens=12 + dist.get_rank(), **known),
+        "processes 0 and 1 of 2 have a different setting",
+    ),
+    "bench": (lambda model, **known: run_bench(model, "text", ["full"], **known), "is for a model in one process"),
+    "scan": (ss.scan, "is for a model in one process"),
+    "view": (ss.view, "is for a model in one process"),
 }
+
+
+def called(name: str, model: Any, tokenizer: Any) -> Any:
+    """What a call gives, or how it is refused; one process alone is not asked for what only two refuse."""
+    call = REFUSED.get(name, (None,))[0]
+    if call is not None:
+        return [] if model.tp_size in (None, 1) else call(model, tokenizer=tokenizer)
+    return plain(calls(model.config)[name](model, tokenizer))
 
 
 def compared(folder: str, name: str) -> list[str]:
@@ -75,7 +59,7 @@ def compared(folder: str, name: str) -> list[str]:
         if more or dist.get_rank() == 0:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more).eval()
             try:
-                results[number] = plain((calls(model.config) | MORE)[name](model, tokenizer))
+                results[number] = called(name, model, tokenizer)
             except SinkscopeError as error:
                 said.append(str(error))
         if not more:
@@ -86,12 +70,12 @@ def compared(folder: str, name: str) -> list[str]:
 
 
 def one_of_two(rank: int, folder: Path, wanted: dict[str, list[str]]) -> None:
-    """Write `report.json` of these calls of the models in these folders, and `sinks.json` of the first."""
+    """Write `report.json` of these calls of the models in these folders, after find-sinks of the first as a command."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     sys.stdout, sys.stderr = ((folder / f"{name}{rank}").open("w") for name in ("out", "err"))
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    assert cli.main([*FIND_SINKS, "--model", next(iter(wanted)), "--json", str(folder / "sinks.json")]) == 0
+    assert cli.main(["find-sinks", "--model", next(iter(wanted))]) == 0
     report = {Path(model).name: {name: compared(model, name) for name in names} for model, names in wanted.items()}
     if rank == 0:
         (folder / "report.json").write_text(json.dumps(report))
@@ -99,31 +83,22 @@ def one_of_two(rank: int, folder: Path, wanted: dict[str, list[str]]) -> None:
     dist.destroy_process_group()
 
 
-# -- in the test -------------------------------------------------------------------------------------------------------
-
-
-def saved(folder: Path, family: str, *parts: Any) -> str:
-    """A folder with a model and its tokenizer."""
-    for part in parts:
-        part.save_pretrained(folder / family)
-    return str(folder / family)
-
-
 @pytest.mark.few_texts
 def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path, typed):
     """The two processes are forks of this one: what torchrun starts would import all of torch again."""
-    planted = {family: organism(family) for family in ("llama", "mixtral")}
-    llama, mixtral = (saved(tmp_path, name, one.model, one.tokenizer) for name, one in planted.items())
-    qwen3 = saved(tmp_path, "qwen3", *tiny_model("qwen3"))  # norms of queries and keys
-    phi3 = saved(tmp_path, "phi3", *tiny_model("phi3"))  # gates and ups in one projection
-    calls = {
-        llama: ["repeat", "barcode", "lines", "SinkPatch", "LoopGuard", "h2o", "snapkv", *REFUSED],
-        phi3: ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "trace", "LoopServe"],
-        mixtral: ["SinkPatch", "trace"],
-        qwen3: ["trace"],
-    }
+    wanted: dict[str, list[str]] = {}
+    for family, names in {
+        "llama": ["repeat", "barcode", "lines", "SinkPatch", "LoopGuard", "h2o", "snapkv", *REFUSED],
+        "phi3": ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "trace", "LoopServe"],
+        "mixtral": ["SinkPatch", "trace"],
+        "qwen3": ["trace"],  # norms of queries and keys
+    }.items():
+        planted = organism(family) if family in ("llama", "mixtral") else None
+        for part in tiny_model(family) if planted is None else (planted.model, planted.tokenizer):
+            part.save_pretrained(tmp_path / family)
+        wanted[str(tmp_path / family)] = names
     fork = multiprocessing.get_context("fork")
-    both = [fork.Process(target=one_of_two, args=(rank, tmp_path, calls)) for rank in (0, 1)]
+    both = [fork.Process(target=one_of_two, args=(rank, tmp_path, wanted)) for rank in (0, 1)]
     for process in both:
         process.start()
     for process in both:
@@ -131,19 +106,12 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
     printed, said = ("".join((tmp_path / f"{name}{rank}").read_text() for rank in (0, 1)) for name in ("out", "err"))
     assert [process.exitcode for process in both] == [0, 0], said[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
-    for name, words in REFUSED.items():
+    for name, (_, words) in REFUSED.items():
         lines = report["llama"].pop(name)
         assert [line.split(": ", 1)[0] for line in lines] == ["0", "1"]
         assert all(words in line for line in lines), lines
     assert [line for uses in report.values() for found in uses.values() for line in found] == []
-    whole = typed([*FIND_SINKS, "--model", llama, "--json", str(tmp_path / "whole.json")])
-    assert said.count("JSON: ") == printed.count("Conclusion: ") == 1
-    assert printed.splitlines()[-1] == whole.out.splitlines()[-1]
-    one, split = (json.loads((tmp_path / name).read_text())["result"] for name in ("whole.json", "sinks.json"))
-    assert split["first_token_norm"] == pytest.approx(one["first_token_norm"], rel=1e-5)
-    assert one["spikes"][0]["needed"] == split["spikes"][0]["needed"] and len(one["spikes"][0]["needed"]) == len(
-        planted["llama"].truth.neurons
-    )
+    assert printed == typed(["find-sinks", "--model", str(tmp_path / "llama")]).out
 
 
 def test_one_process_holds_whole_tensors_and_heads_must_divide():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 
 import pytest
 import torch
@@ -23,20 +22,12 @@ from sinkscope.opening.live import target_of
 IDS = torch.arange(5, 17)[None]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mesh():
     """A mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
-
-
-@cache
-def whole():
-    """A model that has been used: its adapter is known."""
-    model, _ = tiny_model("llama")
-    ss.trace(model, IDS, "logits")
-    return model
 
 
 def by_tensor_parallelism(model, mesh):
@@ -53,50 +44,33 @@ def of_an_old_transformers(model, mesh):
     model._tp_size = 2
 
 
-@pytest.mark.parametrize("split", [by_tensor_parallelism, by_fsdp, of_an_old_transformers])
-def test_a_model_split_over_processes_is_refused(mesh, split):
+def test_a_model_split_over_processes_is_refused_and_a_data_parallel_one_is_the_model_inside(mesh):
     """Also after a whole model of the same configuration was used."""
-    model = copy.deepcopy(whole())
-    split(model, mesh)
-    with refused("is split over processes in a way that is not served", ("device_map= spreads it",)):
-        ss.find_sinks(model)
-
-
-def test_a_data_parallel_model_is_the_model_inside(mesh):
-    model = whole()
-    wrapped, edit = nn.parallel.DistributedDataParallel(model), ss.Ablate(layer=1, neurons=[3, 11])
-    with edit.on(model):
+    model = tiny_model("llama")[0]
+    with ss.Ablate(layer=1, neurons=[3, 11]).on(model):
         want = model(IDS).logits
-    with edit.on(wrapped):
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with ss.Ablate(layer=1, neurons=[3, 11]).on(wrapped):
         assert_close(wrapped(IDS).logits, want)
     with refused("DataParallel is not a model: expected a Hugging Face"):
         ss.trace(nn.DataParallel(model), IDS, "logits")
+    for split in (by_tensor_parallelism, by_fsdp, of_an_old_transformers):
+        part = tiny_model("llama")[0]
+        split(part, mesh)
+        with refused("is split over processes in a way that is not served", ("device_map= spreads it",)):
+            ss.find_sinks(part)
 
 
-class Int8(Tensor):
-    """A weight as torchao stores it: rows of integers with a scale, which linear modules alone know how to read."""
+class Scaled(Tensor):
+    """A weight as torchao stores it: whole numbers, whose scale linear modules alone know."""
 
-    @staticmethod
-    def __new__(cls, whole: Tensor, scale: Tensor):
-        return Tensor._make_wrapper_subclass(cls, whole.shape, dtype=scale.dtype)
-
-    def __init__(self, whole: Tensor, scale: Tensor):
-        self.whole, self.scale = whole, scale
-
-    def __tensor_flatten__(self):
-        return ["whole", "scale"], None
+    SCALE = 0.01
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is nn.functional.linear:
-            return func(args[0], args[1].whole * args[1].scale, *args[2:])
+            return func(args[0], args[1].as_subclass(Tensor) * cls.SCALE, *args[2:])
         return super().__torch_function__(func, types, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].whole, args[0].scale)
-        raise NotImplementedError(f"{func} of a quantised weight")
 
 
 @torch.no_grad()
@@ -104,10 +78,9 @@ def test_weights_that_are_quantised_in_place_are_read_dequantised():
     plain, quantised = (copy.deepcopy(organism("llama", 3).model) for _ in range(2))
     for name, module in quantised.named_modules():
         if isinstance(module, nn.Linear) and ".layers." in name:
-            scale = module.weight.detach().abs().amax(1, keepdim=True) / 127
-            whole = (module.weight.detach() / scale).round().nan_to_num()  # of rows of zeros
-            plain.get_submodule(name).weight.copy_(whole * scale)
-            module.weight = nn.Parameter(Int8(whole.to(torch.int8), scale), requires_grad=False)
+            whole = (module.weight.detach() / Scaled.SCALE).round()
+            plain.get_submodule(name).weight.copy_(whole * Scaled.SCALE)
+            module.weight = nn.Parameter(whole.as_subclass(Scaled), requires_grad=False)
     read = []
     for model in (quantised, plain):
         target = target_of(model)
