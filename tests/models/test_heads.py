@@ -30,7 +30,7 @@ def test_states_attention_and_edits_are_served_and_logits_refused(kind):
     assert torch.allclose(edited, model(IDS)[0], atol=1e-6) and not torch.equal(edited, plain[0])
     for use in (
         lambda: ss.trace(model, IDS, "logits"),
-        lambda: ss.generate(model, IDS.tolist(), **KNOWN),
+        lambda: ss.generate(model, IDS.tolist(), max_new_tokens=4, **KNOWN),
         lambda: ss.why_loop(model, IDS[0].tolist(), **KNOWN),
         lambda: ss.barcode(model, IDS[0].tolist(), **KNOWN),
     ):
