@@ -94,13 +94,6 @@ class Comparison(Result):
     kind = "compare"
     columns = ("result", "name", "before", "after", "change", "change_margin")
     drawing: ClassVar[Any] = "sinkscope.app.compare:draw"
-    glossary: ClassVar = {
-        "result": "the result that is compared with the first",
-        "table": "whether the number changed, came, went, or is not judged",
-        "change": "how far the number moved: after less before",
-        "change_margin": "half of the 95 % interval of the change; empty if the change is not judged",
-        "texts": "texts that are compared one by one; 0: the margin is that of both together",
-    }
 
     of: str
     first: str

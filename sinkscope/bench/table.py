@@ -17,7 +17,7 @@ from itertools import groupby
 from math import isnan, nan
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -109,16 +109,6 @@ class BenchTable(Result):
     kind = "bench"
     drawing = draw_bench
     brief_rows = MOST_ROWS  # every method that the conclusion compares
-
-    glossary: ClassVar = {
-        "difference": "Score minus that of the method with which all are compared, mean over the same prompts",
-        "from": "Lower end of the 95 % interval of that difference",
-        "to": "Upper end of it",
-        "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
-        "cells": "Share of a prompt's causal cells that attention covers; a dash if the model reads it",
-        "time": "Seconds per new token, divided by those of the full cache; a dash if that was not run",
-        "cached_peak": "Largest number of cached tokens after a decoding step, mean over answers",
-    }
 
     task: str
     groups: tuple[BenchGroup, ...]

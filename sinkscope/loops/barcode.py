@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -104,7 +104,6 @@ class Barcode(Result):
     """
 
     percent = ("score", "control_score", "gain")
-    glossary: ClassVar[dict[str, str]] = {"gain": "Score minus control score; a head with at least 20 % is locked."}
 
     prompt_tokens: int
     steps: int

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from inspect import getdoc
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.arguments import descriptions_of
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
@@ -39,7 +37,6 @@ class Result(Envelope):
     percent: ClassVar[tuple[str, ...]] = ()  # columns of its own rows that tables show in per cent
     brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
-    glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -156,14 +153,6 @@ class Result(Envelope):
             parts = [grid.text(width, self.brief_rows if brief else MOST_ROWS) for grid in self.grids()]
         return "\n\n".join([*parts, "\n".join([*self.lines(), *self.closing()])])
 
-    def _meaning(self) -> dict[str, str]:
-        described = dict(self.glossary)
-        for kind in [*[type(members[0]) for members in self._records()], type(self)]:
-            described = descriptions_of(getdoc(kind) or "", "Attributes") | described
-        names = [name for grid in self.grids() for name in grid.columns if name in described]
-        sentences = {name: described[name].rstrip(".") for name in names}
-        return {name.replace("_", " "): f"{said[:1].upper()}{said[1:]}." for name, said in sentences.items()}
-
     def __str__(self) -> str:
         return self.text()
 
@@ -201,5 +190,4 @@ class Result(Envelope):
             figure: HTML that stands under the conclusion; the tables are then folded, as they are below cards.
             envelope: What stands below all, folded: values by their names, by a title.
         """
-        values = {"figure": figure, "envelope": envelope or {}, "meanings": self._meaning()}
-        return render("results/pages/fragment.html", result=self, **values)
+        return render("results/pages/fragment.html", result=self, figure=figure, envelope=envelope or {})

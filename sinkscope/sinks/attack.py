@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -64,11 +64,6 @@ class ClusterAttack(Result):
     """
 
     columns = ("name", "share", "control", "tokens")
-    glossary: ClassVar = {
-        "share": "share of tokens, or of positions of sequences, that have the spike",
-        "control": "the same with another head, or of sequences of random tokens",
-        "tokens": "tokens that the head serves",
-    }
 
     spike: str
     length: int

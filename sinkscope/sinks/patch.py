@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import plotly.graph_objects as go
 import torch
@@ -83,16 +83,6 @@ class PatchResult(Result):
 
     kind = "patch"
     columns = ("about", "name", "intact", "patched", "control", "note")
-    glossary: ClassVar = {
-        "about": "the spike of the first token, by its layers",
-        "name": "what is read at copies of the words that need repair, or of held-out text",
-        "note": "of what copies break without a patch, whether it is repaired",
-        "intact": "without a patch",
-        "patched": "under the patch",
-        "control": "under a patch of as many random neurons of the same layers",
-        "one_copy": "what a single copy behind ordinary text reaches without a patch",
-        "perplexity": "of held-out text without a patch",
-    }
 
     verdict: Verdict
     reason: str

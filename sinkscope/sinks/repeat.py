@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import plotly.express as px
@@ -73,13 +73,6 @@ class Repeat(Result):
         repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
             first from which on the probability stays below a half. NaN if never.
     """
-
-    glossary: ClassVar = {
-        "condition": "the spike, or the sequence that was read",
-        "norm": "projection on the spike's direction after the last repetition, over that of the first token",
-        "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
-        "probability": "of the token to come once more after the last repetition",
-    }
 
     quantity: Quantity
     copies: int

@@ -160,13 +160,6 @@ class ModelView(Result):
 
     kind = "view"
     columns = ("place", "needed", "layers", "heads")
-    glossary: ClassVar[dict[str, str]] = {
-        "place": "Where the norm stands out.",
-        "layers": "First and last layer in which it does.",
-        "ratio": "Norm there over the typical one.",
-        "heads": "Heads of its layers that attend to the place.",
-        "needed": "The neurons or components without which it goes.",
-    }
 
     layer: int
     typical_norm: Float[np.ndarray, " layer"]

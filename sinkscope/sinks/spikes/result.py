@@ -32,16 +32,6 @@ class FindSinks(Result):
     kind = "find-sinks"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
     columns = ("about", "table", "name", "share", "left", "heads", "loss", "note")
-    glossary: ClassVar = {
-        "about": "the spike",
-        "table": "what it is about, such as writers or effects",
-        "name": "a neuron, a component, or what was done",
-        "share": "what it adds along the spike's direction, as a share of the spike",
-        "left": "share of the spike that is left without it, or under what was done",
-        "heads": "heads that attend to the place then",
-        "loss": "rise of the loss, in nats a token",
-        "note": "of a neuron, what its removal does to the spike; else a word on what was done",
-    }
 
     spikes: tuple[SpikeResult, ...]
     attention: tuple[Row, ...]
