@@ -21,7 +21,7 @@ from functools import partial
 from math import hypot
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -93,7 +93,6 @@ class Comparison(Result):
 
     kind = "compare"
     columns = ("result", "name", "before", "after", "change", "change_margin")
-    drawing: ClassVar[Any] = "sinkscope.app.compare:draw"
 
     of: str
     first: str
@@ -131,6 +130,15 @@ class Comparison(Result):
         names = [compared.name for compared in self.results for _ in compared.rows]
         rows = table_of(row for compared in self.results for row in compared.rows)
         return [{"result": name, **row} for name, row in zip(names, rows, strict=True)]
+
+    def figure(self) -> Any:
+        """Draw how far the number of the conclusion moved from the first self to each other."""
+        fig = go.Figure()
+        for last in self.results[-1].judged[:1]:
+            same = [(one.name, row) for one in self.results for row in one.judged if row.name == last.name]
+            bars(fig, [replace(row, name=name) for name, row in same if row.about == last.about], "change", BLUE)
+            fig.update_yaxes(title_text=f"change of {html.escape(last.name)}")
+        return figure_of(fig, self, width=960, height=440)
 
 
 def sentence(row: Row) -> str:
@@ -345,16 +353,3 @@ def in_layers(about: str) -> tuple[str, set[int]]:
     found = _LAYERS.search(about)
     layers = {-1} if found is None else {*range(int(found[1]), int(found[2] or found[1]) + 1)}
     return re.sub(r"\d+", "", _LAYERS.sub("", about)), layers
-
-
-# --- drawing ---
-
-
-def draw(result: Comparison) -> Any:
-    """Draw how far the number of the conclusion moved from the first result to each other."""
-    fig = go.Figure()
-    for last in result.results[-1].judged[:1]:
-        same = [(one.name, row) for one in result.results for row in one.judged if row.name == last.name]
-        bars(fig, [replace(row, name=name) for name, row in same if row.about == last.about], "change", BLUE)
-        fig.update_yaxes(title_text=f"change of {html.escape(last.name)}")
-    return figure_of(fig, result, width=960, height=440)

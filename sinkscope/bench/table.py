@@ -40,26 +40,6 @@ PERCENT = "loop loop_paper eos prefix score agree cells".split()
 """Metrics that are shares."""
 
 
-def draw_bench(result: Any) -> Any:
-    """Draw the score of each method with its margin, a colour for each set.
-
-    Args:
-        result: The `BenchTable`.
-    """
-    import plotly.graph_objects as go
-
-    from sinkscope.results.style import COLOURS, bars, figure_of  # with plotly, which a printed table does not need
-
-    fig = go.Figure()
-    for number, groups in enumerate(result.sets()):
-        rows = [row_of("scores", group.method, score=group.mean()) for group in groups]
-        bars(fig, rows, "score", COLOURS[number % len(COLOURS)], html.escape(groups[0].set))
-    fig.update_xaxes(tickangle=-35)
-    if task_class(result.task).share:
-        fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
-    return figure_of(fig, result, width=1000, height=560, legend=-0.4, bottom=170, barmode="group")
-
-
 @dataclass(frozen=True)
 class BenchGroup:
     """All answers to a set of prompts under one method.
@@ -107,7 +87,6 @@ class BenchTable(Result):
     """
 
     kind = "bench"
-    drawing = draw_bench
     brief_rows = MOST_ROWS  # every method that the conclusion compares
 
     task: str
@@ -207,6 +186,21 @@ class BenchTable(Result):
                 if lead.low <= 0 <= lead.high:
                     said += ": too close to rank"
         return f"{said}; {control_has}."
+
+    def figure(self) -> Any:
+        """Draw the score of each method with its margin, a colour for each set."""
+        import plotly.graph_objects as go
+
+        from sinkscope.results.style import COLOURS, bars, figure_of  # with plotly, which a printed table does not need
+
+        fig = go.Figure()
+        for number, groups in enumerate(self.sets()):
+            rows = [row_of("scores", group.method, score=group.mean()) for group in groups]
+            bars(fig, rows, "score", COLOURS[number % len(COLOURS)], html.escape(groups[0].set))
+        fig.update_xaxes(tickangle=-35)
+        if task_class(self.task).share:
+            fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
+        return figure_of(fig, self, width=1000, height=560, legend=-0.4, bottom=170, barmode="group")
 
 
 def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> BenchTable:

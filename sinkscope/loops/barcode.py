@@ -159,32 +159,30 @@ class Barcode(Result):
             row_of("findings", "heads that lock onto the loop", share=locked),
         ]
 
+    def figure(self) -> go.Figure:
+        """Draw what the loop adds to every head, and below the attention of heads in the last steps.
 
-def draw(result: Barcode) -> go.Figure:
-    """Draw what the loop adds to every head, and below the attention of heads in the last steps.
-
-    Each row below is a head, in the generated text and in ordinary text. Steps run downwards, and darker is more.
-    """
-    titles = ["what the loop adds (gain), by layer and head", "score in ordinary text"]
-    for head in map(html.escape, result.shown):
-        titles += [f"{head}: generated", f"{head}: ordinary text"]
-    fig = panels(titles, columns=2, spacing=0.05)
-    darkest = max(0.05, float(np.quantile(result.attention, 0.99))) ** 0.5
-    for col, scores in enumerate((result.gain, result.control_score), 1):
-        fig.add_heatmap(z=scores, y=result.layers, zmin=-1, zmax=1, colorscale="RdBu", row=1, col=col)
-    for col, pictures in enumerate((result.attention, result.control_attention), 1):
-        for row, picture in enumerate(np.sqrt(pictures, dtype=np.float32), 2):
-            fig.add_heatmap(z=picture, zmin=0, zmax=darkest, colorscale="Greys", row=row, col=col)
-    fig.update_traces(showscale=False)
-    fig.update_yaxes(autorange="reversed")
-    fig.update_yaxes(title_text="step", col=1)
-    fig.update_yaxes(title_text="layer (heads to the right)", row=1, col=1)
-    fig.update_xaxes(title_text="the last positions", row=len(result.shown) + 1)
-    return figure_of(fig, result, width=1400, height=260 * len(result.shown) + 380, legend=-0.04, bottom=70)
+        Each row below is a head, in the generated text and in ordinary text. Steps run downwards, and darker is more.
+        """
+        titles = ["what the loop adds (gain), by layer and head", "score in ordinary text"]
+        for head in map(html.escape, self.shown):
+            titles += [f"{head}: generated", f"{head}: ordinary text"]
+        fig = panels(titles, columns=2, spacing=0.05)
+        darkest = max(0.05, float(np.quantile(self.attention, 0.99))) ** 0.5
+        for col, scores in enumerate((self.gain, self.control_score), 1):
+            fig.add_heatmap(z=scores, y=self.layers, zmin=-1, zmax=1, colorscale="RdBu", row=1, col=col)
+        for col, pictures in enumerate((self.attention, self.control_attention), 1):
+            for row, picture in enumerate(np.sqrt(pictures, dtype=np.float32), 2):
+                fig.add_heatmap(z=picture, zmin=0, zmax=darkest, colorscale="Greys", row=row, col=col)
+        fig.update_traces(showscale=False)
+        fig.update_yaxes(autorange="reversed")
+        fig.update_yaxes(title_text="step", col=1)
+        fig.update_yaxes(title_text="layer (heads to the right)", row=1, col=1)
+        fig.update_xaxes(title_text="the last positions", row=len(self.shown) + 1)
+        return figure_of(fig, self, width=1400, height=260 * len(self.shown) + 380, legend=-0.04, bottom=70)
 
 
 @measurement(
-    figure=draw,
     loading="whole",
     edits=True,
 )

@@ -143,15 +143,14 @@ class WhyLoop(Result):
             rows.append(row_of("findings", name, "random changes" if control else "", share=share, control=control))
         return rows
 
-
-def draw(result: WhyLoop) -> Any:
-    """Draw how often the loop goes on without each thing, beside random changes of the same size."""
-    fig = panels(["share of continuations in which the same loop goes on"])
-    bars(fig, result.findings(), "share", BLUE, "without it")
-    bars(fig, result.findings(), "control", GREY, "under random changes")
-    fig.add_hline(result.goes_on, line={"color": GREY, "dash": "dot"}, annotation_text="intact")
-    fig.update_yaxes(range=[0, 1.05], tickformat=".0%")
-    return figure_of(fig, result, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
+    def figure(self) -> Any:
+        """Draw how often the loop goes on without each thing, beside random changes of the same size."""
+        fig = panels(["share of continuations in which the same loop goes on"])
+        bars(fig, self.findings(), "share", BLUE, "without it")
+        bars(fig, self.findings(), "control", GREY, "under random changes")
+        fig.add_hline(self.goes_on, line={"color": GREY, "dash": "dot"}, annotation_text="intact")
+        fig.update_yaxes(range=[0, 1.05], tickformat=".0%")
+        return figure_of(fig, self, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,6 @@ def _refuse_unused(*, answer: Any, max_new_tokens: int | None, **_: Any) -> None
 
 
 @measurement(
-    figure=draw,
     loading="whole",
     edits=True,
     check=_refuse_unused,

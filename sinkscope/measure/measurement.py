@@ -128,7 +128,6 @@ def _given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> dic
 
 def measurement(
     *,
-    figure: Callable[[Any], Any] | None = None,
     loading: Loading = "stream",
     edits: bool = False,
     check: Callable[..., object] | None = None,
@@ -140,7 +139,6 @@ def measurement(
     package than sinkscope.
 
     Args:
-        figure: Function that draws the result. None: its class says what draws it, or nothing does.
         loading: As in `Setup.open`.
         edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds what was requested.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
@@ -151,8 +149,6 @@ def measurement(
         result_class = get_type_hints(function)["return"]
         if "kind" not in vars(result_class):
             result_class.register_kind(function.__name__.replace("_", "-"))
-        if figure is not None:
-            result_class.drawing = figure
         return Measurement(function, loading, edits, check)
 
     return wrap

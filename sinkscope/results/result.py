@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
@@ -37,7 +36,6 @@ class Result(Envelope):
     percent: ClassVar[tuple[str, ...]] = ()  # columns of its own rows that tables show in per cent
     brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
-    drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -129,17 +127,12 @@ class Result(Envelope):
     # How it looks
 
     def figure(self) -> Any:
-        """Return the result as a plotly figure, as wide as its frame.
+        """Return the result as a plotly figure, as wide as its frame; a subclass that has one overrides it.
 
         Raises:
             SinkscopeError: Results of this kind have no figure.
         """
-        draw = type(self).drawing
-        if isinstance(draw, str):
-            draw = resolve_name(draw)
-        if draw is None:
-            raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
-        return draw(self)
+        raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
 
     def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
         """Return cards and tables, then the details, and the conclusion last, where a terminal shows it.
@@ -178,7 +171,7 @@ class Result(Envelope):
             file: Displayed name of its file. Empty: the model's name is displayed.
         """
         figure = ""
-        if type(self).drawing is not None:
+        if type(self).figure is not Result.figure:
             figure = plot(self.figure().update_layout(title=None, margin_t=TOP))  # the conclusion stands above
         html = self.fragment(figure, {name: plain(getattr(self, name)) for name in ENVELOPE_FIELDS})
         return Section(self.kind, html, self.model.name, self.conclusion(), file or self.model.name)

@@ -93,18 +93,17 @@ class ClusterAttack(Result):
         other = self.clusters[0].numbers.get("control", "none")
         return f"One head of layer 0 alone gives {served} of {tried} {spike} (another head: {other})."
 
+    def figure(self) -> go.Figure:
+        """Draw the share of positions beside that of random tokens, intact and patched; or else the clusters."""
+        fig = go.Figure()
+        bars(fig, self.attempts, "share", BLUE, "one cluster")
+        bars(fig, self.attempts, "control", GREY, "random tokens")
+        if not self.attempts:
+            bars(fig, self.clusters[3:], "tokens", BLUE)
+        return figure_of(fig, self, width=1000, height=480)
 
-def draw(result: ClusterAttack) -> go.Figure:
-    """Draw the share of positions beside that of random tokens, intact and patched; without sequences, the clusters."""
-    fig = go.Figure()
-    bars(fig, result.attempts, "share", BLUE, "one cluster")
-    bars(fig, result.attempts, "control", GREY, "random tokens")
-    if not result.attempts:
-        bars(fig, result.clusters[3:], "tokens", BLUE)
-    return figure_of(fig, result, width=1000, height=480)
 
-
-@measurement(figure=draw, check=refuse_n_tokens)
+@measurement(check=refuse_n_tokens)
 def attack(
     setup: Setup,
     *,

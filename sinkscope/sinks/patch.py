@@ -121,14 +121,13 @@ class PatchResult(Result):
         beside = f"(without it: {before}; random neurons: {random})"
         return f"Under the patch, copies of {words} reach at most {after} of the spike of {norm.about} {beside}."
 
-
-def draw(result: PatchResult) -> go.Figure:
-    """Draw what is read at copies without the patch, with it, and with random neurons."""
-    fig = go.Figure()
-    rows = [replace(row, name=f"{row.name} {row.about}") for row in result.proof if row.table == "copies"]
-    for case, colour in zip(CASES, (GREY, BLUE, GREEN), strict=True):
-        bars(fig, rows, case, colour, case)
-    return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=900, height=480)
+    def figure(self) -> go.Figure:
+        """Draw what is read at copies without the patch, with it, and with random neurons."""
+        fig = go.Figure()
+        rows = [replace(row, name=f"{row.name} {row.about}") for row in self.proof if row.table == "copies"]
+        for case, colour in zip(CASES, (GREY, BLUE, GREEN), strict=True):
+            bars(fig, rows, case, colour, case)
+        return figure_of(fig.update_yaxes(tickformat=".0%"), self, width=900, height=480)
 
 
 def check_file(file: Any = None, out: Any = None, **_: Any) -> None:
@@ -139,7 +138,7 @@ def check_file(file: Any = None, out: Any = None, **_: Any) -> None:
         SinkPatch.load(file)
 
 
-@measurement(figure=draw, loading="whole", check=check_file)
+@measurement(loading="whole", check=check_file)
 def patch(
     setup: Setup,
     *,

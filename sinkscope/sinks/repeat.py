@@ -100,22 +100,21 @@ class Repeat(Result):
         columns = {self.quantity: self.values[:, :, self.shown], "repeats": self.repeats}
         return long_table(columns, condition=self.conditions, token=self.tokens)
 
+    def figure(self) -> go.Figure:
+        """Draw a line per token and a panel per condition."""
+        x = "layer" if self.quantity == "attention" else "repetitions"
+        conditions = [*map(escape, self.conditions)]
+        axes: dict[str, Any] = {"condition": conditions, "token": [*map(escape, self.tokens)], x: self.at.tolist()}
+        rows = long_table({self.quantity: self.values}, **axes)
+        shown: dict[str, Any] = {"x": x, "y": self.quantity, "color": "token", "facet_col": "condition"}
+        fig: Any = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
+        fig.update_yaxes(exponentformat="power")
+        if self.repeats is not None:
+            fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
+        return figure_of(fig, self, width=1200, height=480)
 
-def draw(result: Repeat) -> go.Figure:
-    """Draw a line per token and a panel per condition."""
-    x = "layer" if result.quantity == "attention" else "repetitions"
-    conditions = [*map(escape, result.conditions)]
-    axes: dict[str, Any] = {"condition": conditions, "token": [*map(escape, result.tokens)], x: result.at.tolist()}
-    rows = long_table({result.quantity: result.values}, **axes)
-    shown: dict[str, Any] = {"x": x, "y": result.quantity, "color": "token", "facet_col": "condition"}
-    fig: Any = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
-    fig.update_yaxes(exponentformat="power")
-    if result.repeats is not None:
-        fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
-    return figure_of(fig, result, width=1200, height=480)
 
-
-@measurement(figure=draw, loading="fits")
+@measurement(loading="fits")
 def repeat(
     setup: Setup,
     *,

@@ -140,17 +140,16 @@ class LineWeights(Result):
                 rows.append(Row("findings", f"{heaviest} of {said}", numbers, "random lines"))
         return [*rows, row_of("findings", "cells that the lines cover", share=self.shown("cells"))]
 
+    def figure(self) -> go.Figure:
+        """Draw mass and agreement of the lines by eta."""
+        shares = {name: self.mean(name) for name in self.percent if getattr(self, name) is not None}
+        fig = px.line(pd.DataFrame(shares, index=self.etas), color_discrete_sequence=COLOURS)
+        fig.update_yaxes(tickformat=".0%", rangemode="tozero", title_text="mean over heads")
+        fig.update_xaxes(title_text="share of all lines chosen (eta)")
+        return figure_of(fig, self, width=900, height=700)
 
-def draw(result: LineWeights) -> go.Figure:
-    """Draw mass and agreement of the lines by eta."""
-    shares = {name: result.mean(name) for name in result.percent if getattr(result, name) is not None}
-    fig = px.line(pd.DataFrame(shares, index=result.etas), color_discrete_sequence=COLOURS)
-    fig.update_yaxes(tickformat=".0%", rangemode="tozero", title_text="mean over heads")
-    fig.update_xaxes(title_text="share of all lines chosen (eta)")
-    return figure_of(fig, result, width=900, height=700)
 
-
-@measurement(figure=draw, loading="whole", edits=True, check=check_data)
+@measurement(loading="whole", edits=True, check=check_data)
 def lines(
     setup: Setup,
     texts: Any = None,

@@ -75,7 +75,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, typed):
     (tmp_path / "empty").mkdir()
     for other, says in {
         "circuit.json": "base holds find-sinks, and circuit holds why-sink: give results of one kind",
-        "before.json": "schema 5, and this version reads 6: read it with sinkscope 0.2.0, or run the command again",
+        "before.json": "schema 5, and this version reads 6: run the command again",
         "seed.json": "base and seed were measured with other settings or texts (seed was 0, now 1): measure both",
         "empty": "empty holds no results and no checkpoints",
     }.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -30,7 +30,6 @@ class FindSinks(Result):
     """
 
     kind = "find-sinks"
-    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
     columns = ("about", "table", "name", "share", "left", "heads", "loss", "note")
 
     spikes: tuple[SpikeResult, ...]
@@ -90,6 +89,12 @@ class FindSinks(Result):
             return [self._no_spike()] if self.readers.get("heads") else []
         return [records.LEGEND]
 
+    def figure(self) -> Any:
+        """Draw norms, what writes and erases each spike, and the attention of heads."""
+        from sinkscope.sinks.spikes.figure import draw  # with plotly, which a printed card does not need
+
+        return draw(self)
+
     def findings(self) -> list[Row]:
         """Return everything that was measured of each spike, and who attends where."""
         rows = list(self.attention)
@@ -111,8 +116,6 @@ class WhySink(FindSinks):
     """
 
     kind = "why-sink"
-    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw_answers"
-
     marking: tuple[Row, ...] = ()
 
     @property
@@ -125,6 +128,12 @@ class WhySink(FindSinks):
         """The heads without one of which less than half of the spike is left of a token that is put first."""
         parts = [part_of(row.name) for row in self.marking if ".H" in row.name]
         return tuple(part for part in parts if isinstance(part, Head))
+
+    def figure(self) -> Any:
+        """Draw what makes a position the sink, and what the place is for."""
+        from sinkscope.sinks.spikes.figure import draw_answers
+
+        return draw_answers(self)
 
     def findings(self) -> list[Row]:
         """Return the same with the heads that mark the first token."""
