@@ -60,9 +60,8 @@ def under(edit: Intervention, model: Any, tokenizer: Any) -> list[Any]:
 
 
 def trace(model: Any, tokenizer: Any) -> Any:
-    """Every site; a mixture's neurons have none."""
-    experts = model.config.model_type == "mixtral"
-    return ss.trace(model, IDS, lambda name: not (experts and "mlp.hook" in name))
+    """Every site."""
+    return ss.trace(model, IDS, "*")
 
 
 def barcode(model: Any, tokenizer: Any) -> list[Any]:

@@ -163,6 +163,8 @@ def answer_rows(
 class _HeldAfterCalls(Intervention, Actor):
     """Notes what the cache holds, and what of it is read, after each decoding step; it is entered last."""
 
+    reads_logits = True  # when a guard, which does, has cut
+
     held: list[Tensor] = field(default_factory=list)
     read: list[Tensor] = field(default_factory=list)
 

@@ -8,8 +8,6 @@
    same record.
 3. `_end`: the decoder has read. `_end_model`: logits exist, and actors that read them act; what one takes back is noted
    on the text that is being written, if there is one (`Draft`).
-
-An actor that does nothing at a moment is not asked then.
 """
 
 from __future__ import annotations
@@ -79,13 +77,6 @@ class Calls:
         self._ended: Step | None = None  # the call that the decoder has ended, until its logits exist
         self._depth = DEPTH.value  # of this thread: calls in which it has gone apart are not acted on
         self._attending: list[Actor] = []  # in the layers of this call
-        self._order()
-
-    def _order(self) -> None:
-        """Note who does something at which moment."""
-        self._before = _acting(self.actors, "before")
-        self._in_layers = _acting(self.actors, "attends")
-        self._after = _acting(self.actors, "after")
 
     @property
     def acts_here(self) -> bool:
@@ -169,13 +160,13 @@ class Calls:
         if self.draft is not None and self.draft.cache is step.cache:  # a processor may read a text of its own
             step.draft = self.draft
         note_layers(step)
-        for actor in self._before:
+        for actor in self.actors:
             actor.before(step)
         for kv in step.layers:  # a plain loop: every token comes here
             if kv.slot_positions is not None:
                 step.has_gaps = True
         self._attending = []
-        for actor in self._in_layers:
+        for actor in self.actors:
             if actor.attends(step):
                 self._attending.append(actor)
         listener.first_query = step.past
@@ -229,7 +220,7 @@ class Calls:
         if step.past == 0:
             self._note_cache(step, cache_in(output))
         self._ended = step
-        for actor in self._after:
+        for actor in self.actors:
             if not actor.reads_logits:
                 actor.after(step)
 
@@ -245,7 +236,7 @@ class Calls:
             logits = output[0]
         if logits is not None and logits.ndim == 3:
             step.logits = logits[:, -1]
-        for actor in self._after:
+        for actor in self.actors:
             if actor.reads_logits:
                 back = actor.after(step)
                 if back is not None and step.draft is not None:
@@ -290,11 +281,10 @@ def tokens_in(cache: Any) -> int:
     Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
     """
     count = int(cache.get_seq_length())
-    if count == 0:
-        for layer in getattr(cache, "layers", None) or []:
-            if hasattr(layer, "get_seq_length"):
-                count = max(count, int(layer.get_seq_length()))
-    return count
+    if count:
+        return count
+    layers = getattr(cache, "layers", None) or ()
+    return max([int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")], default=0)
 
 
 def begin_step(
@@ -353,24 +343,18 @@ def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: There may be such a row.
     """
-    what = None
+    positions = told.get("position_ids")
+    what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
     if mask is None:
-        positions = told.get("position_ids")
-        if isinstance(positions, Tensor) and positions.ndim == 2 and cache_in(told) is None:
-            if bool((positions.diff(dim=1) != 1).any()):
-                what = "position ids that do not count on"
-    else:
-        what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
-    if what is not None:
-        raise UnsupportedError(
-            f"{what}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad "
-            "the rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
-        )
-
-
-def _acting(actors: list[Actor], moment: str) -> list[Actor]:
-    """The actors that do something at a moment: the others are not asked."""
-    return [actor for actor in actors if getattr(type(actor), moment) is not getattr(Actor, moment)]
+        what = "position ids that do not count on"
+        if not isinstance(positions, Tensor) or positions.ndim != 2 or cache_in(told) is not None:
+            return
+        if bool((positions.diff(dim=1) == 1).all()):
+            return
+    raise UnsupportedError(
+        f"{what}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad the "
+        "rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
+    )
 
 
 def _says_tokens(arguments: Mapping[str, Any]) -> bool:

@@ -27,7 +27,6 @@ from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
 
-_MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 _LOOK = 0.5  # seconds after which whoever waits looks whether the thread that holds the model still lives
 _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended."""
@@ -120,7 +119,7 @@ class Run(Calls):
                 self.hook((target.hf, "first", self._begin_parts))
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
-            if any(actor.reads_logits for actor in self._after):
+            if any(actor.reads_logits for actor in self.actors):
                 self.hook((target.hf, "always", self._end_model))
             self.stack.push(self._check_edited)
             self.stack.callback(self._close)
@@ -153,7 +152,6 @@ class Run(Calls):
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
         self.actors.append(actor)
-        self._order()
 
     def begin_generation(self, options: Mapping[str, Any], settings: Any) -> None:
         """Note the settings of a generation, which reads a prompt with these arguments.
@@ -203,7 +201,9 @@ class Run(Calls):
     @property
     def events(self) -> list[Event]:
         """Events so far, in order: what a guard did, and how prompts were read along lines. Reading them may wait."""
-        self._drain()
+        for events in self._pending:
+            self._events += events()
+        self._pending.clear()
         return list(self._events)
 
     @property
@@ -229,19 +229,12 @@ class Run(Calls):
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         self._pending.append(events)
-        if len(self._pending) >= _MOST_PENDING:
-            self._drain()
 
     def count(self, kind: str, number: Tensor) -> None:
         """Add to what is counted, by kind; nothing waits for the device."""
         if kind in self._changed:
             number = number + self._changed[kind].to(number.device)
         self._changed[kind] = number
-
-    def _drain(self) -> None:
-        for events in self._pending:
-            self._events += events()
-        self._pending.clear()
 
     def _check_edited(self, error: object, *_: object) -> None:
         """Refuse a run that ends without an error and in which an edit was lost, although the model ran.
@@ -265,7 +258,6 @@ class Run(Calls):
         for cache in list(self._caches):
             forget_rows(cache, self.number)
         self.actors = []  # some hold the run
-        self._order()
         self._attending = []
         self._listener = None
 
@@ -330,17 +322,15 @@ class _Followed:
                 run.prompting = False
 
     def candidates(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Begin assisted generation, but not by the model's own layers."""
-        if generation_config.assistant_early_exit is not None:
-            raise UnsupportedError(
-                f"assistant_early_exit={generation_config.assistant_early_exit}: the first layers would draft while an "
-                "edit, a policy or a guard acts in all of them: generate without it"
-            )
+        """Begin assisted generation, where tokens need not come one by one, but not by the model's own layers."""
         for run in self.runs:
-            if run.acts_here and run.by_token:
+            why = run.by_token
+            if generation_config.assistant_early_exit is not None:
+                why = "what acts in all layers would act in the first ones alone (assistant_early_exit)"
+            if run.acts_here and why:
                 raise UnsupportedError(
-                    f"assisted generation reads several tokens at a time and takes some back, and {run.by_token}: "
-                    "generate without an assistant or prompt lookup"
+                    f"assisted generation reads several tokens at a time and takes some back, and {why}: generate "
+                    "without an assistant or prompt lookup"
                 )
         return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
 

@@ -95,11 +95,8 @@ class RowState:
         self.tokens = TokenPositions.of(self.tokens.pos[rows.to(self.tokens.pos.device)])
         if self.prompt:
             self.prompt = tuple(torch.tensor(self.prompt)[rows.cpu()].tolist())
-        moved = {
-            key: value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
-            for key, value in self.known.items()
-        }
-        self.known = {key: value for key, value in moved.items() if value is not None}
+        for key, value in self.known.items():
+            self.known[key] = value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
 
 
 class TakeBack(NamedTuple):
@@ -188,16 +185,6 @@ class Step:
     def by_number(self) -> dict[int, Any]:
         """The layers of the cache that can evict, by the number of the decoder layer."""
         return {kv.number: kv for kv in self.layers}
-
-    @property
-    def columns(self) -> Int[Tensor, "batch seen"]:
-        """The same for every token so far, the new ones last."""
-        return self.tokens.pos
-
-    @property
-    def before(self) -> Int[Tensor, " batch"]:
-        """Number of real tokens in each row before the call."""
-        return self.earlier.length
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
         """Return `index` on the device of a layer; a model may be spread over several."""

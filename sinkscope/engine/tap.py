@@ -282,27 +282,6 @@ def attention_rows(
         yield
 
 
-@contextmanager
-def attention_received(
-    target: Target, layers: list[int], *, least: int, since: int = 0
-) -> Iterator[dict[int, tuple[Float[Tensor, "row head key"], Int[Tensor, "seen _ key"]]]]:
-    """Context manager with what `given_later` says of each layer of the passes in it, by layer.
-
-    Args:
-        target: The model.
-        layers: The layers.
-        least: As for `given_later`.
-        since: The first query that counts.
-    """
-    received: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def keep(rows: AttentionRows) -> None:
-        received[rows.layer] = given_later(rows, least=least, since=since)
-
-    with attention_rows(target, keep, layers=layers):
-        yield received
-
-
 def given_later(
     rows: AttentionRows, *, least: int, since: int = 0
 ) -> tuple[Float[Tensor, "row head key"], Int[Tensor, "seen _ key"]]:

@@ -77,6 +77,7 @@ def generate(
             invalid, the policy does not exist, or its budget is too small for a prompt.
     """
     target = target_of(model, tokenizer)
+    target.check_head()
     tok = tokenizer_of(target)  # a model without one is refused
     rows = read_inputs(target, prompts).rows()
     texts = [prompts] if isinstance(prompts, str) else prompts

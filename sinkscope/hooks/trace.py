@@ -22,7 +22,7 @@ from sinkscope.files.records import Natural
 from sinkscope.models.hooks import Hook, first_tensor, forward_parameters
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.layers import head_projection
-from sinkscope.models.neurons import HookPoint, mlp_writers, norms_of
+from sinkscope.models.neurons import HookPoint, mlp_writers
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 
@@ -100,11 +100,7 @@ def site_names(n_layers: int) -> list[str]:
     return [*names, *_LAST]
 
 
-Pattern = str | Callable[[str], bool]
-"""Which sites are meant: a name, an `fnmatch` pattern of names, or a function that is true for their names."""
-
-
-def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]:
+def resolve(target: Target, patterns: str | Sequence[str]) -> list[Site]:
     """Return sites that are meant by one or several patterns, in the order of the forward pass.
 
     A pattern takes the sites that there are: in hybrid models, not all layers have attention.
@@ -114,11 +110,9 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
         UnsupportedError: This architecture has no such site, or the layer that is named has none.
     """
     names = site_names(target.n_layers)
-    if isinstance(patterns, str) or callable(patterns):
-        patterns = [patterns]
     chosen: dict[str, Site] = {}
-    for pattern in patterns:
-        matches = list(filter(pattern, names)) if callable(pattern) else fnmatch.filter(names, pattern)
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = fnmatch.filter(names, pattern)
         if not matches:
             kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
             raise SinkscopeError(
@@ -183,15 +177,14 @@ def _problem(target: Target, layer: int, part: str) -> str:
 
 Reducer = Callable[[Tensor], Tensor]
 """Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""
-REDUCERS: dict[str, Reducer] = {"raw": lambda tensor: tensor, "norm": norms_of}
 
 
 @checks_arguments
 def trace(
     model: object,
     tokens: Any,
-    sites: Pattern | Sequence[Pattern] = (),
-    reduce: str | Reducer = "raw",
+    sites: str | Sequence[str] = (),
+    reduce: Reducer | None = None,
     *,
     attention_mask: Any = None,
     batch_size: Natural | None = None,
@@ -203,14 +196,14 @@ def trace(
         model: Plain Hugging Face, TransformerBridge, nnsight, or a Target.
         tokens: Ids `[batch pos]`, also as a list or lists; one or several texts; or a tokenizer's output. Rows of
             different lengths are padded on the right.
-        sites: TransformerLens names, patterns such as `"blocks.*.hook_resid_post"`, or a function of a name,
-            `lambda name: name.endswith("hook_z")`. `site_names(n_layers)` lists all: `hook_embed`; in each layer
+        sites: TransformerLens names, or patterns such as `"blocks.*.hook_resid_post"`.
+            `site_names(n_layers)` lists all: `hook_embed`; in each layer
             `blocks.L.` with `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`, `hook_mlp_out`, `hook_resid_post`,
             `mlp.hook_pre`, `mlp.hook_pre_linear`, `mlp.hook_post`, `attn.hook_q`, `attn.hook_k`, `attn.hook_v`,
             `attn.hook_z` and `attn.hook_pattern`; `ln_final`, the input of the unembedding, and `logits`, its output.
             `attn.hook_pattern` is recomputed while fast attention runs.
-        reduce: "raw", "norm" (L2 over the last dimension), or a function of one tensor, padding included. It runs
-            inside the hook, layer by layer, so only its result is kept.
+        reduce: A function of one tensor, padding included, such as `lambda tensor: tensor.norm(dim=-1)`. It runs inside
+            the hook, layer by layer, so only its result is kept. None keeps the whole tensor.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
         batch_size: Rows per forward pass. None runs all at once.
         tokenizer: Tokenizer for texts, if the model carries none.
@@ -221,47 +214,39 @@ def trace(
     The pass ends after the deepest site. The model is left unchanged.
 
     Raises:
-        SinkscopeError: Tokens are invalid for this model, or a site or reduction is unknown.
+        SinkscopeError: Tokens are invalid for this model, or a site is unknown.
         UnsupportedError: This architecture has no such site.
     """
     target = target_of(model, tokenizer)
     if not sites:
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
-    if isinstance(reduce, str):
-        if reduce not in REDUCERS:
-            raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
-        reduce = REDUCERS[reduce]
     rows = read_inputs(target, tokens, attention_mask)
     wanted = resolve(target, sites)
     size = batch_size or len(rows.ids)
-    passed: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
+    passes: list[dict[str, Tensor]] = []
     with held(target):
         for start in range(0, len(rows.ids), size):
             mask = None if rows.mask is None else rows.mask[start : start + size].to(target.device)
-            _pass(target, rows.ids[start : start + size], mask, wanted, reduce, passed)
-    for name, tensors in passed.items():
-        if not tensors:
+            passes.append(_pass(target, rows.ids[start : start + size], mask, wanted, reduce))
+    for site in wanted:
+        if site.name not in passes[0]:
             raise UnsupportedError(
-                f"site {name!r} was never reached on this {target.kind} model, because its module did not run (a "
+                f"site {site.name!r} was never reached on this {target.kind} model, because its module did not run (a "
                 "bridge replaces those that fuse several projections); leave it out of sites"
             )
-    return {name: torch.cat(tensors) for name, tensors in passed.items()}
+    return {site.name: torch.cat([passed[site.name] for passed in passes]) for site in wanted}
 
 
 def _pass(
-    target: Target,
-    ids: Int[Tensor, "batch pos"],
-    mask: Tensor | None,
-    sites: list[Site],
-    reduce: Reducer,
-    passed: dict[str, list[Tensor]],
-) -> None:
-    """Run the model to the deepest site, and add what passes each, reduced."""
-    before = {name: len(tensors) for name, tensors in passed.items()}
+    target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, sites: list[Site], reduce: Reducer | None
+) -> dict[str, Tensor]:
+    """Run the model to the deepest site, and return what passes each, reduced."""
+    passed: dict[str, Tensor] = {}
 
     def keep(name: str, tensor: Tensor) -> None:
-        if len(passed[name]) == before[name]:  # a copy: Falcon adds into its MLP's output after the hook has seen it
-            passed[name].append(reduce(tensor).detach().to("cpu", copy=True))
+        if name not in passed:  # a copy: Falcon adds into its MLP's output after the hook has seen it
+            reduced = tensor if reduce is None else reduce(tensor)
+            passed[name] = reduced.detach().to("cpu", copy=True)
 
     hooks: list[Hook] = []
     of_rows: dict[int, str] = {}
@@ -287,3 +272,4 @@ def _pass(
     unembed = any(module is target.hf for module, _, _ in hooks)
     with rows, target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer, **positions)
+    return passed

@@ -8,7 +8,7 @@ the keeper is made, or when a cache is taken over (`adopt`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,19 +35,18 @@ def held_tokens(layers: Sequence[CacheLayer]) -> tuple[Float[Tensor, " row"], Fl
 
     It reads fewer than are held where it reads a copy of a part. This does not wait for the device.
     """
-    first = layers[0].keys
-    counts: list[Tensor | int] = [0, 0]
+    device, held, read = layers[0].keys.device, 0, 0
     for kv in layers:  # a plain loop: every token comes here
-        whole = kv.whole_layer
-        if whole is not None:
-            counts[0] = counts[0] + kv.seen - whole.seen
-        for number, part in enumerate((kv if whole is None else whole, kv)):
-            here = part.keys.shape[-2]
-            if not part.gapless:
-                here = here - part.holes().to(first.device)
-            counts[number] = counts[number] + here
-    held = torch.as_tensor(counts[0], dtype=torch.double).expand(len(first))
-    return held / len(layers), torch.as_tensor(counts[1], dtype=torch.double).expand(len(first)) / len(layers)
+        here = kv.occupied(device)
+        read = read + here
+        if kv.whole_layer is not None:
+            here = kv.whole_layer.occupied(device) + kv.seen - kv.whole_layer.seen
+        held = held + here
+    both = [torch.as_tensor(count, dtype=torch.double).expand(len(layers[0].keys)) for count in (held, read)]
+    return both[0] / len(layers), both[1] / len(layers)
+
+
+_NOTHING = torch.zeros(0)
 
 
 @dataclass(eq=False)
@@ -65,9 +64,9 @@ class Meter:
 
     seen: int = 0
     steps: int = 0
-    held: Tensor = field(default_factory=lambda: torch.zeros(0))
-    read: Tensor = field(default_factory=lambda: torch.zeros(0))
-    most: Tensor = field(default_factory=lambda: torch.zeros(0))
+    held: Tensor = _NOTHING
+    read: Tensor = _NOTHING
+    most: Tensor = _NOTHING
     nbytes: int = 0
 
     def usage(self, processes: int) -> Usage:
@@ -90,8 +89,6 @@ class CacheKeeper(Actor):
         anchors: Number of first positions that the policies and guards of the block keep.
         meters: What counts each of the caches in use.
     """
-
-    reads_logits = False
 
     def __init__(self, run: Run) -> None:
         self.target = run.target
@@ -177,7 +174,7 @@ class CacheKeeper(Actor):
         state.prefilling = False
         state.decoded += 1
         if step.prefill_ended:
-            state.prompt = tuple(step.before.tolist())
+            state.prompt = tuple(step.earlier.length.tolist())
             state.decoded = 0
         if self._acts:
             if step.prefill_ended:
@@ -229,7 +226,7 @@ def _check_ends(step: Step) -> None:
     padded = (step.earlier.pos[:, -1] < 0).nonzero()
     if len(padded):
         row = int(padded[0])
-        has = "has no token" if int(step.before[row]) == 0 else "is padded on the right"
+        has = "has no token" if int(step.earlier.length[row]) == 0 else "is padded on the right"
         raise UnsupportedError(
             f"row {row} of this batch {has}, and cache policies and guards need a prompt in each row, with padding "
             "on the left (tokenizer.padding_side = 'left')"

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Real
@@ -28,7 +28,6 @@ from sinkscope.kv.usage import held_summary
 
 LayerBudget = int | Int[Tensor, "batch _"]
 """Tokens that a layer keeps: one number, or one for each row, or for each row and kv head."""
-_KEPT = "kept"
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,6 @@ class KeptPerRow:
     def one_budget(self) -> LayerBudget:
         """The total as `Policy.layer_budget` gives it: one number if it is the same for all rows."""
         return _number_or_rows(self.total)
-
-    def take(self, rows: Int[Tensor, " row"]) -> None:
-        """Return None: of other rows it is asked again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,10 +229,7 @@ class Policy(Intervention):
         """Choose what is kept in every layer, if it is time to."""
         if not step.prefill_ended and (self.every == "prefill" or step.state.decoded % self.every):
             return
-        known = step.state.known
-        rows: Any = None if step.prefill_ended else known.get(_KEPT)
-        if rows is None:
-            rows = known[_KEPT] = self.kept_per_row(step)
+        rows = self.kept_per_row(step)
         one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
         for kv in step.layers:
             at = LayerMoment(kv, step, rows)

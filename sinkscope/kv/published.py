@@ -45,9 +45,9 @@ class Full(Policy):
         """Count the tokens, and leave the cache as it is."""
         CacheKeeper.of(run, self.shown_name, self.first)
 
-    def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
-        """Score all slots the same."""
-        return torch.zeros(at.kv.pos.shape, device=at.kv.pos.device)
+    def scores(self, at: LayerMoment) -> Int[Tensor, "batch kv_head slot"]:
+        """Score later positions higher; nothing is chosen by it."""
+        return at.kv.pos
 
 
 @register_policy("streaming")
@@ -197,10 +197,7 @@ class SnapKV(Policy):
 
     def watch(self, run: Run) -> None:
         """Ask for the latest queries: as many as the longest window that a row can have."""
-        window = self.window or WINDOW
-        if isinstance(self.budget, int):
-            window = self.window_at(self.budget)
-        keep_queries(run, window, decoding=self.every != "prefill")
+        keep_queries(run, self.window or WINDOW, decoding=self.every != "prefill")
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Return the first tokens, and the window or `last` if that is more."""

@@ -49,7 +49,7 @@ def policies() -> dict[str, type[Intervention]]:
     """
     by_name = dict(_REGISTERED)
     for entry in installed(ENTRY_POINTS):
-        by_name.setdefault(entry.name, _import_policy(entry.value.replace(" ", "")))
+        by_name.setdefault(entry.name, import_object(entry.value, f"policy {entry.name!r}"))
     return dict(sorted(by_name.items()))
 
 
@@ -130,11 +130,3 @@ def import_object(path: str, what: str, remedy: str = "") -> Any:
         raise SinkscopeError(f"{what} cannot be imported: {type(error).__name__}: {reason}{remedy}") from None
     finally:
         sys.path.remove("")
-
-
-def _import_policy(path: str) -> type[Intervention]:
-    """The class at "package.module:Class"."""
-    policy = import_object(path, f"policy {path!r}")
-    if not isinstance(policy, type) or not issubclass(policy, Intervention):
-        raise SinkscopeError(f"policy {path!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
-    return policy

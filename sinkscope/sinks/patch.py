@@ -227,7 +227,7 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
     edits = (None, patch, random_patch(setup, patch))
     setup.record(pieces=len(pieces), length=pieces.shape[1])
     ordinary = ordinary_text(setup, edits, pieces)
-    found = PatchResult(verdict="given", reason="it was given.", sites=patch.checked_sites, proof=(ordinary,))
+    found = PatchResult(verdict="given", reason="it was given.", sites=patch.sites, proof=(ordinary,))
     if not spikes:
         return found
     ids = pick_tokens(setup)
@@ -293,7 +293,7 @@ def copies_rows(
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     """Make a patch of as many random neurons of the same layers and experts, held at their second token's values."""
-    neurons = patch.checked_sites
+    neurons = patch.sites
     return SinkPatch(sites=random_neurons(setup.target, setup.ids, neurons, setup.seed), site=patch.site)
 
 

@@ -162,7 +162,7 @@ class PromptReader(Actor):
         query, key, value = prompt.query, prompt.key, prompt.value
         at = step.on(key.device)
         real = at >= 0
-        there = step.columns[:, prompt.first_key : prompt.first_key + key.shape[2]].to(key.device) >= 0
+        there = step.tokens.pos[:, prompt.first_key : prompt.first_key + key.shape[2]].to(key.device) >= 0
         reads: list[Read] = []
         output = None
         why = self.prompts.why_dense(prompt)

@@ -20,8 +20,6 @@ def test_bad_names_say_what_there_is():
         trace(model, IDS, ["blocks.9.hook_resid_post"])
     with pytest.raises(SinkscopeError, match="no site is given"):
         trace(model, IDS)
-    with pytest.raises(SinkscopeError, match="reduce 'median' is unknown"):
-        trace(model, IDS, ["hook_embed"], "median")
     neox, _ = tiny_model("gpt_neox")
     with pytest.raises(UnsupportedError, match="hook_resid_mid"):
         trace(neox, IDS, ["blocks.0.hook_resid_mid"])
@@ -40,7 +38,6 @@ def test_a_pattern_takes_the_layers_that_have_the_site(model_type):
     attending = [f"blocks.{layer}.attn.hook_pattern" for layer in target.attending]
     assert 0 < len(attending) < target.n_layers
     assert list(trace(model, ids, ["blocks.*.attn.hook_pattern"])) == attending
-    assert list(trace(model, ids, lambda name: name.endswith("hook_pattern"), "norm")) == attending
     without = next(layer for layer in range(target.n_layers) if layer not in target.attending)
     with pytest.raises(UnsupportedError, match=f"layer {without} of .* has no softmax attention"):
         trace(model, ids, ["blocks.*.hook_resid_post", f"blocks.{without}.attn.hook_pattern"])

@@ -8,6 +8,7 @@ from organisms import tiny_model
 
 import sinkscope as ss
 from sinkscope.hooks.trace import trace
+from sinkscope.models.neurons import norms_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9]])
 
@@ -21,7 +22,7 @@ def test_norms_and_sums_of_a_spike_are_of_float32(dtype):
     site, vector = "blocks.1.hook_resid_post", torch.zeros(32)
     vector[5] = 6000.0
     with ss.Add(vector, site, positions="first").on(live):
-        norm = trace(live, IDS, [site], "norm")[site]
+        norm = trace(live, IDS, [site], norms_of)[site]
         logits = trace(live, IDS, "logits", lambda tensor: tensor.float().mean(1))["logits"]
     assert norm.dtype == torch.float32 and float(norm[0, 0]) == pytest.approx(6000, rel=0.01)
     assert logits.isfinite().all()

@@ -40,5 +40,5 @@ def test_states_attention_and_edits_are_served_and_logits_refused(kind):
 
 def test_the_first_layers_do_not_draft():
     model = tf.GPT2LMHeadModel(CONFIG)
-    with refused("assistant_early_exit=2"), kv.H2O(8).on(model):
+    with refused("assistant_early_exit"), kv.H2O(8).on(model):
         model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, assistant_early_exit=2)

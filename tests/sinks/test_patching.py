@@ -167,8 +167,8 @@ def test_make_then_eval(tmp_path, monkeypatch, typed):
     out, err = typed(f"patch {few} --out out/patch.json --json made.json")
     assert err == "JSON: made.json\n" and "words reach at most 0% of the spike" in " ".join(out.split())
     made = Result.load("made.json")
-    sites = SinkPatch.load("out/patch.json").checked_sites
-    assert sites == made.patch.checked_sites and [site.site for site in sites] == list(o.truth.neurons)
+    sites = SinkPatch.load("out/patch.json").sites
+    assert sites == made.patch.sites and [site.site for site in sites] == list(o.truth.neurons)
     evaluated = json.loads(typed(f"patch {few} --file out/patch.json --json -").out)["result"]
     assert evaluated["verdict"] == "given"
     assert [(neuron["layer"], neuron["neuron"]) for neuron in evaluated["sites"]] == list(o.truth.neurons)

@@ -79,7 +79,7 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
     assert found.conclusion() == SUFFICES
     again = FindSinks.load(found.save(tmp_path / "sinks.json"))
     assert again.to_dict() == found.to_dict() and again.text() == found.text()
-    assert ss.SinkPatch.from_result(again).checked_sites == (Neuron(1, None, 338),)
+    assert ss.SinkPatch.from_result(again).sites == (Neuron(1, None, 338),)
 
 
 def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do(bundled):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import threading
 from typing import Any
 
@@ -97,19 +96,6 @@ def cropped(use: Use) -> Tensor:
         other.run(use.prompt + 1, use.prompt + 2, cache)
         cache.crop(-1)
         for start in range(use.prompt + 1, use.length):
-            found.append(use.run(start, start + 1, cache))
-    return torch.cat(found, 1)
-
-
-def pickled(use: Use) -> Tensor:
-    """The cache is saved behind the prompt, and what is read again goes on."""
-    cache, saved = use.cache(), io.BytesIO()
-    with use.inside():
-        found = [use.run(0, use.prompt, cache)]
-        torch.save(cache, saved)
-        saved.seek(0)
-        cache = torch.load(saved, weights_only=False)
-        for start in range(use.prompt, use.length):
             found.append(use.run(start, start + 1, cache))
     return torch.cat(found, 1)
 

@@ -160,7 +160,7 @@ RARE = {
     "call": ("embeds", "everything"),
     "length": (300, 600),
     "other": tuple(OTHERS)[1:],
-    "cache": ("copied from", "repeated", "conversation", "pickled", "turns"),
+    "cache": ("copied from", "repeated", "conversation", "turns"),
     "options": ("dry", "assistant", "static"),
     "edit": (
         *("guard", "h2o", "snapkv", "loopserve", "zero;full", "add;zero", "loopserve 0", "add embed"),

@@ -73,11 +73,9 @@ REFUSED = [
     Refusal(lambda draw: draw["options"] == "second text" and "guard" in draw["edit"], "guidance_scale", always=True),
     Refusal(lambda draw: draw["options"] in ASSISTED and _owns_cache(draw), "assisted generation"),
     Refusal(lambda draw: "static" in (draw["cache"], draw["options"]) and _attends(draw), "the cache is StaticCache"),
-    Refusal(lambda draw: draw["cache"] == "pickled", "tokens were read before this run was entered"),
     Refusal(lambda draw: draw["family"] in INSIDE and draw["edit"] == "trace z", "hook_z' "),
     Refusal(lambda draw: draw["cache"] == "gradients" and draw["edit"] in SHAPES, "has no gradients"),
     Refusal(lambda draw: draw["edit"] == "half snapkv", "is below the 6 tokens that are always kept"),
-    Refusal(lambda draw: draw["cache"] == "pickled", "the latest queries were not seen"),
     Refusal(lambda draw: draw["family"] == "gemma4", "whose positions are not known"),
     Refusal(lambda draw: draw["family"] == "gemma4" and _attends(draw), "attend to the keys of earlier layers"),
     Refusal(
@@ -123,9 +121,6 @@ MENDED = {
     ),
     "attention of padding among tokens counts": draw_of(mask="hole", cache="steps", rows=3, edit="h2o 12"),
     "padding among tokens parts neighbours in a pooling": draw_of(mask="hole", cache="generate", edit="snapkv 12"),
-    "a cache of a model of several parts that was saved is read as new": draw_of(
-        family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"
-    ),
     "rows of a long prompt are shown in parts": draw_of(edit="rows", length=300),
     "a mask is made before tokens come back": draw_of(family="gemma3 image", cache="turns", edit="loopserve 12"),
     "a mask is made before tokens leave": draw_of(

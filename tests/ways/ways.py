@@ -15,7 +15,6 @@ from .caches import (
     cropped,
     forward,
     gradients,
-    pickled,
     reordered,
     repeated,
     second_turn,
@@ -94,7 +93,6 @@ WAYS = {
     "cropped": Way(cropped, "steps", _crops),
     "static": Way(static, None, _long),
     # What is read again has no queries of the prompt: Progressive lets those vote that it saw.
-    "pickled": Way(pickled, "steps", lambda draw: _long(draw) and draw["edit"] != "progressive 12"),
     "turns": Way(turns, "turns", _cached, tokens=True),
     "gradients": Way(gradients, None, lambda draw: draw["dtype"] == "float32" and draw["wrapper"] != "nnsight"),
     "generate": Way(generate, "generate", tokens=True),

@@ -126,7 +126,7 @@ def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[s
 def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, " pos"]:
     """Return norms after a layer, in a pass that ends there."""
     site = f"blocks.{layer}.hook_resid_post"
-    return trace(sink.setup.target, [ids], site, "norm")[site][0].numpy()
+    return trace(sink.setup.target, [ids], site, norms_of)[site][0].numpy()
 
 
 def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +20,6 @@ from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import (
     Positions,
-    SiteLike,
     Where,
     checked_positions,
     chosen_positions,
@@ -33,7 +32,7 @@ from sinkscope.hooks.trace import resolve
 from sinkscope.models.inputs import check_site
 from sinkscope.models.neurons import HookPoint, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
-from sinkscope.results.notation import Head, Neuron
+from sinkscope.results.notation import Head
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +128,7 @@ class NeuronEdit(PlacedEdit):
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
 
-    sites: Sequence[SiteLike] = field(default=(), kw_only=False)
+    sites: Any = field(default=(), kw_only=False)
     layer: InitVar[int | None] = None
     neurons: InitVar[int | Sequence[int]] = ()
     site: Where = "post"
@@ -142,15 +141,19 @@ class NeuronEdit(PlacedEdit):
         if (layer is None) != (not numbers):
             raise SinkscopeError(f"layer={layer!r} with neurons={numbers!r}: give both, as in layer=1, neurons=[7890]")
         sites = [*listed("sites", self.sites), *((layer, number) for number in numbers)]
-        if not sites and not self.heads:
-            raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
-        object.__setattr__(self, "sites", tuple(dict.fromkeys(map(site_of, sites))))
+        self.read(sites=tuple(dict.fromkeys(map(site_of, sites))))
         checked_value(Where, self.site, "site")
+        self.check_values()
+        if not self.sites and not self.heads:
+            raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
 
-    @property
-    def checked_sites(self) -> tuple[Neuron, ...]:
-        """`sites`, typed: in whatever form they were given, they are stored as `Neuron`s."""
-        return cast("tuple[Neuron, ...]", self.sites)
+    def read(self, **values: Any) -> None:
+        """Store values as they were read: `sites` are `Neuron`s, in whatever form they were given."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def check_values(self) -> None:
+        """Read the other values."""
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
         """Return the hook points with their `NeuronGroup` or `Head`.
@@ -159,7 +162,7 @@ class NeuronEdit(PlacedEdit):
         """
         self.check(target)
         points: list[tuple[HookPoint, Any]] = []
-        for group in groups_of(self.checked_sites):
+        for group in groups_of(self.sites):
             points.append((neurons_point(target, group, self.site), group))
         for layer, head in self.heads:
             points.append((heads_point(target, layer, target.head_columns(layer, head)), Head(layer, head)))
@@ -174,7 +177,7 @@ class NeuronEdit(PlacedEdit):
         """
         for layer, head in self.heads:
             check_site(target, layer, head=head)
-        for site in self.checked_sites:
+        for site in self.sites:
             check_site(target, site.layer, site.neuron, site.expert)
             if self.site == "up" and (site.expert is not None or not target.is_gated(site.layer)):
                 raise UnsupportedError(
@@ -183,27 +186,23 @@ class NeuronEdit(PlacedEdit):
                 )
 
 
-def spike_of(result: Any, spike: int | None) -> Any:
-    """Return the spike of the first token that an edit is made from.
+def spike_of(result: Any) -> Any:
+    """Return the spike of the first token that most heads read, of those that need neurons.
 
     Args:
         result: The result of `find_sinks` or `why_sink`.
-        spike: Number of the spike in `result.spikes`. None: the most read spike of the first token that needs neurons.
 
     Raises:
-        SinkscopeError: There is no such spike, it is not at the first token, no neurons are needed for it, or `result`
-            is another object.
+        SinkscopeError: There is no such spike, or `result` is another object.
     """
     if not hasattr(result, "first_spikes"):
         raise SinkscopeError(
             f"a {type(result).__name__} has no spikes: give the result of find_sinks or why_sink, or "
             "ss.Result.load(path) of its file"
         )
-    if spike is not None and not 0 <= spike < len(result.spikes):
-        raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")
-    for candidate in result.first_spikes:
-        if candidate.needed_neurons and (spike is None or candidate is result.spikes[spike]):
-            return candidate
+    for spike in result.first_spikes:
+        if spike.needed_neurons:
+            return spike
     places = ", ".join(spike.place.words for spike in result.spikes)
     raise SinkscopeError(
         f"no neurons were found that a spike of the first token needs, so there is nothing to edit (spikes: "
@@ -237,17 +236,16 @@ class Ablate(NeuronEdit):
 
     KIND = "ablated"
 
-    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
-        super().__post_init__(layer, neurons)
+    def check_values(self) -> None:
+        """Read heads, value and positions."""
+        heads = tuple(dict.fromkeys(map(head_of, listed("heads", self.heads))))
         value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
-        object.__setattr__(self, "value", value)
-        object.__setattr__(self, "positions", checked_positions(self.positions))
+        self.read(heads=heads, value=value, positions=checked_positions(self.positions))
 
     @classmethod
-    def from_result(cls, result: Any, spike: int | None = None) -> Ablate:
+    def from_result(cls, result: Any) -> Ablate:
         """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`)."""
-        return cls(spike_of(result, spike).needed_neurons)
+        return cls(spike_of(result).needed_neurons)
 
     def enter(self, run: Run, key: int) -> None:
         """Register hooks; a mean is remembered from call to call, on the cache."""

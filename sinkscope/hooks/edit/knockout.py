@@ -110,8 +110,8 @@ class Knockout(Hiding):
 
     def hidden(self, step: Step, device: torch.device) -> Hidden:
         """Look keys and queries up among the columns of a call."""
-        keys = chosen_positions(step.columns, self.keys).to(device)
-        queries = chosen_positions(step.columns, self.queries).to(device)
+        keys = chosen_positions(step.tokens.pos, self.keys).to(device)
+        queries = chosen_positions(step.tokens.pos, self.queries).to(device)
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
             gone = _at(keys, key.flatten(1)).view(len(key), key.shape[1], 1, -1)

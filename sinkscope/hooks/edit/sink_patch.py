@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Finite, build, check_values
+from sinkscope.files.records import Finite, build, checked_value
 from sinkscope.hooks.edit.edits import NeuronEdit, Values, spike_of
 from sinkscope.hooks.edit.sites import Where, python_numbers, site_of
 from sinkscope.models.checkpoints.checkpoint import check_made_for
@@ -66,14 +66,12 @@ class SinkPatch(NeuronEdit):
     KIND = "patched"
     positions = slice(1, None)
 
-    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        super().__post_init__(layer, neurons)
-        check_values(Mapping[Any, Any], calibrated=self.calibrated)
-        check_values(Mapping[str, Any] | None, model=self.model)
-        calibrated = {site_of(site): python_numbers(value) for site, value in self.calibrated.items()}
-        check_values(Mapping[Any, Finite], calibrated=calibrated)
-        object.__setattr__(self, "calibrated", calibrated)
-        missing = [site for site in self.checked_sites if site not in calibrated]
+    def check_values(self) -> None:
+        """Read calibrated values."""
+        given = checked_value(Mapping[Any, Any], self.calibrated, "calibrated")
+        calibrated = {site_of(site): python_numbers(value) for site, value in given.items()}
+        self.read(calibrated=checked_value(Mapping[Any, Finite], calibrated, "calibrated"))
+        missing = [site for site in self.sites if site not in calibrated]
         if missing and calibrated:
             raise SinkscopeError(
                 f"{missing[0]} has no calibrated value: give calibrated={{...}} with one for each site, or make the "
@@ -81,20 +79,17 @@ class SinkPatch(NeuronEdit):
             )
 
     @classmethod
-    def from_result(cls, result: Any, spike: int | None = None) -> SinkPatch:
-        """Return the patch of all neurons that write a spike of the first token, with calibrated values.
+    def from_result(cls, result: Any) -> SinkPatch:
+        """Return the patch of all neurons that write the spike of the first token that most heads read.
 
         Args:
-            result: The result of `find_sinks` or `why_sink`.
-            spike: Number of the spike in `result.spikes`. None: the most read spike of the first token that needs
-                neurons.
+            result: The result of `find_sinks` or `why_sink`. Of another spike, give `sites` and `calibrated` as its
+                `calibrated` has them.
 
         Raises:
-            SinkscopeError: There is no such spike, it is not at the first token, no neurons are needed for it, or
-                `result` is another object.
+            SinkscopeError: There is no such spike that needs neurons, or `result` is another object.
         """
-        chosen = spike_of(result, spike)
-        calibrated = chosen.calibrated
+        calibrated = spike_of(result).calibrated
         return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -103,7 +98,7 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = {str(site): self.calibrated.get(site) for site in self.checked_sites}
+        sites = {str(site): self.calibrated.get(site) for site in self.sites}
         content = {"schema": 2, "kind": "sink-patch", "model": self.model, "site": self.site, "sites": sites}
         write_output(path, json.dumps(content, indent=2) + "\n")
 

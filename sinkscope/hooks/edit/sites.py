@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,7 +13,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole, Wording, check_values, checked_value
 from sinkscope.results.notation import Neuron, read_head, read_neuron
 
-SiteLike = Neuron | Sequence[int] | str
 Where = Literal["post", "up"]
 Positions = int | tuple[int, ...] | list[int] | slice | Literal["first"] | None
 _SITE = Annotated[

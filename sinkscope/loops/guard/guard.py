@@ -215,6 +215,8 @@ class GuardActor(Actor):
     run: Run
     keeper: CacheKeeper
 
+    reads_logits = True
+
     def after(self, step: Step) -> TakeBack | None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
         ids, logits = step.ids, step.logits

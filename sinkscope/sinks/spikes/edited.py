@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinkscope.engine.attention import AttentionRows
-from sinkscope.engine.tap import attention_received, attention_rows
+from sinkscope.engine.tap import attention_rows, given_later
 from sinkscope.files.progress import report_progress
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.knockout import HideCells
@@ -196,6 +196,10 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         there = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
         along[:, number] = mean_by_row(spikes[number].along(there), own)
 
+    def received_by(rows: AttentionRows) -> None:
+        given, seen = given_later(rows, least=NARROWEST, since=since)
+        attention[:, rows.layer] = to_place(given, seen, batch.places[0][:, None])
+
     acts = [*layers, *[part.layer or 0 for part in chain(*batch.edits)]]
     if batch.unseen is not None or batch.value is not None:
         acts += [0] if batch.layers is None else batch.layers[:1]
@@ -210,17 +214,14 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         else:  # it is as the survey saw it: nothing acts up to there
             at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
     with ExitStack() as stack:
-        received: dict[int, tuple[Tensor, Tensor]] = {}
         if layers:
-            received = stack.enter_context(attention_received(target, [*layers], least=NARROWEST, since=since))
+            stack.enter_context(attention_rows(target, received_by, layers=[*layers]))
         stack.enter_context(batch.acting(*hooks))
         if positions is None:
             last = max([*layers, *(spike.peak for spike in spikes)])
             target.forward(ids, last_layer=last, start=start, **batch.inputs())
         else:
             loss[:, positions] = losses_at(target, ids, positions, start)
-    for layer, (given, seen) in received.items():
-        attention[:, layer] = to_place(given, seen, batch.places[0][:, None])
     return Reading(along, attention, loss)
 
 
