@@ -1,7 +1,7 @@
 """Find where a model keeps its parts.
 
-1. A small random model of the same class is made. If the class makes none, or its modules have other names than those
-   of the user's row, the user's own model stands in for it.
+1. A small random model of the same class is made. If the class makes none, or somebody wrote a row of parts, the user's
+   own model stands in for it.
 2. One pass over it is read. Names propose places, and sums say which of them are right (`opening.places`); what passed
    must then be what the adapter says (`opening.proof`). A wrong adapter is refused; a site that cannot be proved is
    noted, and refused when somebody asks for it.
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from sinkscope.engine.attention import without_autocast
-from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import (
     DRAFT,
     Adapter,
@@ -37,11 +37,10 @@ from sinkscope.models.adapters import (
 )
 from sinkscope.models.checkpoints.config import cpu_by_default
 from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks
-from sinkscope.models.target import Target, parts_of
+from sinkscope.models.target import Target
 from sinkscope.opening.places import proposed, sample_of
-from sinkscope.opening.proof import LATER, Record, prove, read
+from sinkscope.opening.proof import EXPECTED_MODEL, Record, prove, read
 
-EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 _APART = ("_name_or_path", "transformers_version", "dtype", "architectures", "eos_token_id", "pad_token_id")
 """What two models may have of their own in a configuration, and keep their parts in the same places."""
 _WRAPPERS = ("nnsight", "sinkscope")
@@ -75,101 +74,61 @@ def adapter_of(target: Target) -> Found:
     structure, functions = structure_of(hf)
     key = type(hf), row, str(sorted(settings.items(), key=str)), structure
     with _LOCK, torch.inference_mode(False), without_autocast(hf.device), without_autocast(torch.device("cpu")):
-        if key not in _KNOWN:
-            adapter = _proved(target, key[:3], kinds_of(layers_at(hf, stack_of(hf))), row)
-            if functions:  # which may compute anything, and are not kept alive
-                return adapter
+        if key in _KNOWN:
+            return _KNOWN[key]
+        numbers = kinds_of(layers_at(hf, stack_of(hf)))
+        known = (*key[:3], *numbers)
+        if known not in _OF_CLASSES or row is not None:
+            _OF_CLASSES[known] = _of_class(target, numbers, row)
+        adapter, unproved = _OF_CLASSES[known]
+        own = _own_proof(replace(target, adapter=adapter), numbers)
+        adapter = replace(adapter, unproved=tuple(sorted((own | unproved).items())))
+        if not functions:  # which may compute anything, and are not kept alive
             _KNOWN[key] = adapter
-        return _KNOWN[key]
-
-
-def _proved(target: Target, key: Key, numbers: list[int], row: Adapter | None) -> Found:
-    """All steps, of objects that are not known."""
-    adapter, unproved = _of_class(key, target, numbers, row)
-    target = replace(target, adapter=adapter)
-    _refuse_shared(target)
-    _refuse_renamed(target)
-    own = dict[str, str]()
-    if target.processes == 1:  # else transformers has split plain modules, and each process has a part of the heads
-        try:
-            own = _own_proof(target, numbers)
-        except NotInferredError as error:
-            raise _refusal(target, str(error), of_object=True) from None
-    return replace(adapter, unproved=tuple(sorted((own | unproved).items())))
-
-
-def _refusal(target: Target, problem: str, *, of_object: bool = False) -> UnsupportedError:
-    """The error for an adapter that the proof refuses, on a small model of the class or only on the object."""
-    if LATER in problem:
-        return UnsupportedError(f"{target.name} is not causal, because {problem}: {EXPECTED_MODEL}")
-    if of_object:
-        return UnsupportedError(
-            f"{target.name} does not compute what its class {type(target.hf).__name__} does: {problem}; measure it "
-            "without what was replaced in it, or with the change in its weights and configuration"
-        )
-    return UnsupportedError(
-        f"model type {target.adapter.model_type!r} has a row, proposed by names or registered, that is refused: "
-        f"{problem}; change what is wrong and register it: "
-        f"sinkscope.models.adapters.register({shown_row(target.adapter)})"
-    )
+    return adapter
 
 
 # -- the class ---------------------------------------------------------------------------------------------------------
 
 
-def _of_class(key: Key, target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, dict[str, str]]:
-    """Steps 1 and 2, of classes that are not known.
+def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, dict[str, str]]:
+    """Steps 1 and 2: propose an adapter by one pass over a model, and prove it by the same.
 
     Raises:
-        UnsupportedError: Some part was not found; the message says which, and shows the row to write.
+        UnsupportedError: Some part was not found, or is not where it is proposed; the message shows the row to write.
     """
-    hf, key = target.hf, (*key, tuple(numbers))
-    if key in _OF_CLASSES:
-        return _OF_CLASSES[key]
-    with suppress(Exception):  # a class may take no configuration alone, or not that of a changed model
-        sample = sample_of(hf, max(*numbers, 1) + 1)
-        whole, small = (parts_of(layers_at(model, row.layers)[0], row) if row else {} for model in (hf, sample))
-        if small.keys() >= whole.keys():
+    draft = replace(Found(**vars(row or DRAFT)), model_type=str(target.hf.config.model_type))
+    if row is None:
+        with suppress(Exception):  # a class may take no configuration alone, or not that of a changed model
+            sample = sample_of(target.hf, max(*numbers, 1) + 1)
             target = Target(sample, sample, "hf", DRAFT, name=target.name)
-    draft = Found(**vars(row or DRAFT))
-    draft = replace(draft, model_type=str(hf.config.model_type))
+    draft = replace(draft, layers=stack_of(target.hf))  # which a wrapper of the object lends
+    adapter = None
     try:
-        stack = stack_of(target.hf)  # which a wrapper of the object lends
-        draft = replace(draft, layers=stack, base=_base_path(target.hf, stack))
         with evaluating(target.hf), apart():
-            found = _proposed_and_proved(replace(target, adapter=draft), numbers, row)
-    except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
-        raise
-    except Exception as error:  # a model may do anything in a pass
-        if not isinstance(error, NotInferredError):
-            error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
-        if row is None and LATER not in str(error):
-            raise not_inferred(draft, error) from None
-        raise _refusal(replace(target, adapter=draft), str(error)) from None
-    if target.hf is not hf:
-        _OF_CLASSES[key] = found
-    return found
-
-
-def _proposed_and_proved(target: Target, numbers: list[int], row: Adapter | None) -> tuple[Found, dict[str, str]]:
-    """Propose an adapter by one pass over a model, and prove it by the same."""
-    last = min(max(*numbers, 1), len(layers_at(target.hf, target.adapter.layers)) - 1)
-    records: dict[int, Record] = {}
-    for is_seen in (True, False):  # attention outside transformers' interface is not seen
-        target = replace(target, adapter=replace(target.adapter, attention_interface=is_seen))
-        records = {layer: Record(target, layer) for layer in {*numbers, last}}  # that may read what the first has kept
-        with suppress(*([AttributeError, TypeError, UnsupportedError] if is_seen else [])):
-            read(target, records)
-        if any(record.call is not None for record in records.values()):
-            break
-    adapter = proposed(target, records, numbers, row)
-    if row is not None:
-        adapter = replace(adapter, **vars(row))
-    target = replace(target, adapter=adapter)
-    try:
-        return adapter, prove(target, numbers, records)
+            draft, records = _read(
+                replace(target, adapter=replace(draft, base=_base_path(target.hf, draft.layers))), numbers
+            )
+            adapter = proposed(replace(target, adapter=draft), records, numbers, row)
+            return adapter, prove(replace(target, adapter=adapter), numbers, records)
     except NotInferredError as error:
-        raise _refusal(target, str(error)) from None
+        if adapter is None and row is None:
+            raise not_inferred(draft, error) from None
+        raise UnsupportedError(
+            f"model type {draft.model_type!r} has a row, proposed by names or registered, that is refused: {error}; "
+            f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter or draft)})"
+        ) from None
+
+
+def _read(target: Target, numbers: list[int]) -> tuple[Found, dict[int, Record]]:
+    """What passes the first layer of each kind, and the last layer; and whether their attention is seen."""
+    layers = {*numbers, min(max(*numbers, 1), len(layers_at(target.hf, target.adapter.layers)) - 1)}
+    with suppress(Exception):  # attention outside transformers' interface is not seen
+        records = read(target, layers, everywhere=True)
+        if any(record.call is not None for record in records.values()):
+            return target.adapter, records
+    adapter = replace(target.adapter, attention_interface=False)
+    return adapter, read(replace(target, adapter=adapter), layers, everywhere=True)
 
 
 def _base_path(model: Any, stack: str) -> str:
@@ -187,48 +146,45 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
     """Step 3: the proof of the user's own model, without hooks of its user.
 
     Raises:
-        UnsupportedError: A wrapper has replaced what its modules do, and its weights can have no gradients.
+        UnsupportedError: It has parts at other places than its class, or computes something else.
     """
-    if target.kind != "hf" and any(weight.is_inference() for weight in target.hf.parameters()):
-        raise UnsupportedError(
-            f"the weights of {target.name} were made in inference mode, where nothing of the wrapper around it can be "
-            "proved: make the model outside of torch.inference_mode(), or give it without the wrapper"
-        )
+    _refuse_shared(target)
+    _refuse_renamed(target)
+    if target.processes > 1:  # transformers has split plain modules, and each process has a part of the heads
+        return {}
+    own = target
     if target.kind == "hf" and target.resident:
         with suppress(Exception):  # somebody has put something into a module that cannot be copied
-            twin = _twin(target.hf, [target.layers[number] for number in {*numbers}])
-            target = replace(target, model=twin, hf=twin)
-    with evaluating(target.hf), apart():
-        return Context().run(prove, target, numbers)  # in which no policy of a block sees attention
+            twin = _twin(target.hf)
+            own = replace(target, model=twin, hf=twin)
+    try:
+        with evaluating(own.hf), apart():
+            return Context().run(prove, own, numbers)  # in which no policy of a block sees attention
+    except NotInferredError as error:
+        raise UnsupportedError(
+            f"{target.name} does not compute what its class {type(target.hf).__name__} does: {error}; measure it "
+            "without what was replaced in it, or with the change in its weights and configuration"
+        ) from None
 
 
-def _twin(model: nn.Module, layers: Iterable[nn.Module]) -> nn.Module:
+def _twin(model: nn.Module) -> nn.Module:
     """A model, or one with the same weights in modules of its own, which have none of the hooks of its user.
 
-    Weights of these layers that were made in inference mode, and have no gradients, are copied.
+    Weights that were made in inference mode, and have no gradients, are copied.
     """
     weights = [*model.parameters(), *model.buffers()]
     if not any(map(has_hooks, model.modules())) and not any(weight.is_inference() for weight in weights):
         return model
-    copies: dict[int, Any] = {id(weight): weight for weight in weights}
-    for layer in layers:
-        copies |= {id(weight): weight.clone() for weight in layer.buffers() if weight.is_inference()}
-        for weight in layer.parameters():
-            if weight.is_inference():
-                copies[id(weight)] = nn.Parameter(weight.clone(), False)
+    copies: dict[int, Any] = {id(weight): weight.clone() if weight.is_inference() else weight for weight in weights}
     for module in model.modules():
         for name, value in list(vars(module).items()):  # another thread may enter or leave a block
-            if "_forward_" in name and "hooks" in name:  # another thread's may be among them, which are not copied
+            if "_forward_" in name and "hooks" in name:
                 copies[id(value)] = type(value)()
     return copy.deepcopy(model, copies)
 
 
 def _refuse_shared(target: Target) -> None:
-    """Refuse a model in which a layer, or a part of it, stands at several places, so that an edit would act on all.
-
-    Raises:
-        UnsupportedError: It is such a model.
-    """
+    """Refuse a model in which a layer, or a part of it, stands at several places, so that an edit would act on all."""
     places: dict[nn.Module, int] = {}
     for number, layer in enumerate(target.layers):
         for part in (layer, *[target.sub(number, part) for part in target.paths[number]]):
@@ -240,23 +196,16 @@ def _refuse_shared(target: Target) -> None:
 
 
 def _refuse_renamed(target: Target) -> None:
-    """Refuse a model in which a part of its class is missing while weights stand under a name that is not known.
-
-    Raises:
-        UnsupportedError: It is such a model; the message shows the row to write.
-    """
-    adapter = target.adapter
+    """Refuse a model in which a part of its class is missing while weights stand under a name that is not known."""
     for number, layer in enumerate(target.layers):
-        row, paths = adapter.rows[number] if adapter.rows else adapter, target.paths[number]
+        row, paths = target.adapter.rows[number], target.paths[number]
         missing: dict[str, Any] = {part: "..." for part in _WEIGHTS if getattr(row, part) and part not in paths}
-        if not missing or adapter.experts is not None or hasattr(layer, "original_component"):
-            continue
         known = tuple(f"{paths[part]}." for part in _WEIGHTS if part in paths)
-        for path, module in layer.named_modules():
+        for path, module in layer.named_modules() if missing else ():
             has_matrix = any(weight.ndim == 2 for weight in module.parameters(recurse=False))
-            if has_matrix and not f"{path}.".startswith(known):
+            if has_matrix and not f"{path}.".startswith(known) and not hasattr(layer, "original_component"):
                 error = NotInferredError(f"layer {number} of {target.name} has no {', '.join(missing)}, but {path!r}")
-                raise not_inferred(replace(adapter, **missing), error)
+                raise not_inferred(replace(target.adapter, **missing), error)
 
 
 # -- the structure -----------------------------------------------------------------------------------------------------

@@ -21,19 +21,10 @@ from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
-from sinkscope.models.hooks import first_tensor, on_hidden
+from sinkscope.models.hooks import on_hidden
 from sinkscope.models.target import LayerInput, Target, parts_of
-from sinkscope.models.weights import experts_of, input_width, is_transposed
-from sinkscope.opening.proof import (
-    EXACT,
-    TOKENS,
-    Record,
-    mlp_sum,
-    reads_heads,
-    relative_error,
-    residual_sums,
-    text_of,
-)  # fmt: skip
+from sinkscope.models.weights import experts_of
+from sinkscope.opening.proof import TOKENS, Record, as_not_inferred, reads_heads, sums_of, text_of
 
 ATTENTION = """self_attn linear_attn mamba conv norm_attn_norm.attn attn.attention attention.self attn self_attention
     attention multi_head_attention temporal_block mixer""".split()
@@ -58,11 +49,8 @@ MID = """pre_feedforward_layernorm pre_mlp_layernorm pre_ff_layernorm feedforwar
 MLP = "mlp feed_forward ffn block_sparse_moe mlp_block mixer".split()
 MLP_NORM = "mlp.post_mlp_layernorm post_mlp_layernorm post_feedforward_layernorm post_norm2 post_ffn_norm".split()
 """What stands between MLP and residual stream."""
-EXPERTS = ["", "experts"]
-"""The fused experts: the MLP itself, or a part of it."""
 SHARED = ["", "shared_experts", "shared_expert", "shared_mlp"]
 """The shared expert in a mixture, or beside it; the first is that of an MLP without one."""
-SHARED_GATE = "shared_expert_gate"
 PROJECTIONS = """down_proj up_proj gate_proj|down_proj gate_up_proj|dense_4h_to_h dense_h_to_4h|c_proj c_fc|fc2 fc1
     |w2 w3 w1|fc_out fc_in|Wo Wi|2 0|output_linear input_linear|output.dense intermediate.dense""".split("|")
 """Down, up and gate of an MLP, each three beside each other."""
@@ -78,63 +66,83 @@ _MOST = {
     "index_topk_blocks|index_block_size": 2,
 }
 """Sizes in configurations, and what they are at most in a sample."""
-_IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}
+_IF_MIXED = {"learned_sinks": True, "adds": False, "attn_factor": 1.0}
 """Fields of an adapter where layers differ."""
 
 
 @torch.enable_grad()
+@as_not_inferred()
 def proposed(target: Target, records: Mapping[int, Record], numbers: Sequence[int], row: Adapter | None) -> Found:
     """Return the adapter that names, or a row that somebody wrote, and sums say of a model.
 
     Args:
-        target: A small random model; of its adapter, all but the paths are read.
+        target: A model; of its adapter, all but the paths are read.
         records: What passed its layers.
         numbers: For each layer of the whole model, the number of the first one of its kind.
         row: Where the parts are, if somebody wrote it.
 
     Raises:
-        NotInferredError: A part was not found.
+        NotInferredError: A part was not found, or layers differ where an adapter has one value.
     """
-    kinds, attends = dict[int, Fields](), False
-    for layer in sorted({*numbers}):
-        record, written = records[layer], None
-        if row is not None:
-            written = Fields(parts_of(target.layers[layer], row))
-        attn = _attends(target, record, written)
-        attends = attends or attn is not None
-        kinds[layer] = _fields(target, record, attn, written)
-    if not attends:
-        raise NotInferredError("no softmax attention was found in its layers, or none of one layer alone")
-    adapter = _common_adapter(target.adapter, kinds, numbers)
-    return replace(adapter, from_any_layer=_begins(target, records[max(records)]))
+    attends = {layer: _attends(records[layer]) for layer in sorted({*numbers})}
+    if not any(attends.values()):
+        raise NotInferredError("no softmax attention was found in its layers")
+    kinds, settings, rows = dict[int, Fields](), Fields(), dict[int, Adapter]()
+    for layer, attn in attends.items():
+        record = records[layer]
+        fields = Fields(parts_of(record.module, row)) if row else _placed(record, _named(record, attn))
+        own: Fields = {name: fields.get(name) for name in PATHS}
+        rows[layer] = Adapter(target.adapter.model_type, target.adapter.layers, **own)
+        kinds[layer] = fields | _measured(replace(record, paths=fields), attn)
+    for name in dict.fromkeys(itertools.chain(*kinds.values())):
+        values = list(dict.fromkeys(fields[name] for fields in kinds.values() if name in fields))
+        if name in PATHS:
+            settings[name] = "|".join(filter(None, values)) or None
+        elif len(values) == 1 or name in _IF_MIXED:
+            settings[name] = values[0] if len(values) == 1 else _IF_MIXED[name]
+        else:
+            raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
+    if "mlp" not in settings:
+        raise NotInferredError("no MLP was found in its layers")
+    settings["from_any_layer"] = _begins(records[max(records)])
+    return replace(target.adapter, rows=tuple(rows[number] for number in numbers), **settings)
+
+
+def _begins(record: Record) -> bool:
+    """Whether a pass may begin at a layer: with what entered it in a whole pass, it gives the same."""
+    target, layer, given = record.target, record.layer, record.left("")
+    start, ends = LayerInput(layer, record.into("").detach(), isinstance(record.output[""], tuple)), list[Tensor]()
+    with suppress(LookupError, TypeError, ValueError), target.hooks((record.module, "post", on_hidden(ends.append))):
+        target.forward(text_of(target), last_layer=layer, start=start)
+    return bool(ends) and record.is_near(ends[0], given)  # else layers pass on more than the stream
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
 
 
-def _attends(target: Target, record: Record, written: Fields | None) -> str | None:
+def _attends(record: Record) -> str | None:
     """The path of the module that attends with a softmax; None if none is seen to, or returns rows unseen."""
-    if record.call is not None:
-        return next(path for path, module in record.modules.items() if module is record.call.module)
-    if target.adapter.attention_interface:
-        return None
-    for path in _there(record, ATTENTION)[:1] if written is None else [written.get("attn", "")]:
-        output = record.output.get(path)
-        if isinstance(output, tuple) and len(output) > 1 and getattr(output[1], "ndim", 0) == 4:
+    for path, module in reversed([*record.module.named_modules()]):  # what is inside comes first
+        if record.call is not None and record.call.module is module:
             return path
+        output = record.output.get(path)
+        if path and not record.target.adapter.attention_interface and isinstance(output, tuple):
+            if getattr(output[-1 if len(output) < 2 else 1], "ndim", 0) == 4:
+                return path
     return None
 
 
 def _there(record: Record, paths: Iterable[str], parent: str = "") -> list[str]:
     """Those paths below a parent that the layer has."""
+    modules = dict(record.module.named_modules())
     inside = [f"{parent}.{path}".strip(".") for path in paths]
-    return [path for path in inside if path in record.modules and path]
+    return [path for path in inside if path in modules and path]
 
 
 def _linear(record: Record, paths: Iterable[str], parent: str = "") -> str | None:
     """The first of some parts that has a matrix, whatever wraps it."""
     for path in _there(record, paths, parent):
-        if path != parent and any(parameter.ndim == 2 for parameter in record.modules[path].parameters()):
+        if path != parent and any(weight.ndim == 2 for weight in record.module.get_submodule(path).parameters()):
             return path
     return None
 
@@ -148,12 +156,11 @@ def _named(record: Record, attends: str | None) -> Fields:
     """
     fields = _named_mlp(record)
     attn = attends or next(iter(_there(record, ATTENTION)), None)
-    if attn is None or attn == fields.get("mlp"):
-        return fields
-    fields["attn"] = attn
+    if attn is not None and attn != fields.get("mlp"):
+        fields["attn"] = attn
     if attends is not None:
         for name, paths in OF_ATTENTION.items():
-            fields[name] = _linear(record, paths, attn)
+            fields[name] = _linear(record, paths, attends)
         fields["o"] = fields["o"] or _linear(record, OUTPUT_BESIDE)
     return fields
 
@@ -162,9 +169,9 @@ def _named_mlp(record: Record) -> Fields:
     """What names say of the MLP; empty if there is none."""
     block = next(iter(_there(record, MLP)), "")
     fields: Fields = {}
-    for path in _there(record, EXPERTS, block):
-        if experts_of(record.modules[path]) is not None and not fields:
-            fields = {"mlp": block, "experts": path, "shared_gate": _linear(record, [SHARED_GATE], block)}
+    for path in _there(record, ["experts", ""], block):
+        if experts_of(record.module.get_submodule(path)) is not None:
+            fields = {"mlp": block, "experts": path, "shared_gate": _linear(record, ["shared_expert_gate"], block)}
     inside = [f"{block}.{shared}".strip(".") for shared in SHARED]
     for parent, projections in itertools.product(dict.fromkeys(inside + SHARED), PROJECTIONS):
         down, up, gate = [_linear(record, [path], parent) for path in f"{projections} .".split()[:3]]
@@ -176,113 +183,55 @@ def _named_mlp(record: Record) -> Fields:
     return fields
 
 
-def _fields(target: Target, record: Record, attends: str | None, written: Fields | None) -> Fields:
-    """What is found in a layer: the parts that are named or written, and measured factors."""
-    fields = _placed(record, _named(record, attends)) if written is None else written
-    if fields.get("down") and fields.get("up"):
-        down, up = record.modules[fields["down"]], record.modules[fields["up"]]
-        is_double = 2 * input_width(down) == len(getattr(up, "weight", ()))
-        fields["fused_gate_up"] = is_double and not is_transposed(up)
-    factors, _ = _measured(record, fields)
-    if "attn_factor" in factors:
-        fields["attn_factor"] = factors["attn_factor"]
-    if "mlp" in fields:
-        has_buffers = any(True for _ in record.modules[""].buffers(recurse=False))  # a factor, other in every layer
-        fields["adds"] = "write_factor" in factors and not has_buffers
-        fields["write_factor"] = factors["write_factor"] if fields["adds"] else 1.0
-        total = mlp_sum(record, fields)
-        measured = None if total is None else total.fit()
-        fields |= measured or {}
-    if attends is not None:
-        fields["learned_sinks"] = record.call is not None and record.call.settings.get("s_aux") is not None
-    if fields.get("fused_qkv"):
-        fields["qkv_layout"] = "beside" if record.call is None else _layout(target, record, fields)
-    return fields
-
-
-def _layout(target: Target, record: Record, fields: Fields) -> str | None:
-    """How queries, keys and values stand in what one module gives, by what attention reads."""
-    for layout in ("beside", "by head"):
-        adapter = replace(target.adapter, qkv_layout=layout, q=None, k=None, v=None)
-        if reads_heads(replace(target, adapter=adapter), record, "v", fields):
-            return layout
-    return None
-
-
-def _measured(record: Record, fields: Fields) -> tuple[dict[str, float], int]:
-    """Factors of what a layer adds, and how many of its parts are in sums that do not hold."""
-    factors, wrong = dict[str, float](), 0
-    for each in residual_sums(record, fields):
-        measured = each.fit()
-        factors |= measured or {}
-        if measured is None:
-            wrong += max(1, len(each.parts))
-    return factors, wrong
-
-
 def _placed(record: Record, fields: Fields) -> Fields:
     """The fields with the places of norms and of what is read between the parts: the first way whose sums hold."""
-    mids = [*_there(record, MID), fields.get("mlp"), fields.get("up"), None]
-    writes, writers = [Fields()], list[str | None]([None])
+    mids, writes, writers = list[str | None]([None]), [Fields()], list[str | None]([None])
     if "mlp" in fields:
         mlps = filter(None, dict.fromkeys(fields.get(name) for name in ("mlp", "experts", "down")))
         ways = itertools.product([*_there(record, MLP_NORM), None], mlps)
         writes = [{"mlp": mlp, "post_mlp_norm": norm} for norm, mlp in ways if not f"{norm}.".startswith(f"{mlp}.")]
+    inside = {fields.get("mlp"), fields.get("up")}
     if "attn" in fields:
         around = filter(None, [fields["attn"].rpartition(".")[0], fields.get("o")])
         writers = [*_there(record, ATTENTION_NORM), None, *around]
-    best: Fields = {**fields, "mid": None, "attn_out": None, **writes[0]}
-    fewest = _measured(record, best)[1] + 1
+        mids = [*_there(record, MID), *inside, None]
+
+    def wrong(way: Fields) -> int:
+        """How many parts are in sums that do not hold, and whether nothing is known between them."""
+        sums = [each for each in sums_of(replace(record, paths=way)) if each.name != "mlp" and not each.fit()]
+        problems = sum(max(1, len(each.parts) - 1) for each in sums)
+        if way["mid"] is None:
+            return problems + 1
+        if way["mid"] == way["attn_out"] or (problems and way["mid"] in inside):  # it may read a norm of no module
+            return len(PATHS)
+        return problems
+
+    ways = [{**fields, "mid": None, "attn_out": None, **writes[0]}]
     for mid, write, writer in itertools.product(mids, writes, writers):
-        if mid is not None and mid == writer:
-            continue
-        way = {**fields, **write, "mid": mid, "attn_out": writer}
-        problems = _measured(record, way)[1]
-        if mid in (fields.get("mlp"), fields.get("up")) and problems:  # it may read a norm that no module gives
-            continue
-        if problems + (mid is None) < fewest:
-            best, fewest = way, problems + (mid is None)
-    return best
+        ways.append({**fields, "mid": mid, **write, "attn_out": writer})
+    return min(ways, key=wrong)
 
 
-# -- all layers --------------------------------------------------------------------------------------------------------
-
-
-def _common_adapter(adapter: Found, kinds: Mapping[int, Fields], numbers: Sequence[int]) -> Found:
-    """One adapter for all kinds of layers, by the number of the first layer of each.
-
-    Raises:
-        NotInferredError: No layer has an MLP, or layers differ where an adapter has one value.
-    """
-    settings: Fields = {}
-    for name in dict.fromkeys(itertools.chain(*kinds.values())):
-        values = list(dict.fromkeys(fields[name] for fields in kinds.values() if name in fields))
-        if name in PATHS:
-            settings[name] = "|".join(filter(None, values)) or None
-        elif len(values) == 1 or name in _IF_MIXED:
-            settings[name] = values[0] if len(values) == 1 else _IF_MIXED[name]
-        else:
-            raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
-    if "mlp" not in settings:
-        raise NotInferredError("no MLP was found in its layers")
-    if len(kinds) > 1:
-        rows = dict[int, Adapter]()
-        for number, fields in kinds.items():
-            own: Fields = {name: fields.get(name) for name in PATHS}
-            rows[number] = Adapter(adapter.model_type, adapter.layers, **own)
-        settings["rows"] = tuple(rows[number] for number in numbers)
-    return replace(adapter, **settings)
-
-
-def _begins(target: Target, record: Record) -> bool:
-    """Whether a pass may begin at a layer: with what entered it in a whole pass, it gives the same."""
-    start = LayerInput(record.layer, record.into[""].detach(), isinstance(record.output[""], tuple))
-    ends = list[Tensor]()
-    hook = (target.layers[record.layer], "post", on_hidden(ends.append))
-    with suppress(LookupError, TypeError, ValueError), target.hooks(hook):
-        target.forward(text_of(target), last_layer=record.layer, start=start)
-    expected = first_tensor(record.output[""]).detach()
-    return bool(ends) and relative_error(ends[0], expected) < EXACT  # else layers pass on more than the stream
+def _measured(record: Record, attends: str | None) -> Fields:
+    """What is measured of a layer: factors, the order of what is in one module, and learned sinks."""
+    found, up, post = Fields(), record.left("up"), record.into("down")
+    for each in sums_of(record):
+        found |= each.fit()
+    found.pop("start", None)
+    if "mlp" in record.paths:
+        has_buffers = any(True for _ in record.module.buffers(recurse=False))  # a factor, other in every layer
+        found["adds"] = "write_factor" in found and not has_buffers
+        if not found["adds"]:
+            found["write_factor"] = 1.0
+    if up is not None and post is not None:
+        found["fused_gate_up"] = up.shape[-1] == 2 * post.shape[-1]
+    if attends is not None:
+        found["learned_sinks"] = record.call is not None and record.call.settings.get("s_aux") is not None
+    if record.paths.get("fused_qkv"):
+        by_head = replace(record.target.adapter, qkv_layout="by head", v=None)
+        reads = reads_heads(replace(record, target=replace(record.target, adapter=by_head)), "v")
+        found["qkv_layout"] = "by head" if reads else "beside"
+    return found
 
 
 # -- the small model ---------------------------------------------------------------------------------------------------

@@ -12,113 +12,129 @@ whose modules may have been replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from sinkscope.engine.attention import Attention
+from sinkscope.engine.attention import Attention, AttentionRows
 from sinkscope.engine.stock import eager
 from sinkscope.engine.tap import Listener, tapped
-from sinkscope.errors import UnsupportedError, first_line
+from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.models.adapters import NotInferredError
-from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
+from sinkscope.models.hooks import Args, Kwargs, first_tensor, hidden_of, with_hidden
 from sinkscope.models.layers import ChunkWindow, head_projection, layer_window, per_query_head
 from sinkscope.models.target import Target, has_shared_beside, longest_context
 
 TOKENS = 20
 """Tokens of the text of a proof: more than every window and chunk of a small model."""
-EXACT = 1e-3
-"""Largest relative distance between two ways to one number, in float32."""
-LATER = "later tokens"
-"""What no layer of a causal model attends to."""
+EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
+_EXACT = 1e-3  # largest relative distance of a sum from its parts, in float32
 _IN_HALF = 4  # times the relative rounding of a number
 _LOOSE = 4  # times the distance of sums, of what is computed again
-_ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
+_NONE = 5e-3  # the least factor of what is a part of a sum
 _MOST = 0.5  # least share of a head in all on which another depends; a norm over all heads mixes in a few per cent
 _ATTENDED = {"q": "query", "k": "key", "v": "value"}
 
 Numbers = Float[Tensor, "pos d_model"]
-Paths = Mapping[str, Any]
-"""Where a layer has its parts, by the fields of an adapter; None or nothing where it has none."""
 
 
 # -- what passes -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Record:
-    """What passes modules of one layer in one pass, and its attention.
+    """What passes the modules of one layer in one pass, and where its parts are said to be.
 
-    Args:
-        target: The model.
-        layer: Number of the layer.
-        paths: The modules; None is all.
+    Modules get copies of what is kept, because some models add to a tensor in place. Parts are named by the fields of
+    an adapter; "" is the layer.
 
     Attributes:
-        hooks: The hooks that keep it. Modules get copies, because some models add to a tensor in place.
+        target: The model.
+        layer: Number of the layer.
+        paths: Where its parts are; None or nothing where it has none.
         arguments: The arguments of each module, by path.
-        into: The first tensor that entered each.
-        output: What each gave.
+        output: What each module gave, by path.
         call: What attention got, at first if it attends to other values as well.
         given: What attention gave.
-        rows: Rows of attention that was computed again.
+        shown: Rows of attention that was computed again.
     """
 
-    def __init__(self, target: Target, layer: int, paths: Iterable[str] | None = None) -> None:
-        self.layer = layer
-        self.modules = dict(target.layers[layer].named_modules())
-        self.hooks = list[Hook]()
-        for path in {"", *(self.modules if paths is None else paths)}:
-            module = target.layers[layer].get_submodule(path)
-            self.hooks.append((module, "pre", partial(self._enter, path)))
-            self.hooks.append((module, "post", partial(self._leave, path)))
-        self.arguments: dict[str, tuple[Args, Kwargs]] = {}
-        self.into: dict[Any, Tensor] = {}
-        self.output: dict[Any, Any] = {}
-        self.call: Attention | None = None
-        self.given: Any = None
-        self.rows = list[Tensor]()
+    target: Target
+    layer: int
+    paths: Mapping[str, Any]
+    arguments: dict[Any, tuple[Args, Kwargs]] = field(default_factory=dict)
+    output: dict[Any, Any] = field(default_factory=dict)
+    call: Attention | None = None
+    given: Any = None
+    shown: list[AttentionRows] = field(default_factory=list)
 
-    def _enter(self, path: str, _module: Any, args: Args, kwargs: Kwargs) -> Any:
-        self.arguments[path] = args, kwargs
-        for value in (*args, *kwargs.values())[:1]:
-            if isinstance(value, Tensor):
-                self.into[path] = value.clone()
+    @property
+    def module(self) -> nn.Module:
+        """The layer."""
+        return self.target.layers[self.layer]
+
+    @property
+    def exact(self) -> float:
+        """The largest relative distance of a sum from its parts, in the precision of the model."""
+        return max(_EXACT, _IN_HALF * torch.finfo(self.target.dtype).eps)
+
+    def enter(self, path: str, _module: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Keep what enters a module; in what enters the layer, gradients begin."""
+        self.arguments[path] = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         if path:
             return None
         if path in self.output:
             raise NotInferredError(f"layer {self.layer} runs several times in a pass")
         torch.set_grad_enabled(True)
-        hidden = hidden_of(args, kwargs).detach().requires_grad_()
-        self.into[path] = hidden
-        return with_hidden(args, kwargs, hidden.clone())
+        start = hidden_of(args, kwargs).detach().requires_grad_()
+        self.arguments[path] = with_hidden(args, kwargs, start)
+        return with_hidden(args, kwargs, start.clone())
 
-    def _leave(self, path: str, module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
+    def leave(self, path: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+        """Keep what leaves a module."""
         torch.set_grad_enabled(bool(path))
         self.output[path] = output
-        if not isinstance(first_tensor(output), Tensor):
-            return None
-        return on_hidden(Tensor.clone)(module, args, kwargs, output)
+        return tree_map_only(Tensor, Tensor.clone, output)
+
+    def attend(self, call: Attention) -> None:
+        """Keep attention, which is computed here."""
+        if self.call is None:
+            self.call, self.given = call, call.stock(call.mask)[0]
+            output = self.given.clone()
+            call.show(self.shown.append, at_once=True)
+            call.compute = lambda _: (output, None)
+
+    def path(self, part: str) -> Any:
+        """Return the path of a part."""
+        return self.paths.get(part) if part else ""
+
+    def into(self, part: str) -> Any:
+        """Return what entered a part; None if there is no such part, or it did not run."""
+        args, kwargs = self.arguments.get(self.path(part), ((), {}))
+        return next(iter((*args, *kwargs.values())), None)
+
+    def left(self, part: str) -> Any:
+        """Return what left a part; None if there is no such part, or it did not run."""
+        return first_tensor(self.output.get(self.path(part)))
 
     def numbers(self, tensor: Any) -> Any:
         """Return the numbers [pos d_model] of a tensor that is as large as the residual stream; None of others."""
-        stream = self.into[""]
+        stream = self.into("")
         if not isinstance(tensor, Tensor) or tensor.numel() != stream.numel():
             return None
         return tensor.detach().float().reshape(stream.shape[1:])
 
-    def entered(self, path: Any) -> Any:
-        """Return the numbers that entered a module; None if there is no such module, or it did not run."""
-        return self.numbers(self.into.get(path))
-
-    def left(self, path: Any) -> Any:
-        """Return the numbers that left a module; as for `entered`."""
-        return self.numbers(first_tensor(self.output.get(path)))
+    def is_near(self, numbers: Tensor, expected: Tensor) -> bool:
+        """Return whether numbers are what is expected, relative to the largest, in the precision of the model."""
+        off, largest = (numbers.float() - expected.float()).abs().max(), expected.float().abs().max()
+        return bool(off <= _LOOSE * self.exact * largest)
 
 
 def text_of(target: Target) -> Int[Tensor, "1 pos"]:
@@ -127,43 +143,49 @@ def text_of(target: Target) -> Int[Tensor, "1 pos"]:
     return ((torch.arange(length) + length) % int(target.config.vocab_size))[None]
 
 
-def read(target: Target, records: Mapping[int, Record]) -> None:
-    """Run a pass over some tokens, which ends at the last layer of the records, by layer.
+@contextmanager
+def as_not_inferred() -> Iterator[None]:
+    """Context manager in which what a model raises in a pass, which may be anything, is a part that was not found."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, SinkscopeError, NotInferredError):
+        raise
+    except Exception as error:
+        raise NotInferredError(f"a forward pass raised {type(error).__name__}: {first_line(error)}") from None
+
+
+@as_not_inferred()
+def read(target: Target, layers: Iterable[int], *, everywhere: bool = False) -> dict[int, Record]:
+    """Return what passes some layers in a pass over some tokens, which ends at the last of them.
+
+    Args:
+        target: The model.
+        layers: The layers.
+        everywhere: Whether all of their modules are read, and not only the parts that the adapter names.
 
     Raises:
         NotInferredError: A layer does not run, or not once.
     """
+    records = {layer: Record(target, layer, target.paths[layer]) for layer in layers}
 
     def see(call: Attention) -> None:
-        record = records.get(call.layer)
-        if record is None or call.is_repeated:
-            return
-        if record.call is not None:
-            raise NotInferredError(f"layer {call.layer} computes attention twice")
-        output = call.stock(call.mask)[0]
-        ahead = _dependence(output[:, 0], call.value)
-        if ahead is not None and ahead[:, :, 1:].any():
-            raise NotInferredError(f"layer {call.layer} attends to {LATER}")
-        record.call, record.given = call, output
-        call.show(lambda rows: record.rows.append(rows.probs.detach().float()), at_once=True)
-        call.compute = lambda _: (output.clone(), None)
+        if call.layer in records:
+            records[call.layer].attend(call)
 
-    tap: Any = nullcontext()
-    if not _is_bridge(target):
-        tap = tapped(target, Listener(see)) if target.adapter.attention_interface else eager(target)
-    hooks = [hook for record in records.values() for hook in record.hooks]
+    tap = tapped(target, Listener(see)) if target.adapter.attention_interface else eager(target)
+    hooks = list[Any]()
+    for record in records.values():
+        for path in {"", *(dict(record.module.named_modules()) if everywhere else record.paths.values())}:
+            module = record.module.get_submodule(path)
+            hooks += [(module, "pre", partial(record.enter, path)), (module, "post", partial(record.leave, path))]
     with torch.inference_mode(False), tap, target.hooks(*hooks):
         target.forward(text_of(target), last_layer=max(records))
     for layer, record in records.items():
-        if "" not in record.into:
-            raise NotInferredError(f"layer {layer} does not run in a pass over text")
-        if record.into[""].shape[2:] != (target.d_model,):
-            raise NotInferredError(f"its layers do not get one residual stream of width {target.d_model}")
-
-
-def _is_bridge(target: Target) -> bool:
-    """Whether it is a bridge, which computes attention itself."""
-    return any(hasattr(target.sub(layer, "attn"), "original_component") for layer in target.attending[:1])
+        if getattr(record.into(""), "shape", ())[2:] != (target.d_model,):
+            raise NotInferredError(
+                f"in a pass over text, layer {layer} does not get one residual stream of width {target.d_model}"
+            )
+    return records
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -171,87 +193,75 @@ def _is_bridge(target: Target) -> bool:
 
 @dataclass
 class Sum:
-    """Parts that add up to a total, each times a factor.
+    """Parts that add up to a total.
 
     Attributes:
         name: What the total is.
         total: The total.
-        parts: The parts, by the field of an adapter that has the factor.
-        start: What the parts are added to.
+        parts: The parts, by the field of an adapter that has the factor; by "start", what they are added to.
     """
 
     name: str
     total: Numbers
     parts: dict[str, Any]
-    start: Numbers
 
     def off(self, factors: Mapping[str, Any]) -> float:
-        """Return the largest distance from the sum, relative to the largest number in it, of any token."""
-        error, added = self.total, [self.start, *(part * factors[name] for name, part in self.parts.items())]
-        for part in added:
-            error = error - part
-        largest = torch.stack([self.total, *added]).abs().amax((0, -1))
-        off = (error.abs().amax(-1) / largest).nan_to_num(torch.inf)
-        return float(off.where(largest > 0, 0).max())
+        """Return the largest distance of the sum from the total, relative to the largest number in it, of any token."""
+        added = torch.stack([part * factors.get(name, 1.0) for name, part in self.parts.items()])
+        largest = torch.cat([self.total[None], added]).abs().amax((0, -1))
+        off = (self.total - added.sum(0)).abs().amax(-1) / largest
+        return float(off.nan_to_num(torch.inf).where(largest > 0, 0).max())
 
-    def fit(self) -> dict[str, float] | None:
-        """Return the measured factors; None if the parts do not add up to the total, or one is none of it."""
-        if not self.parts:
-            return None
+    def fit(self) -> dict[str, float]:
+        """Return the measured factors; none if the parts do not add up to the total, or one is no part of it."""
         columns = torch.stack([part.double().flatten() for part in self.parts.values()], 1)
-        wanted = (self.total - self.start).double().flatten()
-        solution = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
-        factors = dict[str, float]()
-        for name, factor in zip(self.parts, solution.tolist(), strict=True):
-            if abs(factor) < _ONE:
-                return None
-            factors[name] = 1.0
-            if abs(factor - 1) > _ONE:
-                factors[name] = float(f"{factor:.4g}")
-        return factors if self.off(factors) <= EXACT else None
+        measured = torch.linalg.lstsq(columns, self.total.double().flatten()[:, None]).solution[:, 0].tolist()
+        factors = {name: float(f"{factor:.4g}") for name, factor in zip(self.parts, measured, strict=True)}
+        factors["start"] = 1.0
+        if min(map(abs, measured)) < _NONE or self.off(factors) > _EXACT:
+            return {}
+        return factors
 
 
-def residual_sums(record: Record, paths: Paths) -> list[Sum]:
-    """Return the sums of the residual stream: up to between attention and MLP, and from there, or one of both."""
-    before, after = dict[str, Any](), dict[str, Any]()
-    attn = record.left(paths.get("attn_out") or paths.get("attn"))
-    if attn is not None:
-        before["attn_factor"] = attn
-    mlp = record.left(paths.get("post_mlp_norm") or paths.get("mlp"))
-    if mlp is not None:
-        after["write_factor"] = mlp
-        if paths.get("post_mlp_norm") is None and has_shared_beside(paths):
-            after["write_factor"] = mlp + record.left(paths["down"])
-    start, mid, end = record.entered(""), record.entered(paths.get("mid")), record.left("")
-    if mid is None:
-        return [Sum("hook_resid_post", end, before | after, start)]
-    return [Sum("hook_resid_mid", mid, before, start), Sum("hook_resid_post", end, after, mid)]
+def sums_of(record: Record) -> list[Sum]:
+    """Return the sums of a layer: of what its MLP gives, if its modules run, and of the residual stream.
 
-
-def mlp_sum(record: Record, paths: Paths) -> Sum | None:
-    """Return what the MLP gives as the sum of what down projections and experts give; None if they do not run."""
-    total, down, experts = [record.left(paths.get(part)) for part in ("mlp", "down", "experts")]
-    if total is None or (down is None and experts is None):
-        return None
-    parts = {"down_factor": down} if experts is None else {"expert_factor": experts}
-    if experts is not None and down is not None and paths["mlp"] != paths["experts"] and not has_shared_beside(paths):
-        parts["shared_factor"] = down
-        gate = first_tensor(record.output.get(paths.get("shared_gate")))
-        if gate is not None:
-            parts["shared_factor"] = down * gate.detach().float().reshape(-1, 1).sigmoid()
-    return Sum("mlp", total, parts, torch.zeros_like(total))
-
-
-def relative_error(numbers: Tensor, expected: Tensor) -> float:
-    """Return the largest distance from what is expected, relative to its size; infinity if nothing is."""
-    off = (numbers - expected).detach().abs().max() / expected.detach().abs().max()
-    return float(off.nan_to_num(torch.inf))
+    Where it is not known what reads the residual stream between attention and MLP, that has one sum, and else two.
+    """
+    paths, sums = record.paths, list[Sum]()
+    mlp, down, experts = [record.numbers(record.left(part)) for part in ("mlp", "down", "experts")]
+    is_beside = has_shared_beside(paths)
+    if mlp is not None and experts is not None:
+        parts = {"expert_factor": experts}
+        if down is not None and paths["mlp"] != paths["experts"] and not is_beside:
+            gate = record.left("shared_gate")
+            parts["shared_factor"] = down if gate is None else down * gate.detach().float().reshape(-1, 1).sigmoid()
+        sums.append(Sum("mlp", mlp, parts))
+    elif mlp is not None and down is not None:
+        sums.append(Sum("mlp", mlp, {"down_factor": down}))
+    added = {
+        "start": record.numbers(record.into("")),
+        "attn_factor": record.numbers(record.left("attn_out" if paths.get("attn_out") else "attn")),
+    }
+    mid = record.numbers(record.into("mid"))
+    if mid is not None:
+        sums.append(Sum("hook_resid_mid", mid, added))
+        added = {"start": mid}
+    if paths.get("post_mlp_norm"):
+        mlp = record.numbers(record.left("post_mlp_norm"))
+    elif is_beside:
+        mlp = mlp + down
+    sums.append(Sum("hook_resid_post", record.numbers(record.left("")), {**added, "write_factor": mlp}))
+    for each in sums:
+        each.parts = {name: part for name, part in each.parts.items() if part is not None}
+    return sums
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
 @torch.enable_grad()
+@as_not_inferred()
 def prove(
     target: Target, kinds: Sequence[int] | None = None, records: Mapping[int, Record] | None = None
 ) -> dict[str, str]:
@@ -267,23 +277,105 @@ def prove(
 
     Raises:
         NotInferredError: The adapter is wrong.
+        UnsupportedError: The model is not causal.
     """
-    kinds = range(target.n_layers) if kinds is None else kinds
-    try:
-        if records is None:
-            records = {layer: Record(target, layer, target.paths[layer].values()) for layer in {*kinds}}
-            read(target, records)
-        found = {layer: _problems(target, records[layer]) for layer in {*kinds}}
-    except (MemoryError, torch.OutOfMemoryError, NotInferredError):
-        raise
-    except UnsupportedError as wrong:
-        raise NotInferredError(str(wrong)) from None
-    except Exception as error:  # a model may do anything in a pass
-        raise NotInferredError(f"a forward pass raised {type(error).__name__}: {first_line(error)}") from None
-    unproved = dict[str, str]()
+    kinds = kinds or range(target.n_layers)
+    found, unproved = dict[int, dict[str, str]](), dict[str, str]()
+    for layer, record in (records or read(target, {*kinds})).items():
+        found[layer] = _problems(replace(record, target=target, paths=target.paths[layer]))
     for layer, first in enumerate(kinds):
         unproved |= {f"blocks.{layer}.{part}": reason for part, reason in found[first].items()}
     return unproved
+
+
+def _problems(record: Record) -> dict[str, str]:
+    """Why sites of a layer cannot be proved, by the last part of their names.
+
+    Raises:
+        NotInferredError: The adapter is wrong.
+    """
+    problems, target, sums = dict[str, str](), record.target, sums_of(record)
+    if record.layer in target.attending:
+        problems = _of_attention(record)
+    if record.layer in target.mixtures:
+        _check_experts(record)
+    elif not _is_linear(record):
+        raise NotInferredError("a moved neuron does not change the layer as the adapter says")
+    if "mlp" in record.paths and sums[0].name != "mlp":
+        if not {"down", "experts"} & record.paths.keys():
+            raise NotInferredError("the adapter names a module that is not there (down or experts)")
+        problems["mlp.hook_post"] = "the modules of its MLP do not run"
+    for each in sums:
+        off = each.off(vars(target.adapter))
+        if off <= record.exact or (each.name == "hook_resid_post" and not target.adapter.adds):
+            continue
+        reason = f"{each.name} is not the sum of its parts (off by {off:.2g})"
+        if each.name == "mlp" or "write_factor" in each.parts:
+            raise NotInferredError(f"a moved neuron does not change the layer as the adapter says: {reason}")
+        problems |= {each.name: reason, "hook_attn_out": reason}
+    return problems
+
+
+def _check_experts(record: Record) -> None:
+    """Refuse experts that give something else than their weights say."""
+    target, given = record.target, record.left("experts")
+    with target.loaded(record.layer):
+        experts = target.experts(record.layer)
+        computed = experts.output(experts.routed(*record.arguments[record.path("experts")]))
+    if not record.is_near(computed.view_as(given), given):
+        raise NotInferredError("the experts do not give what their weights say")
+
+
+def _is_linear(record: Record) -> bool:
+    """Whether neurons of a dense MLP have as many factors, and are linear in them if there is a gate."""
+    up, post, target = record.left("up"), record.into("down"), record.target
+    if up is None or post is None:
+        return True
+    change = _dependence(post, up)
+    if change is None or up.shape[-1] != (1 + target.adapter.fused_gate_up) * post.shape[-1]:
+        return False
+    return not target.is_gated(record.layer) or record.is_near((up * change)[..., -post.shape[-1] :], post)
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+def _of_attention(record: Record) -> dict[str, str]:
+    """Why sites of attention cannot be proved; nothing of a bridge, which computes attention itself.
+
+    Raises:
+        NotInferredError: Its rows do not give what the model's own gives.
+        UnsupportedError: Tokens attend to later ones.
+    """
+    problems, target, call, layer = dict[str, str](), record.target, record.call, record.layer
+    if hasattr(target.sub(layer, "attn"), "original_component"):
+        return problems
+    shown = [rows.probs for rows in record.shown]
+    if not target.adapter.attention_interface:
+        shown = [*record.output[record.path("attn")][1:2]]
+    if not shown:
+        raise NotInferredError(f"no attention was recomputed in layer {layer}")
+    rows, count = shown[0].detach().float(), target.n_heads
+    if rows.shape[1] != count:
+        raise NotInferredError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {count}")
+    ahead = None if call is None else _dependence(record.given[:, 0], call.value)
+    if rows.triu(1).any() or (ahead is not None and ahead[:, :, 1:].any()):
+        raise UnsupportedError(
+            f"{target.name} is not causal, because layer {layer} attends to later tokens: {EXPECTED_MODEL}"
+        )
+    if call is not None and call.own.is_known:  # else it is a function of the user's own
+        computed = rows @ per_query_head(call.value.float(), count)
+        if not record.is_near(computed.transpose(1, 2), record.given):
+            raise NotInferredError("recomputed attention differs from the model's own")
+    window = layer_window(target.config, layer)
+    if window is not None and not isinstance(window, ChunkWindow) and rows.tril(-window).any():
+        problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
+    for which in _ATTENDED:
+        if not reads_heads(record, which):
+            problems[f"attn.hook_{which}"] = "softmax attention is not seen to read its heads"
+    if not _stand_side_by_side(record, rows):
+        problems["attn.hook_z"] = "the output projection does not read the heads side by side"
+    return problems
 
 
 def _dependence(numbers: Tensor, on: Tensor | None) -> Tensor | None:
@@ -300,7 +392,7 @@ def _is_by_head(parts: Sequence[Tensor], on: Tensor | None, split: Callable[[Ten
         if change is None:
             return False
         heads = split(change.float())
-        sizes = heads.square().flatten(0, -3).sum((0, 2))
+        sizes = heads.square().sum(-1).flatten(0, -2).sum(0)
         if heads.shape[-1] != part.shape[-1] or len(parts) % len(sizes):
             return False
         if not sizes[number * len(sizes) // len(parts)] > _MOST * sizes.sum():
@@ -308,149 +400,30 @@ def _is_by_head(parts: Sequence[Tensor], on: Tensor | None, split: Callable[[Ten
     return True
 
 
-def reads_heads(target: Target, record: Record, which: str, paths: Paths) -> bool:
-    """Return whether the heads that attention reads depend on those of what a projection gives.
-
-    Args:
-        target: The model.
-        record: What passed the layer.
-        which: "q", "k" or "v".
-        paths: Where the layer has its parts.
-    """
-    if record.call is None:
-        return False
-    given = first_tensor(record.output.get(paths.get(which) or paths.get("fused_qkv")))
+def reads_heads(record: Record, which: str) -> bool:
+    """Return whether the heads of "q", "k" or "v" that attention reads depend on those of what a projection gives."""
+    given = record.left(which if record.paths.get(which) else "fused_qkv")
     with suppress(RuntimeError, ValueError):  # it cannot be split into heads
-        return _is_by_head(getattr(record.call, _ATTENDED[which])[0], given, partial(head_projection, which, target))
+        if record.call is not None:
+            heads = getattr(record.call, _ATTENDED[which])[0]
+            return _is_by_head(heads, given, partial(head_projection, which, record.target))
     return False
 
 
-def _problems(target: Target, record: Record) -> dict[str, str]:
-    """Why sites of a layer cannot be proved, by the last part of their names.
-
-    Raises:
-        UnsupportedError: The adapter is wrong.
-    """
-    problems, layer, paths = dict[str, str](), record.layer, target.paths[record.layer]
-    if layer in target.mixtures:
-        _check_experts(target, record)
-    if "mlp" in paths and not _neurons_run(target, record):
-        problems["mlp.hook_post"] = "the modules of its MLP do not run"
-    if layer in target.attending and not _is_bridge(target):
-        rows = _recomputed(target, record)
-        window = layer_window(target.config, layer)
-        if window is not None and not isinstance(window, ChunkWindow) and rows.tril(-window).any():
-            problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
-        for which in _ATTENDED:
-            if not reads_heads(target, record, which, paths):
-                problems[f"attn.hook_{which}"] = "softmax attention is not seen to read its heads"
-        if "o" in paths and not _stand_side_by_side(target, record, rows):
-            problems["attn.hook_z"] = "the output projection does not read the heads side by side"
-    for each in residual_sums(record, paths):
-        problems = _unproved(target, each) | problems
-    return problems
-
-
-def _exact(target: Target) -> float:
-    """The largest relative distance between two ways to one number, in the precision of a model."""
-    return max(EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
-
-
-def _check_experts(target: Target, record: Record) -> None:
-    """Refuse experts that give something else than their weights say."""
-    path = target.paths[record.layer]["experts"]
-    given = first_tensor(record.output[path])
-    args, kwargs = record.arguments[path]
-    with target.loaded(record.layer):
-        experts = target.experts(record.layer)
-        computed = experts.output(experts.routed(args, kwargs)).view_as(given)
-    if given.any() and not relative_error(given.float(), computed.float()) <= _LOOSE * _exact(target):
-        raise UnsupportedError("the experts do not give what their weights say")
-
-
-def _neurons_run(target: Target, record: Record) -> bool:
-    """Whether modules of the MLP run; what it gives is then what its neurons write, by the factors of the adapter."""
-    paths = target.paths[record.layer]
-    if "down" not in paths and "experts" not in paths:
-        raise UnsupportedError("the adapter names a module that is not there (down or experts)")
-    total = mlp_sum(record, paths)
-    if total is None:
-        return False
-    if total.off(vars(target.adapter)) > _exact(target) or not _is_linear(target, record):
-        raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
-    return True
-
-
-def _is_linear(target: Target, record: Record) -> bool:
-    """Whether neurons of a dense MLP have as many factors, and are linear in them if there is a gate."""
-    paths, layer = target.paths[record.layer], record.layer
-    if "up" not in paths or "down" not in paths or layer in target.mixtures:
-        return True
-    if _is_bridge(target) and paths["up"] not in record.output:  # it has parts of its own in place of a fused one
-        return True
-    up, post = first_tensor(record.output[paths["up"]]), record.into[paths["down"]]
-    width = post.shape[-1]
-    change = _dependence(post, up)
-    if change is None or up.shape[-1] != (1 + target.adapter.fused_gate_up) * width:
-        return False
-    if not target.is_gated(layer):
-        return True
-    off = ((up * change)[..., -width:] - post).float().abs().max()
-    return bool(off <= _LOOSE * _exact(target) * post.float().abs().max())
-
-
-def _recomputed(target: Target, record: Record) -> Tensor:
-    """The rows of attention, if they give what the model's own gives."""
-    layer, chunks = record.layer, record.rows
-    if not target.adapter.attention_interface:
-        chunks = [rows.detach().float() for rows in record.output[target.paths[layer]["attn"]][1:2]]
-    if not chunks:
-        raise UnsupportedError(f"no attention was recomputed in layer {layer}")
-    rows = torch.cat(chunks, 2)
-    count = rows.shape[1]
-    if count != target.n_heads:
-        raise UnsupportedError(f"layer {layer} has {count} heads, and the configuration {target.n_heads}")
-    if rows.triu(1).any():
-        raise UnsupportedError(f"layer {layer} attends to {LATER}")
-    if record.call is not None and record.call.own.is_known:  # else it is a function of the user's own
-        values = per_query_head(record.call.value.float(), count)
-        off = relative_error((rows @ values).transpose(1, 2), record.given.float())
-        if not off <= _LOOSE * _exact(target):
-            raise UnsupportedError("recomputed attention differs from the model's own")
-    return rows
-
-
-def _stand_side_by_side(target: Target, record: Record, rows: Tensor) -> bool:
+def _stand_side_by_side(record: Record, rows: Tensor) -> bool:
     """Whether the output projection reads the heads side by side, by their dependence on heads or on values."""
-    paths, count = target.paths[record.layer], target.n_heads
-    given = record.into.get(paths["o"])
-    if given is None:
-        return True
-    if given.shape[-1] % count:
-        return False
+    count, given = rows.shape[1], record.into("o")
+    if given is None or given.shape[-1] % count:
+        return given is None
     parts = given.unflatten(-1, (count, -1)).unbind(-2)
-    if target.adapter.attention_interface:
+    if record.call is not None:
         return _is_by_head(parts, record.given, lambda change: change)
-    values = first_tensor(record.output.get(paths.get("v") or paths.get("fused_qkv")))
+    values = record.left("v" if record.paths.get("v") else "fused_qkv")
     for head, part in enumerate(parts):
         change = _dependence(part[..., -1, 0], values)  # of the last token, on some value of each token
         if change is None:
             return False
         off = change.float().flatten(0, -2) - rows[0, head, -1, :, None]
-        if not off.abs().amax(0).min() <= _LOOSE * _exact(target):
+        if not off.abs().amax(0).min() <= _LOOSE * record.exact:
             return False
     return True
-
-
-def _unproved(target: Target, total: Sum) -> dict[str, str]:
-    """The sites that are refused because a sum of the residual stream does not hold without them."""
-    is_whole = total.name == "hook_resid_post"
-    if not is_whole and not total.parts:
-        return {"hook_resid_mid": "nothing that is added before it is known"}
-    off = total.off(vars(target.adapter))
-    if off <= _exact(target) or (is_whole and not target.adapter.adds):
-        return {}
-    reason = f"{total.name} is not the sum of its parts (off by {off:.2g})"
-    if "write_factor" in total.parts:
-        raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
-    return dict.fromkeys(["hook_attn_out"] if is_whole else ["hook_resid_mid", "hook_attn_out"], reason)
