@@ -58,7 +58,8 @@ NORM_INSIDE = "ffn_sub_norm"
 """A norm before the down projection of an MLP: behind it, no module gives a factor of a neuron."""
 
 Fields = dict[str, Any]
-"""What was found of a layer, by the fields of an adapter; nothing of parts that it does not have."""
+"""What was found of a layer, by the fields of an adapter; None of parts that it does not have."""
+NONE: Fields = dict.fromkeys(PATHS)
 _VOCABULARY = 64
 _MOST = {
     "intermediate_size|ffn_dim|ffn_hidden|n_inner|d_ff": 32,
@@ -87,22 +88,21 @@ def proposed(target: Target, records: Mapping[int, Record], numbers: Sequence[in
     attends = {layer: _attends(records[layer]) for layer in sorted({*numbers})}
     if not any(attends.values()):
         raise NotInferredError("no softmax attention was found in its layers")
-    kinds, settings, rows = dict[int, Fields](), Fields(), dict[int, Adapter]()
+    kinds, settings, rows = list[Fields](), Fields(), dict[int, Adapter]()
     for layer, attn in attends.items():
         record = records[layer]
-        fields = Fields(parts_of(record.module, row)) if row else _placed(record, _named(record, attn))
-        own: Fields = {name: fields.get(name) for name in PATHS}
-        rows[layer] = Adapter(target.adapter.model_type, target.adapter.layers, **own)
-        kinds[layer] = fields | _measured(replace(record, paths=fields), attn)
-    for name in dict.fromkeys(itertools.chain(*kinds.values())):
-        values = list(dict.fromkeys(fields[name] for fields in kinds.values() if name in fields))
+        fields = _placed(record, attn) if row is None else NONE | parts_of(record.module, row)
+        rows[layer] = Adapter(target.adapter.model_type, target.adapter.layers, **fields)
+        kinds.append(fields | _measured(replace(record, paths=fields), attn))
+    for name in dict.fromkeys(itertools.chain(*kinds)):
+        values = list(dict.fromkeys(fields[name] for fields in kinds if name in fields))
         if name in PATHS:
             settings[name] = "|".join(filter(None, values)) or None
         elif len(values) == 1 or name in _IF_MIXED:
             settings[name] = values[0] if len(values) == 1 else _IF_MIXED[name]
         else:
             raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
-    if "mlp" not in settings:
+    if settings["mlp"] is None:
         raise NotInferredError("no MLP was found in its layers")
     settings["from_any_layer"] = _begins(records[max(records)])
     return replace(target.adapter, rows=tuple(rows[number] for number in numbers), **settings)
@@ -147,24 +147,6 @@ def _linear(record: Record, paths: Iterable[str], parent: str = "") -> str | Non
     return None
 
 
-def _named(record: Record, attends: str | None) -> Fields:
-    """What names say of a layer.
-
-    Args:
-        record: The layer.
-        attends: The module that attends, as a pass has shown; None if none does.
-    """
-    fields = _named_mlp(record)
-    attn = attends or next(iter(_there(record, ATTENTION)), None)
-    if attn is not None and attn != fields.get("mlp"):
-        fields["attn"] = attn
-    if attends is not None:
-        for name, paths in OF_ATTENTION.items():
-            fields[name] = _linear(record, paths, attends)
-        fields["o"] = fields["o"] or _linear(record, OUTPUT_BESIDE)
-    return fields
-
-
 def _named_mlp(record: Record) -> Fields:
     """What names say of the MLP; empty if there is none."""
     block = next(iter(_there(record, MLP)), "")
@@ -183,33 +165,37 @@ def _named_mlp(record: Record) -> Fields:
     return fields
 
 
-def _placed(record: Record, fields: Fields) -> Fields:
-    """The fields with the places of norms and of what is read between the parts: the first way whose sums hold."""
-    mids, writes, writers = list[str | None]([None]), [Fields()], list[str | None]([None])
-    if "mlp" in fields:
-        mlps = filter(None, dict.fromkeys(fields.get(name) for name in ("mlp", "experts", "down")))
-        ways = itertools.product([*_there(record, MLP_NORM), None], mlps)
-        writes = [{"mlp": mlp, "post_mlp_norm": norm} for norm, mlp in ways if not f"{norm}.".startswith(f"{mlp}.")]
-    inside = {fields.get("mlp"), fields.get("up")}
-    if "attn" in fields:
-        around = filter(None, [fields["attn"].rpartition(".")[0], fields.get("o")])
-        writers = [*_there(record, ATTENTION_NORM), None, *around]
-        mids = [*_there(record, MID), *inside, None]
+def _placed(record: Record, attends: str | None) -> Fields:
+    """Where a layer has its parts: what names say, and the first way to place norms with which the sums hold.
+
+    Args:
+        record: What passed the layer.
+        attends: The module that attends, as the pass has shown; None if none does.
+    """
+    fields = NONE | _named_mlp(record)
+    attn = attends or next(iter(_there(record, ATTENTION)), None)
+    if attn != fields["mlp"]:
+        fields["attn"] = attn
+    if attends is not None:
+        fields |= {name: _linear(record, paths, attends) for name, paths in OF_ATTENTION.items()}
+        fields["o"] = fields["o"] or _linear(record, OUTPUT_BESIDE)
+    attn, mlp, up, experts, down = [fields[part] for part in ("attn", "mlp", "up", "experts", "down")]
+    places: dict[str, Any] = {
+        "mid": [*_there(record, MID), mlp, up, None],
+        "post_mlp_norm": [*_there(record, MLP_NORM), None],
+        "mlp": [*dict.fromkeys(filter(None, [mlp, experts, down]))] or [None],
+        "attn_out": [*_there(record, ATTENTION_NORM), None, str(attn).rpartition(".")[0] or None, fields["o"]],
+    }
 
     def wrong(way: Fields) -> int:
-        """How many parts are in sums that do not hold, and whether nothing is known between them."""
-        sums = [each for each in sums_of(replace(record, paths=way)) if each.name != "mlp" and not each.fit()]
-        problems = sum(max(1, len(each.parts) - 1) for each in sums)
-        if way["mid"] is None:
-            return problems + 1
-        if way["mid"] == way["attn_out"] or (problems and way["mid"] in inside):  # it may read a norm of no module
+        """How many sums do not hold, and whether nothing is known between the parts."""
+        problems = sum(not each.fit() for each in sums_of(replace(record, paths=way)))
+        if problems and way["mid"] in {mlp, up, way["attn_out"]} - {None}:  # it may read a norm that no module gives
             return len(PATHS)
-        return problems
+        return problems + (way["mid"] is None)
 
-    ways = [{**fields, "mid": None, "attn_out": None, **writes[0]}]
-    for mid, write, writer in itertools.product(mids, writes, writers):
-        ways.append({**fields, "mid": mid, **write, "attn_out": writer})
-    return min(ways, key=wrong)
+    ways = itertools.product(*places.values())
+    return min([fields | dict(zip(places, way, strict=True)) for way in ways], key=wrong)
 
 
 def _measured(record: Record, attends: str | None) -> Fields:
@@ -218,7 +204,7 @@ def _measured(record: Record, attends: str | None) -> Fields:
     for each in sums_of(record):
         found |= each.fit()
     found.pop("start", None)
-    if "mlp" in record.paths:
+    if record.paths["mlp"]:
         has_buffers = any(True for _ in record.module.buffers(recurse=False))  # a factor, other in every layer
         found["adds"] = "write_factor" in found and not has_buffers
         if not found["adds"]:
@@ -227,7 +213,7 @@ def _measured(record: Record, attends: str | None) -> Fields:
         found["fused_gate_up"] = up.shape[-1] == 2 * post.shape[-1]
     if attends is not None:
         found["learned_sinks"] = record.call is not None and record.call.settings.get("s_aux") is not None
-    if record.paths.get("fused_qkv"):
+    if record.paths["fused_qkv"]:
         by_head = replace(record.target.adapter, qkv_layout="by head", v=None)
         reads = reads_heads(replace(record, target=replace(record.target, adapter=by_head)), "v")
         found["qkv_layout"] = "by head" if reads else "beside"
