@@ -68,9 +68,7 @@ def adapter_of(target: Target) -> Found:
         raise UnsupportedError(f"{target.name} ({type(hf).__name__}) is an encoder-decoder model: {EXPECTED_MODEL}")
     if getattr(hf.config, "alibi", False):
         raise UnsupportedError(f"{target.name} adds ALiBi to its masks, which is not served: use another model")
-    settings = hf.config.to_dict()
-    for name in _APART:
-        settings.pop(name, None)
+    settings = hf.config.to_dict() | dict.fromkeys(_APART)
     structure, functions = structure_of(hf)
     key = type(hf), row, str(sorted(settings.items(), key=str)), structure
     with _LOCK, torch.inference_mode(False), without_autocast(hf.device), without_autocast(torch.device("cpu")):
@@ -148,8 +146,7 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
     Raises:
         UnsupportedError: It has parts at other places than its class, or computes something else.
     """
-    _refuse_shared(target)
-    _refuse_renamed(target)
+    _check_layers(target)
     if target.processes > 1:  # transformers has split plain modules, and each process has a part of the heads
         return {}
     own = target
@@ -183,29 +180,30 @@ def _twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, copies)
 
 
-def _refuse_shared(target: Target) -> None:
-    """Refuse a model in which a layer, or a part of it, stands at several places, so that an edit would act on all."""
+def _check_layers(target: Target) -> None:
+    """Refuse modules that stand at several places, so that an edit would act on all, and weights of unknown names.
+
+    Raises:
+        UnsupportedError: A layer, or a part of it, is in several layers; or a part of the class is missing in a layer
+            while weights stand under a name that is not known: the message shows the row to write.
+    """
     places: dict[nn.Module, int] = {}
     for number, layer in enumerate(target.layers):
-        for part in (layer, *[target.sub(number, part) for part in target.paths[number]]):
+        paths, row = target.paths[number], target.adapter.rows[number]
+        for part in (layer, *[layer.get_submodule(path) for path in paths.values()]):
             if places.setdefault(part, number) != number:
                 raise UnsupportedError(
                     f"{target.name} has one module in layers {places[part]} and {number}, so that what is said of one "
                     "of them would be of the other as well: put a copy (copy.deepcopy) at each place"
                 )
-
-
-def _refuse_renamed(target: Target) -> None:
-    """Refuse a model in which a part of its class is missing while weights stand under a name that is not known."""
-    for number, layer in enumerate(target.layers):
-        row, paths = target.adapter.rows[number], target.paths[number]
         missing: dict[str, Any] = {part: "..." for part in _WEIGHTS if getattr(row, part) and part not in paths}
         known = tuple(f"{paths[part]}." for part in _WEIGHTS if part in paths)
-        for path, module in layer.named_modules() if missing else ():
-            has_matrix = any(weight.ndim == 2 for weight in module.parameters(recurse=False))
-            if has_matrix and not f"{path}.".startswith(known) and not hasattr(layer, "original_component"):
-                error = NotInferredError(f"layer {number} of {target.name} has no {', '.join(missing)}, but {path!r}")
-                raise not_inferred(replace(target.adapter, **missing), error)
+        unknown = [path for path, weight in layer.named_parameters() if weight.ndim == 2 and not path.startswith(known)]
+        if missing and unknown and not hasattr(layer, "original_component"):
+            error = NotInferredError(
+                f"layer {number} of {target.name} has no {', '.join(missing)}, but {unknown[0].rpartition('.')[0]!r}"
+            )
+            raise not_inferred(replace(target.adapter, **missing), error)
 
 
 # -- the structure -----------------------------------------------------------------------------------------------------
@@ -242,7 +240,6 @@ def _functions(module: nn.Module) -> list[Any]:
             value = vars(module).get("_old_forward", value)
         if not callable(own) or not callable(value) or getattr(value, "__func__", value) is own:
             continue
-        packages = {str(getattr(each, "__module__", None)).partition(".")[0] for each in (type(value), value)}
-        if packages.isdisjoint(_WRAPPERS):
+        if str(getattr(value, "__module__", None)).partition(".")[0] not in _WRAPPERS:
             functions.append(value)
     return functions

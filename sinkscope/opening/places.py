@@ -67,7 +67,7 @@ _MOST = {
     "index_topk_blocks|index_block_size": 2,
 }
 """Sizes in configurations, and what they are at most in a sample."""
-_IF_MIXED = {"learned_sinks": True, "adds": False, "attn_factor": 1.0}
+_IF_MIXED = {"learned_sinks": True, "adds": False}
 """Fields of an adapter where layers differ."""
 
 
@@ -179,12 +179,12 @@ def _placed(record: Record, attends: str | None) -> Fields:
     if attends is not None:
         fields |= {name: _linear(record, paths, attends) for name, paths in OF_ATTENTION.items()}
         fields["o"] = fields["o"] or _linear(record, OUTPUT_BESIDE)
-    attn, mlp, up, experts, down = [fields[part] for part in ("attn", "mlp", "up", "experts", "down")]
+    mlp, up, experts, down = [fields[part] for part in ("mlp", "up", "experts", "down")]
     places: dict[str, Any] = {
         "mid": [*_there(record, MID), mlp, up, None],
         "post_mlp_norm": [*_there(record, MLP_NORM), None],
         "mlp": [*dict.fromkeys(filter(None, [mlp, experts, down]))] or [None],
-        "attn_out": [*_there(record, ATTENTION_NORM), None, str(attn).rpartition(".")[0] or None, fields["o"]],
+        "attn_out": [*_there(record, ATTENTION_NORM), None, fields["o"]],
     }
 
     def wrong(way: Fields) -> int:
@@ -253,9 +253,9 @@ def sample_of(hf: Any, depth: int) -> Any:
             with suppress(AttributeError):  # constants that follow from the depth of the whole model (MiniCPM3)
                 there = vars(hf.get_submodule(path))
                 vars(module).update({name: there[name] for name in there if isinstance(there[name], float)})
-        for name, weight in sample.named_parameters():  # every part gives numbers of about one size
-            if weight.ndim >= 2 and "conv" not in name:
+        for weight in sample.parameters():  # every part gives numbers of about one size
+            if weight.ndim >= 2:
                 weight.normal_(std=min(0.5, weight.shape[-1] ** -0.5))
             else:
-                weight.nan_to_num_().add_(0.1 * torch.randn_like(weight))
+                weight.add_(0.1 * torch.randn_like(weight))
     return sample
