@@ -31,7 +31,7 @@ def _is_served(hf: Any, kind: ModelKind) -> bool:
     return kind == "hf" and settings is not None and max(settings.dp_size, settings.ep_size) <= 1
 
 
-def _inside(model: Any) -> tuple[nn.Module, ModelKind]:
+def _inside(model: Any) -> tuple[Any, ModelKind]:
     """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
 
     Weights of a model of nnsight that was made by name are loaded.
@@ -39,7 +39,6 @@ def _inside(model: Any) -> tuple[nn.Module, ModelKind]:
     Raises:
         SinkscopeError: `model` is none of the three kinds.
     """
-    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return _inside(model.module)
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # compiled
@@ -53,12 +52,10 @@ def _inside(model: Any) -> tuple[nn.Module, ModelKind]:
                 "measure the model without it, or an adapter in the weights, such as LoRA"
             )
         return _inside(model.get_base_model())
-    if "nnsight" in packages:
+    if any(cls.__module__.startswith("nnsight.") for cls in type(model).__mro__):
         if callable(getattr(model, "dispatch", None)):
             model.dispatch()  # one made by name has none before its first trace; this does nothing afterwards
-        inner = getattr(model, "_module", None) or getattr(model, "_model", None)
-        if isinstance(inner, nn.Module):
-            return inner, "nnsight"
+        return getattr(model, "_module", None) or model._model, "nnsight"
     if isinstance(model, nn.Module) and hasattr(model, "config"):
         return model, "hf"
     raise SinkscopeError(
@@ -98,8 +95,7 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
 
     Weights of a model of nnsight that was made by name are loaded.
 
-    Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2, or that
-    is wrong on its device.
+    Warns if the model runs with an attention that is wrong on its device.
 
     Raises:
         SinkscopeError: `model` is no model, or holds no weights.
@@ -107,27 +103,19 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
     """
     if isinstance(model, Target):
         return model
-    inside, kind = _inside(model)
-    hf: Any = inside
+    hf, kind = _inside(model)
     if not _is_served(hf, kind):
         raise UnsupportedError(
             f"this {type(model).__name__} is split over processes in a way that is not served (FSDP, a pipeline, "
             "experts, DTensors of one's own, transformers before 5.19): load it in one process (device_map= spreads it "
             "over devices), or let transformers split a plain model by tensor parallelism alone"
         )
-    config = hf.config
     if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
         tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
     if tokenizer is not None and not callable(tokenizer):
         raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers")
-    origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or type(hf).__name__
+    origin = getattr(hf, "sinkscope_name", None) or getattr(hf.config, "_name_or_path", "") or type(hf).__name__
     label = str(origin).rstrip("/").split("/")[-1]
-    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
-        warn(
-            f"{label} runs with SDPA attention, which drops its soft cap of {cap:g}: the numbers are those of the "
-            "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load"
-        )
     embedding = hf.get_input_embeddings()
     if next(embedding.parameters()).is_meta and not hasattr(embedding, "_hf_hook"):
         raise UnsupportedError(

@@ -81,10 +81,8 @@ def load(
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
     options = {"dtype": parse_dtype(dtype) or "auto", "quantization_config": quantization_config}
     is_split = world_size() > 1 and device_map is None and device is None
-    if device_map is None and not is_split:
-        place = parse_device(device)
-        device_map = None if place.type == "cpu" else {"": place}
-    options["device_map"] = device_map
+    if device_map is None and not is_split and parse_device(device).type != "cpu":
+        device_map = {"": parse_device(device)}
     source = locate(x, revision)
     with quiet(), loading_errors(source.name), parsed_once() if source.is_gguf else nullcontext():
         files = Files(source.where, revision=source.revision)
@@ -94,14 +92,12 @@ def load(
 
             check_divides(config, source.name, world_size())
             options["distributed_config"] = DistributedConfig(tp_size=world_size())
-        if tokenizer is None:
-            tokenizer = read_tokenizer(files.folder, gguf=files.gguf)
-        hf = model_with_weights(source.name, files, config, options)
-        hf.sinkscope_name, hf.tokenizer = source.name, tokenizer
+        hf = model_with_weights(source.name, files, config, {**options, "device_map": device_map})
+        hf.sinkscope_name, hf.tokenizer = source.name, tokenizer or read_tokenizer(files.folder, gguf=files.gguf)
         if files.commit is not None:
             hf.config._name_or_path, hf.config._commit_hash = str(source.where), files.commit
         check_finite(hf)
-        _checked(hf, tokenizer, source.name)
+        _checked(hf, hf.tokenizer, source.name)
         if quantization_config is None:  # else it is not the model that it was made from
             hf.sinkscope_origin = fingerprint(files), fingerprint(hf)
     return hf
@@ -128,15 +124,11 @@ def fits(target: Target, dtype: torch.dtype | str | None = None) -> bool:
         target: The model.
         dtype: In which type the weights would be loaded. None: that of the checkpoint.
     """
-    kind = parse_dtype(dtype) or getattr(target.config, "dtype", None) or target.dtype
+    kind = parse_dtype(dtype) or target.config.dtype or target.dtype
     free = psutil.virtual_memory().available
     if target.device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info(target.device)[0])
     return kind.itemsize * sum(parameter.numel() for parameter in target.hf.parameters()) <= SHARE * free
-
-
-LAYER_BYTES = 1 << 30
-"""Layers of a streamed model stay in memory up to this size, so small models are read once."""
 
 
 def open_target(
@@ -156,27 +148,26 @@ def open_target(
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
-    target = None
     if model is None or isinstance(model, str | os.PathLike):
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         source = locate(model, revision)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         if not (whole or world_size() > 1 or model in (None, BUNDLED) or source.is_gguf):
             with quiet(), loading_errors(source.name):
                 try:
-                    files = Files(source.where, revision=source.revision)
-                    target = open_stream(files, name=source.name, **options)
-                except (SinkscopeError, MemoryError, OSError, torch.OutOfMemoryError) as error:
-                    if not isinstance(error, UnsupportedError):
+                    model = open_stream(Files(source.where, revision=source.revision), name=source.name, **options)
+                except Exception as error:  # its layers may be such that they cannot be made alone: it is loaded whole
+                    if isinstance(error, SinkscopeError | OSError) and not isinstance(error, UnsupportedError):
                         raise
-                except Exception:  # its layers may be such that they cannot be made alone: it is loaded whole
-                    target = None
-        if target is None:
+        if not isinstance(model, Target):
             model = load(model, revision=revision, **options)
-    if target is None:
-        target = target_of(model, tokenizer)
+    target = target_of(model, tokenizer)
     if needed:
         tokenizer_of(target)
     return replace(target, tokenizer=target.available_tokenizer)
+
+
+LAYER_BYTES = 1 << 30
+"""Layers of a streamed model stay in memory up to this size, so small models are read once."""
 
 
 def open_stream(
@@ -213,13 +204,12 @@ def open_stream(
             f"the layers of {name} cannot be read one by one, because it is quantised or no safetensors: load it whole "
             "with sinkscope.load(...)"
         )
-    own = torch.float32 if place.type == "cpu" else config.dtype or config.get_text_config().dtype  # half is slow there
+    text = config.get_text_config()
+    own = torch.float32 if place.type == "cpu" else config.dtype or text.dtype  # half is slow there
     kind = parse_dtype(dtype) or own or torch.float32
-    if tokenizer is None:
-        tokenizer = read_tokenizer(source.folder)
     # Two layers, while the adapter is proposed and proved.
-    store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
-    target = _checked(store.causal, tokenizer, name, store)
+    store = LayerStore(source, text, device=place, dtype=kind, resident=max(resident or 2, 2))
+    target = _checked(store.causal, tokenizer or read_tokenizer(source.folder), name, store)
     ids = torch.zeros(1, 4, dtype=torch.long)
     target.forward(ids, last_layer=max(kinds_of(target.layers)))  # a proof may be known from another object
     layer_bytes = kind.itemsize * sum(parameter.numel() for parameter in target.layers[-1].parameters())

@@ -249,7 +249,7 @@ def sums_of(record: Record) -> list[Sum]:
         added = {"start": mid}
     if paths.get("post_mlp_norm"):
         mlp = record.numbers(record.left("post_mlp_norm"))
-    elif is_beside:
+    elif is_beside and mlp is not None:
         mlp = mlp + down
     sums.append(Sum("hook_resid_post", record.numbers(record.left("")), {**added, "write_factor": mlp}))
     for each in sums:
