@@ -17,7 +17,7 @@ from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import open_regular, path_of
 from sinkscope.files.plain import in_one_line, visible
 from sinkscope.loops import LoopCheck, Watch
-from sinkscope.loops.text.check import FailOn, check_of
+from sinkscope.loops.text.check import check_of
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
 
@@ -30,7 +30,6 @@ def loops(
     *,
     field: str | None = None,
     prompt: str = "",
-    fail_on: FailOn = "loops",
     follow: bool = False,
     to_files: Mapping[str, str] | None = None,
 ) -> LoopCheck:
@@ -46,7 +45,6 @@ def loops(
             tokens, choices, message, response, completion, output, answer, generated_text, text and messages.
         prompt: What was asked; copies that it asks for, such as "ten lines", are no loop. By default what the record
             of an answer says.
-        fail_on: From which verdict on the exit status is 3; "suspicious" counts repetitions that may be honest as well.
         follow: Print each answer as soon as it loops, or is suspicious; of standard input if there is no file.
         to_files: What is written of the result. Beside one that goes to standard output, answers that loop are noted on
             standard error.
@@ -67,7 +65,7 @@ def loops(
                     tell(visible(str(output)))
         if len(files) > 1:
             watch.checked[before:] = [_named_with(name, output) for output in watch.checked[before:]]
-    return check_of(watch, _name_of(files[0]) if len(files) == 1 else count_of(len(files), "file"), started, fail_on)
+    return check_of(watch, _name_of(files[0]) if len(files) == 1 else count_of(len(files), "file"), started)
 
 
 def _name_of(file: str) -> str:

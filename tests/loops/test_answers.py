@@ -145,15 +145,11 @@ def test_a_stream_is_judged_as_the_text_in_it_and_said_while_it_comes(field, bef
         assert told == [(channel, True)] * (verdict == "loops")
 
 
-def test_choices_are_watched_apart_and_calls_are_one_text():
+def test_choices_are_watched_apart():
     mixed = [one for pair in zip_longest(words(LOOP, 0), words(FINE, 1)) for one in pair if one]
     watch = Watch()
     assert [one.name for one in watch.read(io.BytesIO(events(mixed).encode()))] == ["choice 0"]
     assert sorted(one.verdict for one in watch.checked) == ["clean", "loops"]
-    parts = {"name": "look", "arguments": ""}, {"arguments": '{"at": "the old '}, {"arguments": 'lamp"}'}
-    calls = [chunk(tool_calls=[{"index": number, "function": part}]) for number in range(60) for part in parts]
-    (found,) = check_file(io.BytesIO(events(calls).encode())).records
-    assert (found.verdict, found.channel) == ("loops", "calls")
 
 
 def test_a_source_that_breaks_off_or_is_no_text():

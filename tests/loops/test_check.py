@@ -87,7 +87,7 @@ def test_short_lines_and_far_cycles_are_suspicious_at_least(name):
     assert check("".join(BRANCHES[:42])).records[0].verdict == "clean", "as many branches as people write"
 
 
-def test_what_was_asked_for_is_no_loop_and_suspicious_may_fail(tmp_path, typed):
+def test_what_was_asked_for_is_no_loop_and_suspicious_is_none(tmp_path, typed):
     (tmp_path / "a.txt").write_text("The lamp was opened again and the river went on to the sea.\n" * 10)
     for options in ("", "--follow"):
         typed(f"loops {tmp_path}/a.txt {options}", 3)
@@ -95,7 +95,6 @@ def test_what_was_asked_for_is_no_loop_and_suspicious_may_fail(tmp_path, typed):
     (tmp_path / "b.txt").write_text('  {"id": 1, "name": "item", "done": false},\n' * 20)
     told, said = typed(f"loops {tmp_path}/b.txt --follow").out, "b.txt suspicious: found at token "
     assert told.startswith(said) and f"\nConclusion: {said}" in told
-    typed(f"loops {tmp_path}/b.txt --fail-on suspicious", 3)
     found = typed(f"loops {tmp_path}/a.txt --follow --json -", 3)
     assert json.loads(found.out)["result"]["records"][0]["verdict"] == "loops" and "a.txt loops: found at" in found.err
 

@@ -20,7 +20,7 @@ FIELDS = ("tokens", "choices", "message", "response", "completion", "output", "a
 """Fields that hold answers, before "messages"; token ids are more exact than text."""
 PROMPTS = ("prompt", "instruction", "question", "request", "messages")
 """Fields that hold what was asked for."""
-TEXT, REASONING, CALLS = "text", "reasoning", "calls"
+TEXT, REASONING = "text", "reasoning"
 """The channels of an answer."""
 BLOCK = 1 << 16
 _NO_DATA = re.compile(r"(?:\s+|(?::|event:|id:|retry:)[^\n]*(?:\n|$))*")
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     Attributes:
         answer: Name of the answer.
         said: A text, or token ids.
-        channel: "text", "reasoning" or "calls", which are watched apart.
+        channel: "text" or "reasoning", which are watched apart.
         ends: Whether the answer ends here.
         prompt: What was asked; copies that it asks for are no loop.
     """
@@ -179,24 +179,16 @@ def said_in(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what is said in a message, or in a piece of one, by channel; one reasoning may stand in two fields."""
     yield REASONING, words_of(message.get("reasoning_content") or message.get("reasoning"))
     yield TEXT, words_of(message.get("content", message.get("text")))
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        if function.get("name"):
-            yield CALLS, f"\n{function['name']} "
-        yield CALLS, words_of(function.get("arguments"))
 
 
 def asked_in(row: Any) -> str:
     """Return what a record, or a list of messages, asks for, in all turns."""
-    if isinstance(row, str):
-        return row
-    asked: list[str] = []
-    for item in row if isinstance(row, list) else ():
-        if isinstance(item, dict) and item.get("role") == "user":
-            asked.append(words_of(item.get("content")))
     if isinstance(row, dict):
-        asked += [asked_in(row.get(name)) for name in PROMPTS]
-    return "\n".join(asked)
+        return "\n".join(asked_in(row.get(name)) for name in PROMPTS)
+    if isinstance(row, list):
+        by_users = [item for item in row if isinstance(item, dict) and item.get("role") == "user"]
+        return "\n".join(words_of(item.get("content")) for item in by_users)
+    return row if isinstance(row, str) else ""
 
 
 def at_field(row: Any, field: str | None) -> Any:

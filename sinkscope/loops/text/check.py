@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader, BytesIO
 from os import PathLike
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes
@@ -23,7 +23,6 @@ from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
 
 LOOP_FOUND, NO_TEXT = 3, 1  # exit statuses
-FailOn = Literal["loops", "suspicious"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,6 @@ class LoopCheck(Result):
     Attributes:
         records: Results for each answer, in the order of the input.
         problems: What was wrong with lines and files that could not be read.
-        fail_on: Which verdict has the exit status 3, "loops" with "looped", or these and "suspicious".
     """
 
     kind = "loops"
@@ -41,13 +39,12 @@ class LoopCheck(Result):
 
     records: tuple[CheckedOutput, ...]
     problems: tuple[str, ...] = ()
-    fail_on: FailOn = "loops"
 
     @property
     def exit_code(self) -> int:
         """The status of the command: 3 if an answer loops or looped, else 1 if one has no text or was not read."""
         verdicts = {record.verdict for record in self.records}
-        if verdicts & {"loops", "looped", self.fail_on}:
+        if verdicts & {"loops", "looped"}:
             return LOOP_FOUND
         if self.problems or "empty" in verdicts:
             return NO_TEXT
@@ -75,12 +72,11 @@ class LoopCheck(Result):
         return lines
 
 
-def check_of(watch: Watch, name: str, started: float, fail_on: FailOn = "loops") -> LoopCheck:
+def check_of(watch: Watch, name: str, started: float) -> LoopCheck:
     """Return the verdicts on all answers that were read since `started`."""
     return LoopCheck(
         records=tuple(watch.checked),
         problems=tuple(watch.problems),
-        fail_on=fail_on,
         model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
         settings={"rule": watch.settings.rule, **vars(watch.settings)},
         provenance=provenance(started=started),

@@ -43,7 +43,7 @@ class CheckedOutput:
         onset: Position of the first token of the repetition in its channel, counted from 0.
         detected: Number of tokens at which it was found; None if nothing was.
         excerpt: One copy of what repeats, shortened; empty if nothing does.
-        channel: The channel of the verdict: "text", "reasoning" or "calls".
+        channel: The channel of the verdict: "text" or "reasoning".
     """
 
     name: str
@@ -60,9 +60,8 @@ class CheckedOutput:
         where = self.name if self.channel == TEXT else f"{self.name}, {self.channel},"
         if self.detected is None:
             return f"{where} is {self.verdict}"
-        period = "" if self.period is None else f", period {self.period}"
         found = f'{where} {self.verdict}: found at token {self.detected}, since token {self.onset}, "{self.excerpt}"'
-        return f"{found}{period}"
+        return found if self.period is None else f"{found}, period {self.period}"
 
 
 class TextWatch:
@@ -105,9 +104,7 @@ class TextWatch:
 
     def _words_of(self, ids: Sequence[int]) -> Sequence[str]:
         """The words of the last tokens."""
-        if len(ids) == 1:
-            return [self._recent[-1]]
-        return [*self._recent][-len(ids) :]
+        return [self._recent[place] for place in range(-min(len(ids), len(self._recent)), 0)]
 
     def _advance(self, token: int, text: str) -> None:
         """Take a token and its text."""
@@ -228,9 +225,8 @@ class Watch:
             self.problems.append(f"{name} breaks off: {error}")
         for answer in [*self.open]:
             yield from self.take(Piece(answer, ends=True))
-        if len(self.checked) > checked:
-            return
-        if self.problems[skipped:]:
+        if len(self.checked) == checked:
+            self.problems.append(
+                f"{name} is empty, or nothing in it is an output: expected a text, JSON lines, or a stream"
+            )
             raise SinkscopeError(self.problems[skipped])
-        expected = "a text, JSON lines, or a stream of OpenAI's form"
-        raise SinkscopeError(f"{name} is empty, or nothing in it is an output: expected {expected}")
