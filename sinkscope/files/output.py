@@ -6,7 +6,6 @@ writer, and a device need not end, so neither is opened.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -104,7 +103,7 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
             target.lstat()  # asks the file system about the name itself: too long, below a file, no permission
         home = next(place for place in (target, *target.parents) if place.is_dir())
         if target.exists() and not os.access(target, os.W_OK):
-            raise PermissionError(errno.EACCES, "permission denied")
+            raise PermissionError("permission denied")
         tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
         raise cannot_write(name, error) from None
@@ -181,7 +180,7 @@ def path_of(name: PathName, remedy: str = "give the path of a file or folder") -
         with suppress(FileNotFoundError):
             path.stat()
     except (OSError, RuntimeError, ValueError) as error:  # too long; no such home folder; a zero byte
-        raise SinkscopeError(f"cannot read {os.fspath(name)!r}: {reason_of(error)}; {remedy}") from None
+        raise _unread(repr(os.fspath(name)), reason_of(error), remedy) from None
     return path
 
 
@@ -200,8 +199,8 @@ def open_regular(file: Path, shown: str, remedy: str) -> BinaryIO:
         if stat.S_ISREG(os.stat(file).st_mode):  # before it is opened, which some devices take as an act
             return open(file, "rb")
     except OSError as error:
-        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
-    raise SinkscopeError(f"cannot read {shown}: it is a folder, a pipe or a device, not a regular file; {remedy}")
+        raise _unread(shown, reason_of(error), remedy) from None
+    raise _unread(shown, "it is a folder, a pipe or a device, not a regular file", remedy)
 
 
 def inside(folder: Path, name: str, said_by: str, roots: tuple[Path, ...] = ()) -> Path:
@@ -245,9 +244,9 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
         try:
             content = source.read(MOST + 1)
         except OSError as error:
-            raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
+            raise _unread(shown, reason_of(error), remedy) from None
     if len(content) > MOST:
-        raise SinkscopeError(f"cannot read {shown}: it is longer than {MOST:,} bytes; {remedy}")
+        raise _unread(shown, f"it is longer than {MOST:,} bytes", remedy)
     return content
 
 
@@ -276,6 +275,10 @@ def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrot
         return parse_json(text)
     except ValueError as error:
         raise SinkscopeError(f"{_shown(path)} is not a JSON file ({error}); {remedy}") from None
+
+
+def _unread(shown: str, reason: str, remedy: str) -> SinkscopeError:
+    return SinkscopeError(f"cannot read {shown}: {reason}; {remedy}")
 
 
 def _shown(path: PathName) -> str:

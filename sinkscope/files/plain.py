@@ -12,23 +12,18 @@ from pydantic_core import to_jsonable_python
 
 from sinkscope.errors import SinkscopeError
 
-_ROOTED = re.compile(r"^(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?:[\\/]|$))")
+_PATH = re.compile(r"(^|=)(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?=[\\/]))(?:.*[\\/])?([^\\/]+)[\\/]*$")
+"""A path through folders, also behind the sign of an option, --text=/some/where, and its last part."""
 _UNUSUAL = re.compile(r"[^ -~\n\t]")
 _JOINERS = "\u200c\u200d"  # of letters and of parts of an emoji
 
 
 def pathless(text: str) -> str:
     """Return a text in which a path through folders of this machine is cut to its last part."""
-    if _ROOTED.match(text) and "\n" not in text:
-        text = re.split(r"[\\/]", text.rstrip("\\/"))[-1]
-    elif not _ROOTED.match(text):
-        option, equals, value = text.partition("=")  # --text=/some/where
-        if equals:
-            text = f"{option}={pathless(value)}"
+    if "\n" not in text:
+        text = _PATH.sub(r"\1\2", text)
     home = str(Path.home())
-    if len(home) > 1:
-        text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)
-    return text
+    return re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
 
 
 def visible(text: str) -> str:
