@@ -63,7 +63,7 @@ class ModelSink:
         """The neurons that write the spike with most readers, if it needs neurons."""
         if not self.sinks.spikes or not self.sinks.spikes[0].needed_neurons:
             return ()
-        return self.sinks.spikes[0].patch.checked_sites
+        return self.sinks.spikes[0].patch.sites
 
     @property
     def marks(self) -> list[Head]:
