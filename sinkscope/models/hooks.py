@@ -89,10 +89,9 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
     """
     with without_compiler(), ExitStack() as stack:
         for module, when, fn in hooks:
-            is_before = when in ("first", "pre")
             if owned:
-                fn = partial(_in_thread, threading.get_ident(), DEPTH.value, fn, 3 if is_before else 4)
-            if is_before:
+                fn = partial(_in_thread, threading.get_ident(), DEPTH.value, fn)
+            if when in ("first", "pre"):
                 handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
             else:
                 handle = module.register_forward_hook(fn, with_kwargs=True, always_call=when == "always")
@@ -102,12 +101,9 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
         yield
 
 
-def _in_thread(owner: int, depth: int, fn: Callable[..., Any], arguments: int, *values: Any) -> Any:
+def _in_thread(owner: int, depth: int, fn: Callable[..., Any], *values: Any) -> Any:
     """What a hook does in calls of one thread alone, unless it has gone apart since."""
-    # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
-    if owner != threading.get_ident() or depth < DEPTH.value or len(values) != arguments:
-        return None
-    return fn(*values)
+    return fn(*values) if owner == threading.get_ident() and depth >= DEPTH.value else None
 
 
 @lru_cache(256)

@@ -163,8 +163,7 @@ def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
     """Return the factor of a norm for each dimension, however it is stored: probed by a vector of mean 0, square 1."""
     signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
     signs[1::2] = -1
-    positive = norm(signs[None])[0].float()
-    negative = norm(-signs[None])[0].float()
+    positive, negative = norm(torch.stack([signs, -signs])).float()
     return (positive - negative) / 2 * signs.float()
 
 

@@ -9,7 +9,7 @@ import torch
 from checkpoints import spoiled
 from organisms import organism, tiny_model
 from refusals import refused
-from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 
 import sinkscope as ss
 from sinkscope.engine.stock import attention_name
@@ -64,7 +64,6 @@ def bidirectional():
             lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, **SMALL)),
             "is an encoder-decoder model",
         ),
-        (lambda: BertLMHeadModel(BertConfig(hidden_size=32, intermediate_size=64, **SMALL)), "is not causal"),
         (bidirectional, "is not causal"),
     ],
 )

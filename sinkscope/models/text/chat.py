@@ -67,14 +67,9 @@ def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int
 
 def _behind(begin: str, text: str) -> str | None:
     """What follows the beginning of a text, which may have other white space; None if the text begins otherwise."""
-    place = 0
-    for letter in "".join(begin.split()):
-        while place < len(text) and text[place].isspace():
-            place += 1
-        if not text.startswith(letter, place):
-            return None
-        place += 1
-    return text[place:].removeprefix(begin[len(begin.rstrip()) :])
+    letters = map(re.escape, "".join(begin.split()))
+    match = re.match(r"\s*".join(["", *letters]), text)
+    return None if match is None else text[match.end() :].removeprefix(begin[len(begin.rstrip()) :])
 
 
 def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> str:
