@@ -40,7 +40,7 @@ def test_a_text_becomes_a_message_where_there_is_a_template():
         return found, any(NOTE in str(one.message) for one in caught)
 
     in_template, as_it_is = read(ids)[0], read(plain)[0]
-    assert read("poem dog book") == read(["poem dog book", "cat"]) == (in_template, True)
+    assert read(["poem dog book", "cat"]) == (in_template, True)
     assert read("poem dog book", chat=True) == (in_template, False)
     assert read("poem dog book", chat=False) == (as_it_is, False)
     assert not read("<s> user poem </s>")[1]

@@ -48,9 +48,7 @@ def linked(folder: Path, name: str, end: str) -> None:
 OUTSIDE = {
     "by its path": lambda f: named(f, str(f.parent / "other/w.safetensors")),
     "and back": lambda f: (shutil.copy(f / WEIGHTS, f / "w"), named(f, "../model/w")),
-    "below a link": lambda f: (linked(f, "below", "../other"), named(f, "below/w.safetensors")),
     "by two links": lambda f: (linked(f, "a", "../other/w.safetensors"), linked(f, "w", "a"), named(f, "w")),
-    "vocabulary": lambda f: setting(f, "tokenizer_config.json", vocab_file=str(f.parent / "other/w.safetensors")),
     "list": lambda f: (
         linked(f, "a", "../other/w.safetensors"),
         setting(f, "tokenizer_config.json", fast_tokenizer_files=["a"]),
@@ -79,7 +77,6 @@ def in_snapshot(folder: Path) -> Path:
 
 
 INSIDE = {
-    "link": lambda f: (shutil.copy(f / WEIGHTS, f / "w"), linked(f, SHARD, "w"), named(f, SHARD)) and f,
     "snapshot": in_snapshot,
     "of another machine": lambda f: setting(f, "tokenizer_config.json", vocab_file="/elsewhere/vocab.json") or f,
 }
@@ -98,7 +95,6 @@ REFUSED = {  # what is wrong with a file, and what is said
     ),
     "broken link": (lambda f: linked(f, "vocab.json", "nowhere"), "cannot read vocab.json: no such file"),
     "no settings": (lambda f: (f / "config.json").unlink(), "cannot read config.json.*give the folder of"),
-    "folder": (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), "cannot read config.json"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no file named model.safetensors.*files are whole"),
     "pickles": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
     "no shard": (lambda f: named(f, "w-2"), "could not be loaded: .*w-2.*files are whole"),

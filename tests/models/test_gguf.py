@@ -13,25 +13,21 @@ from refusals import refused
 
 from sinkscope.opening.load import load
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 IDS = torch.arange(3, 43)[None]
 FACTORS = np.linspace(1.0, 8.0, 4, dtype=np.float32)
 SCALING = "llama.rope.scaling."
 
 
 def fields(values: dict[str, Any]) -> Any:
-    """What adds fields to a file, by the kind of their values; an array is a tensor."""
+    """What adds fields to a file; an array is a tensor."""
 
     def write(writer: Any) -> None:
         for key, value in values.items():
             if isinstance(value, np.ndarray):
                 writer.add_tensor(key, value)
-            elif isinstance(value, str):
-                writer.add_string(key, value)
-            elif isinstance(value, int):
-                writer.add_uint32(key, value)
             else:
-                writer.add_float32(key, value)
+                writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
     return write
 

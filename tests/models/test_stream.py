@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,31 +70,14 @@ def test_equals_the_resident_model(model_type, half, tmp_path, read):
         assert_close(columns(streamed, layer, every), columns(resident, layer, every))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A model of 6 layers in several shards."""
+def test_reads_only_the_layers_that_are_called(tmp_path, read):
     tiny_model("llama", num_hidden_layers=6)[0].save_pretrained(tmp_path, max_shard_size="20KB")
-    return tmp_path
-
-
-def test_reads_only_the_layers_that_are_called(folder, read):
-    streamed = open_stream(folder, resident=2)
+    streamed = open_stream(tmp_path, resident=2)
     with streamed.hooks((streamed.layers[2], "post", streamed.stop)):
         assert streamed.forward(IDS, MASK) is None
     assert {*read} == {
         n for n in streamed.store.source.weight_map if re.match(r"model\.(layers\.[012]\.|embed_tokens|norm)", n)
     }
-
-
-def rewrite(folder: Path, left_out: str = "", **config) -> None:
-    """One file without a tensor, and other settings."""
-    tensors = {}
-    for shard in folder.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    tensors.pop(left_out, None)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | config))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +88,12 @@ def rewrite(folder: Path, left_out: str = "", **config) -> None:
         ("", {"quantization_config": {"quant_method": "mxfp4"}}, r"is quantised.*sinkscope\.load"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(left_out, config, message, folder):
-    rewrite(folder, left_out, **config)
+def test_what_cannot_be_streamed_is_refused(left_out, config, message, tmp_path):
+    tiny_model("llama", num_hidden_layers=6)[0].save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(left_out, None)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | config))
     with refused(message):
-        open_stream(folder, resident=2).forward(IDS, MASK)
+        open_stream(tmp_path, resident=2).forward(IDS, MASK)
