@@ -39,14 +39,11 @@ def check_divides(config: Any, name: str, count: int) -> None:
 
 def heads_of(config: Any) -> tuple[int, int]:
     """Return how many query heads, and key and value heads, the configuration of a decoder names."""
-    heads = kv_heads = int(getattr(config, "num_attention_heads", 0))
+    heads = int(getattr(config, "num_attention_heads", 0))
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1
-    elif config.model_type == "falcon":
-        kv_heads = int(config.num_kv_heads)
-    elif getattr(config, "num_key_value_heads", None):
-        kv_heads = int(config.num_key_value_heads)
-    return heads, kv_heads
+    return heads, int(kv_heads)
 
 
 def longest_context(config: Any) -> int | None:
@@ -209,7 +206,7 @@ class Target:
         self.skips_layers: bool = adapter.from_any_layer and adapter.adds
         self.paths: list[dict[str, str]] = []
         self.attending, self.with_neurons, self.mixtures = list[int](), list[int](), list[int]()
-        unproved = {site for site, _ in adapter.unproved}
+        unproved = dict(adapter.unproved)
         for number, layer in enumerate(self.layers):
             paths = parts_of(layer, adapter.rows[number] if adapter.rows else adapter)
             self.paths.append(paths)
@@ -224,7 +221,7 @@ class Target:
                     )
             if "experts" in paths:
                 self.mixtures.append(number)
-            if ("experts" in paths or "down" in paths) and f"blocks.{number}.mlp.hook_post" not in unproved:
+            if paths.keys() & {"experts", "down"} and f"blocks.{number}.mlp.hook_post" not in unproved:
                 self.with_neurons.append(number)
 
     @cached_property

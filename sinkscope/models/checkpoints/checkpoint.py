@@ -22,7 +22,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.output import inside, open_regular, read_json
 from sinkscope.files.plain import in_one_line
 from sinkscope.models.checkpoints.config import causal_class, loading_errors
-from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, refuse_adapter
+from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG
 from sinkscope.models.shards import local
 from sinkscope.models.target import Target
 from sinkscope.models.weights import is_plain
@@ -91,7 +91,11 @@ class Files:
         else:
             self.folder, self.name = where, in_one_line(where.resolve().name)
         if (self.folder / ADAPTER_CONFIG).is_file():
-            raise refuse_adapter(str(where))
+            raise SinkscopeError(
+                f"{where} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with "
+                "sinkscope.load(...), put the adapter on it with peft.PeftModel.from_pretrained(base, "
+                f"{str(where)!r}), and measure that; or merge them; or give the model without the adapter"
+            )
         for entry in os.scandir(self.folder):
             if not entry.is_dir():  # a pipe would wait, and a device need not end
                 open_regular(Path(entry.path), entry.name, _WHOLE).close()
@@ -230,11 +234,11 @@ def quiet() -> Generator[None]:
 
 # -- which checkpoint it is: the hub's commit, or the configuration and a sample of the weights ------------------------
 #
-# Of a file count its size, and bytes at its beginning and at equal distances; of a live model the dtype, the shape and
-# some numbers of each parameter. A change of single other numbers is not seen; a fine-tune or another precision is.
+# Of each file count the size and some bytes at equal distances, and of each parameter of a live model some numbers. A
+# change of single other numbers is not seen; a fine-tune or another precision is.
 
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
-_NUMBERS, _BYTES = 1 << 8, 1 << 20  # of each parameter, and of each file
+_SOME = 1 << 10  # bytes of a file, and numbers of a parameter
 
 
 def fingerprint(source: Files | nn.Module) -> str:
@@ -244,29 +248,23 @@ def fingerprint(source: Files | nn.Module) -> str:
     """
     if isinstance(source, Files) and source.commit is not None:
         return source.commit
-    config: Any = source.config
-    settings = config if isinstance(source, Files) else config.to_dict()
-    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_MODEL}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    settings: Any = source.config
+    parts: list[tuple[str, Any]] = []
     if isinstance(source, Files):
         files = [source.folder / source.gguf] if source.gguf else sorted(source.folder.glob("*.safetensors"))
-        for file in files:
-            content: Any = np.memmap(file, mode="r")
-            digest.update(str(len(content)).encode())
-            digest.update(content[:_BYTES])
-            digest.update(_some(content, _BYTES).copy())
+        parts += [(file.name, np.memmap(file, mode="r")) for file in files]
     else:
+        settings = settings.to_dict()
         for name, parameter in source.named_parameters():
-            here, said = local(parameter.detach()), f"{name} {parameter.dtype} {[*parameter.shape]} "
+            here = local(parameter.detach())
             if is_plain(here) and not here.is_meta:  # else it is quantised, or elsewhere
-                said += str(_some(here.reshape(-1), _NUMBERS).tolist())
-            digest.update(said.encode())
+                parts.append((name, here.reshape(-1)))
+    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, values in parts:
+        some = values[:: len(values) // _SOME | 1].tolist()  # an odd distance, so that columns and bytes take turns
+        digest.update(f"{name} {values.dtype} {len(values)} {some}".encode())
     return digest.hexdigest()[:16]
-
-
-def _some(values: Any, count: int) -> Any:
-    """Some values at equal distances, which are odd, so that columns and the bytes of numbers take turns."""
-    return values[:: len(values) // count | 1]
 
 
 def fingerprint_of(target: Target) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,27 +100,14 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def causal_class(config: Any) -> Any:
-    """Return what loads a causal model: for text parts that transformers does not list, the class beside theirs."""
+    """Return what makes and loads a causal model; some text models stand behind an image tower."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto as auto
 
-    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    kind = config.model_type
+    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForCausalLM
-    if config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # a text model behind an image tower
-        return AutoModelForImageTextToText
-    with suppress(ImportError):
-        home = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-        for name, cls in vars(home).items():
-            if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
-                return cls
-    return AutoModelForCausalLM
-
-
-def new_model(config: Any, dtype: torch.dtype) -> Any:
-    """Return a causal language model of a configuration: random weights, or none inside `torch.device("meta")`."""
-    cls = causal_class(config)
-    make = getattr(cls, "from_config", None) or cls._from_config
-    return make(config, dtype=dtype)
+    return AutoModelForImageTextToText
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:

@@ -24,15 +24,6 @@ SHOWN = 5  # short names that an error lists
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def refuse_adapter(name: str) -> SinkscopeError:
-    """Return the error for a folder or hub id that holds an adapter (LoRA and others of peft)."""
-    return SinkscopeError(
-        f"{name} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with sinkscope.load(...), "
-        f"put the adapter on it with peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them; "
-        "or give the model without the adapter"
-    )
-
-
 @cache
 def list_models() -> dict[str, str]:
     """Return the id on the Hugging Face hub of every model with a short name, family by family."""
