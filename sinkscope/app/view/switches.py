@@ -9,13 +9,11 @@ from functools import partial, reduce
 from itertools import product, starmap
 from operator import or_
 
-import torch
-
 from sinkscope.app.view.readings import ModelSink
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.knockout import HideCells
+from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
@@ -112,10 +110,8 @@ def moved(name: str, length: int) -> Switch | None:
         raise SinkscopeError(f"{name!r}, where the text has {length} tokens: expected a token from 1 to {length - 1}")
     if not isolated:
         return Switch(name, None, meaning=f"Token {at} carries the id of the first token.", first_at=at)
-    unseen = torch.zeros(1, length, length, dtype=torch.bool)
-    unseen[:, at] = True
     meaning = f"Token {at} sees only itself in every layer, as the first one does."
-    return Switch(name, HideCells(unseen), meaning=meaning)
+    return Switch(name, Knockout(range(at), queries=[at]), meaning=meaning)
 
 
 def switch_named(sink: ModelSink, name: str, length: int) -> Switch:

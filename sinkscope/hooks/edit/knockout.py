@@ -7,7 +7,6 @@ itself.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,56 +18,17 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
-from sinkscope.engine.tap import check_attention_visible
-from sinkscope.engine.visible import Cells, Hidden
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.engine.tap import check_keys_hidable
+from sinkscope.engine.visible import Cells
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole, check_values
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
 from sinkscope.models.inputs import attending_layers, check_site
-from sinkscope.models.layers import layers_with_states
-from sinkscope.results.notation import count_of
-
-
-class Hiding(Intervention):
-    """Base of what hides keys, in the attention of some layers or heads."""
-
-    layers: Any
-    heads: Any = ()
-
-    @abstractmethod
-    def hidden(self, step: Step, device: torch.device) -> Hidden:
-        """Return what says which cells of a call are hidden."""
-
-    def summary(self, run: Run) -> str:
-        """Return whether keys were hidden."""
-        what = "keys" if run.counts["hidden"] else "nothing"
-        return f"{type(self).__name__} hid {what}." if run.passes else ""
-
-    def enter(self, run: Run, key: int) -> None:
-        """Hide the keys in the attention of every call.
-
-        Raises:
-            UnsupportedError: A hidden key would still be seen in a state, or the attention cannot be edited.
-        """
-        target = run.target
-        heads: dict[int, list[int]] = {}
-        for layer, head in self.heads:
-            check_site(target, layer, head=head)
-            heads.setdefault(layer, []).append(head)
-        layers = attending_layers(target, list(heads) or self.layers)
-        check_attention_visible(target)
-        states = layers_with_states(target)
-        if states:
-            raise UnsupportedError(
-                f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so "
-                "that a hidden key would still be seen: use a model whose layers all attend"
-            )
-        run.act(_HidingActor(self, run, {layer: heads.get(layer, []) for layer in layers}))
 
 
 @dataclass(frozen=True, eq=False)
-class Knockout(Hiding):
+class Knockout(Intervention):
     """Hide keys from later queries, in the prompt and in everything that is generated (Geva et al. 2023).
 
     A query always sees itself, so no row of attention is empty. Positions count the real tokens of each row.
@@ -108,58 +68,37 @@ class Knockout(Hiding):
                 raise SinkscopeError(f"layers={layers} with heads={heads}: heads name their layers; give one of both")
             object.__setattr__(self, "layers", layers)
 
-    def hidden(self, step: Step, device: torch.device) -> Hidden:
-        """Look keys and queries up among the columns of a call."""
-        keys = chosen_positions(step.tokens.pos, self.keys).to(device)
-        queries = chosen_positions(step.tokens.pos, self.queries).to(device)
+    def summary(self, run: Run) -> str:
+        """Return whether keys were hidden."""
+        what = "keys" if run.counts["hidden"] else "nothing"
+        return f"Knockout hid {what}." if run.passes else ""
 
-        def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
-            gone = _at(keys, key.flatten(1)).view(len(key), key.shape[1], 1, -1)
-            if self.queries is None:
-                return gone & (key[:, :, None] < query[:, None, :, None])
-            return gone & _at(queries, query)[:, None, :, None]
+    def enter(self, run: Run, key: int) -> None:
+        """Hide the keys in the attention of every call.
 
-        return cells
-
-
-@dataclass(frozen=True, eq=False)
-class HideCells(Hiding):
-    """Hide cells from each other, for measurements whose rows differ.
-
-    Attributes:
-        cells: Which queries do not see which keys, by columns, of each row or of one that stands for all; nothing
-            beyond them is hidden.
-        layers: The layers in which they are hidden. None: all.
-    """
-
-    cells: Bool[Tensor, "#batch query key"] = field(repr=False)
-    layers: Any = None
-
-    def hidden(self, step: Step, device: torch.device) -> Hidden:
-        """Look cells up."""
-        table = self.cells.to(device)
-
-        def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
-            row = torch.arange(len(query), device=device)[:, None, None, None] % len(table)
-            at = query[:, None, :, None]
-            to = key[:, :, None]
-            inside = (at < table.shape[1]) & (to >= 0) & (to < table.shape[2])
-            return table[row, torch.where(inside, at, 0), torch.where(inside, to, 0)] & inside
-
-        return cells
+        Raises:
+            UnsupportedError: A hidden key would still be seen in a state, or the attention cannot be edited.
+        """
+        heads: dict[int, list[int]] = {}
+        for layer, head in self.heads:
+            check_site(run.target, layer, head=head)
+            heads.setdefault(layer, []).append(head)
+        layers = attending_layers(run.target, list(heads) or self.layers)
+        check_keys_hidable(run.target)
+        run.act(_KnockoutActor(self, run, {layer: heads.get(layer, []) for layer in layers}))
 
 
 @dataclass(frozen=True, eq=False)
-class _HidingActor(Actor):
+class _KnockoutActor(Actor):
     """Hides keys in the attention of a run.
 
     Attributes:
-        hiding: What is hidden.
+        knockout: What is hidden.
         run: The run, which counts masks in which something is hidden.
         heads: Heads of each layer in which it is; an empty list stands for all of them.
     """
 
-    hiding: Hiding
+    knockout: Knockout
     run: Run
     heads: dict[int, list[int]]
 
@@ -168,15 +107,20 @@ class _HidingActor(Actor):
         return True
 
     def attend(self, step: Step, attention: Attention) -> None:
-        """Hide the keys in a layer; never a query's own."""
+        """Hide the keys in a layer, which are looked up among the columns of the call; never a query's own."""
         chosen = self.heads.get(attention.layer)
         if chosen is None:
             return
         device, n_heads = attention.key.device, attention.query.shape[1]
-        hidden = self.hiding.hidden(step, device)
+        keys = chosen_positions(step.tokens.pos, self.knockout.keys).to(device)
+        queries = chosen_positions(step.tokens.pos, self.knockout.queries).to(device)
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
-            gone = hidden(query, key) & (key[:, :, None] != query[:, None, :, None])
+            gone = _at(keys, key.flatten(1)).view(len(key), key.shape[1], 1, -1)
+            if self.knockout.queries is None:
+                gone = gone & (key[:, :, None] < query[:, None, :, None])
+            else:
+                gone = gone & _at(queries, query)[:, None, :, None] & (key[:, :, None] != query[:, None, :, None])
             if chosen:
                 in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
                 in_head[chosen] = True

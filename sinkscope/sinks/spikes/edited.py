@@ -23,10 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinkscope.engine.attention import AttentionRows
-from sinkscope.engine.tap import attention_rows, given_later
+from sinkscope.engine.tap import attention_rows, given_later, keys_hidden
 from sinkscope.files.progress import report_progress
-from sinkscope.hooks.edit.base import under
-from sinkscope.hooks.edit.knockout import HideCells
 from sinkscope.hooks.trace import trace
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.layers import per_query_head
@@ -122,7 +120,7 @@ class Batch:
             hooks += [point.rows(where, lambda _, new=new: new) for point in hook_points_of(target, part)]
         with ExitStack() as stack:
             if self.unseen is not None and layers:
-                stack.enter_context(under(HideCells(self.unseen, layers), target))
+                stack.enter_context(keys_hidden(target, layers, self.unseen))
             if self.value is not None:
                 position = int(place[0].nonzero()[0])
                 stack.enter_context(other_value(target, layers, position, mean=self.value == "mean"))
