@@ -234,8 +234,9 @@ def quiet() -> Generator[None]:
 
 # -- which checkpoint it is: the hub's commit, or the configuration and a sample of the weights ------------------------
 #
-# Of each file count the size and some bytes at equal distances, and of each parameter of a live model some numbers. A
-# change of single other numbers is not seen; a fine-tune or another precision is.
+# Of each file count the size and some bytes at equal distances, and of each parameter of a live model that is not zero
+# some numbers: names do not count, nor the biases of zeros that a bridge adds. A change of single other numbers is not
+# seen; a fine-tune or another precision is.
 
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 _SOME = 1 << 10  # bytes of a file, and numbers of a parameter
@@ -249,22 +250,23 @@ def fingerprint(source: Files | nn.Module) -> str:
     if isinstance(source, Files) and source.commit is not None:
         return source.commit
     settings: Any = source.config
-    parts: list[tuple[str, Any]] = []
+    parts: list[Any] = []
     if isinstance(source, Files):
-        files = [source.folder / source.gguf] if source.gguf else sorted(source.folder.glob("*.safetensors"))
-        parts += [(file.name, np.memmap(file, mode="r")) for file in files]
+        files = [source.folder / source.gguf] if source.gguf else source.folder.glob("*.safetensors")
+        parts += [np.memmap(file, mode="r") for file in files]
     else:
         settings = settings.to_dict()
-        for name, parameter in source.named_parameters():
+        for parameter in source.parameters():
             here = local(parameter.detach())
-            if is_plain(here) and not here.is_meta:  # else it is quantised, or elsewhere
-                parts.append((name, here.reshape(-1)))
-    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_MODEL}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, values in parts:
+            if is_plain(here) and not here.is_meta and here.any():  # else it is quantised, elsewhere, or added
+                parts.append(here.reshape(-1))
+    samples: list[str] = []
+    for values in parts:
         some = values[:: len(values) // _SOME | 1].tolist()  # an odd distance, so that columns and bytes take turns
-        digest.update(f"{name} {values.dtype} {len(values)} {some}".encode())
-    return digest.hexdigest()[:16]
+        samples.append(f"{values.dtype} {len(values)} {some}")
+    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_MODEL}
+    text = json.dumps([settings, sorted(samples)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint_of(target: Target) -> str:
