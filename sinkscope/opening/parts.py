@@ -2,9 +2,9 @@
 
 1. A small random model of the same class is made. If the class makes none, or somebody wrote a row of parts, the user's
    own model stands in for it.
-2. One pass over it is read. Names propose places, and sums say which of them are right (`opening.places`); what passed
-   must then be what the adapter says (`opening.proof`). A wrong adapter is refused; a site that cannot be proved is
-   noted, and refused when somebody asks for it.
+2. One pass over it is read. Names propose places, and sums say which of them are right (`opening.places`); what passes
+   in another one must then be what the adapter says (`opening.proof`). A wrong adapter is refused; a site that cannot
+   be proved is noted, and refused when somebody asks for it.
 3. One pass over the user's own model confirms them. This holds for models of the same structure: of modules of the same
    classes and sizes. Where a function was replaced in the model, which may compute anything, it is run each time.
 """
@@ -95,20 +95,19 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
     Raises:
         UnsupportedError: Some part was not found, or is not where it is proposed; the message shows the row to write.
     """
-    draft = replace(Found(**vars(row or DRAFT)), model_type=str(target.hf.config.model_type))
     if row is None:
         with suppress(Exception):  # a class may take no configuration alone, or not that of a changed model
             sample = sample_of(target.hf, max(*numbers, 1) + 1)
             target = Target(sample, sample, "hf", DRAFT, name=target.name)
-    draft = replace(draft, layers=stack_of(target.hf))  # which a wrapper of the object lends
+    stack = stack_of(target.hf)  # which a wrapper of the object lends
+    draft = replace(Found(**vars(row or DRAFT)), model_type=str(target.hf.config.model_type), layers=stack)
     adapter = None
     try:
         with evaluating(target.hf), apart():
-            draft, records = _read(
-                replace(target, adapter=replace(draft, base=_base_path(target.hf, draft.layers))), numbers
-            )
-            adapter = proposed(replace(target, adapter=draft), records, numbers, row)
-            return adapter, prove(replace(target, adapter=adapter), numbers, records)
+            draft = replace(draft, base=_base_path(target.hf, stack))
+            records = _read(replace(target, adapter=draft), numbers)
+            adapter = proposed(records, numbers, row)
+            return adapter, prove(replace(target, adapter=adapter), numbers)
     except NotInferredError as error:
         if adapter is None and row is None:
             raise not_inferred(draft, error) from None
@@ -118,15 +117,15 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
         ) from None
 
 
-def _read(target: Target, numbers: list[int]) -> tuple[Found, dict[int, Record]]:
-    """What passes the first layer of each kind, and the last layer; and whether their attention is seen."""
+def _read(target: Target, numbers: list[int]) -> dict[int, Record]:
+    """What passes all modules of the first layer of each kind, and of the second or last layer."""
     layers = {*numbers, min(max(*numbers, 1), len(layers_at(target.hf, target.adapter.layers)) - 1)}
     with suppress(Exception):  # attention outside transformers' interface is not seen
         records = read(target, layers, everywhere=True)
         if any(record.call is not None for record in records.values()):
-            return target.adapter, records
+            return records
     adapter = replace(target.adapter, attention_interface=False)
-    return adapter, read(replace(target, adapter=adapter), layers, everywhere=True)
+    return read(replace(target, adapter=adapter), layers, everywhere=True)
 
 
 def _base_path(model: Any, stack: str) -> str:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
 from sinkscope.models.hooks import on_hidden
-from sinkscope.models.target import LayerInput, Target, parts_of
+from sinkscope.models.target import LayerInput, parts_of
 from sinkscope.models.weights import experts_of
-from sinkscope.opening.proof import TOKENS, Record, as_not_inferred, reads_heads, sums_of, text_of
+from sinkscope.opening.proof import Record, as_not_inferred, reads_heads, sums_of, text_of
 
 ATTENTION = """self_attn linear_attn mamba conv norm_attn_norm.attn attn.attention attention.self attn self_attention
     attention multi_head_attention temporal_block mixer""".split()
@@ -73,18 +72,18 @@ _IF_MIXED = {"learned_sinks": True, "adds": False}
 
 @torch.enable_grad()
 @as_not_inferred()
-def proposed(target: Target, records: Mapping[int, Record], numbers: Sequence[int], row: Adapter | None) -> Found:
+def proposed(records: Mapping[int, Record], numbers: Sequence[int], row: Adapter | None) -> Found:
     """Return the adapter that names, or a row that somebody wrote, and sums say of a model.
 
     Args:
-        target: A model; of its adapter, all but the paths are read.
-        records: What passed its layers.
+        records: What passed its layers; of its adapter, all but the paths are read.
         numbers: For each layer of the whole model, the number of the first one of its kind.
         row: Where the parts are, if somebody wrote it.
 
     Raises:
         NotInferredError: A part was not found, or layers differ where an adapter has one value.
     """
+    adapter = records[0].target.adapter
     attends = {layer: _attends(records[layer]) for layer in sorted({*numbers})}
     if not any(attends.values()):
         raise NotInferredError("no softmax attention was found in its layers")
@@ -92,20 +91,19 @@ def proposed(target: Target, records: Mapping[int, Record], numbers: Sequence[in
     for layer, attn in attends.items():
         record = records[layer]
         fields = _placed(record, attn) if row is None else NONE | parts_of(record.module, row)
-        rows[layer] = Adapter(target.adapter.model_type, target.adapter.layers, **fields)
+        rows[layer] = Adapter(adapter.model_type, adapter.layers, **fields)
         kinds.append(fields | _measured(replace(record, paths=fields), attn))
     for name in dict.fromkeys(itertools.chain(*kinds)):
         values = list(dict.fromkeys(fields[name] for fields in kinds if name in fields))
+        settings[name] = values[0] if len(values) == 1 else _IF_MIXED.get(name)
         if name in PATHS:
             settings[name] = "|".join(filter(None, values)) or None
-        elif len(values) == 1 or name in _IF_MIXED:
-            settings[name] = values[0] if len(values) == 1 else _IF_MIXED[name]
-        else:
+        elif len(values) > 1 and name not in _IF_MIXED:
             raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
     if settings["mlp"] is None:
         raise NotInferredError("no MLP was found in its layers")
     settings["from_any_layer"] = _begins(records[max(records)])
-    return replace(target.adapter, rows=tuple(rows[number] for number in numbers), **settings)
+    return replace(adapter, rows=tuple(rows[number] for number in numbers), **settings)
 
 
 def _begins(record: Record) -> bool:
@@ -123,12 +121,12 @@ def _begins(record: Record) -> bool:
 def _attends(record: Record) -> str | None:
     """The path of the module that attends with a softmax; None if none is seen to, or returns rows unseen."""
     for path, module in reversed([*record.module.named_modules()]):  # what is inside comes first
-        if record.call is not None and record.call.module is module:
+        output, call = record.output.get(path), record.call
+        if call is not None and call.module is module:
             return path
-        output = record.output.get(path)
-        if path and not record.target.adapter.attention_interface and isinstance(output, tuple):
-            if getattr(output[-1 if len(output) < 2 else 1], "ndim", 0) == 4:
-                return path
+        has_rows = isinstance(output, tuple) and any(getattr(rows, "ndim", 0) == 4 for rows in output[1:2])
+        if path and has_rows and not record.target.adapter.attention_interface:
+            return path
     return None
 
 
@@ -239,16 +237,12 @@ def sample_of(hf: Any, depth: int) -> Any:
     cut_depth(text, range(depth))
     text.vocab_size, text.pad_token_id = _VOCABULARY, 0
     for name, value in list(vars(text).items()):
-        if name in ("max_position_embeddings", "n_positions") and isinstance(value, int):
-            setattr(text, name, max(TOKENS, value))
         for pattern, most in _MOST.items():
             if re.search(pattern, name) and isinstance(value, int) and value > most:
                 setattr(text, name, most)
-    inside = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]
     with cpu_by_default(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        cls: Any = type(inside[0] if inside else hf)  # a wrapper's takes no configuration alone
-        sample = cls(config).float().eval().requires_grad_(False)
+        sample = type(hf)(config).float().eval().requires_grad_(False)
         for path, module in sample.named_modules():
             with suppress(AttributeError):  # constants that follow from the depth of the whole model (MiniCPM3)
                 there = vars(hf.get_submodule(path))

@@ -1,6 +1,6 @@
 """Prove by one pass over a few tokens that the parts of a model are where an adapter says.
 
-1. What passes the modules of the first layer of each kind is kept, with gradients inside the layer.
+1. What passes the parts of the first layer of each kind is kept, with gradients inside the layer.
 2. The sums of the layer must hold: of the residual stream, and of what its MLP gives.
 3. Each head of what attention reads must depend on that head of what a projection gives, and what the output
    projection reads on the heads of the attention, one by one. An MLP with a gate must be linear in `up`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,8 @@ from sinkscope.models.hooks import Args, Kwargs, first_tensor, hidden_of, with_h
 from sinkscope.models.layers import ChunkWindow, head_projection, layer_window, per_query_head
 from sinkscope.models.target import Target, has_shared_beside, longest_context
 
-TOKENS = 20
-"""Tokens of the text of a proof: more than every window and chunk of a small model."""
 EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
+_TOKENS = 20  # of the text of a proof: more than every window and chunk of a small model
 _EXACT = 1e-3  # largest relative distance of a sum from its parts, in float32
 _IN_HALF = 4  # times the relative rounding of a number
 _LOOSE = 4  # times the distance of sums, of what is computed again
@@ -139,8 +138,8 @@ class Record:
 
 def text_of(target: Target) -> Int[Tensor, "1 pos"]:
     """Return the tokens of the text, always the same ones."""
-    length = min(TOKENS, longest_context(target.config) or TOKENS)
-    return ((torch.arange(length) + length) % int(target.config.vocab_size))[None]
+    length = min(_TOKENS, longest_context(target.config) or _TOKENS)
+    return torch.arange(length, 2 * length)[None] % int(target.config.vocab_size)
 
 
 @contextmanager
@@ -230,30 +229,26 @@ def sums_of(record: Record) -> list[Sum]:
     """
     paths, sums = record.paths, list[Sum]()
     mlp, down, experts = [record.numbers(record.left(part)) for part in ("mlp", "down", "experts")]
-    is_beside = has_shared_beside(paths)
-    if mlp is not None and experts is not None:
-        parts = {"expert_factor": experts}
-        if down is not None and paths["mlp"] != paths["experts"] and not is_beside:
-            gate = record.left("shared_gate")
-            parts["shared_factor"] = down if gate is None else down * gate.detach().float().reshape(-1, 1).sigmoid()
-        sums.append(Sum("mlp", mlp, parts))
-    elif mlp is not None and down is not None:
-        sums.append(Sum("mlp", mlp, {"down_factor": down}))
-    added = {
-        "start": record.numbers(record.into("")),
-        "attn_factor": record.numbers(record.left("attn_out" if paths.get("attn_out") else "attn")),
-    }
-    mid = record.numbers(record.into("mid"))
-    if mid is not None:
-        sums.append(Sum("hook_resid_mid", mid, added))
-        added = {"start": mid}
+    gate, is_beside = record.left("shared_gate"), has_shared_beside(paths)
+    of_mlp = {"down_factor": down} if experts is None else {"expert_factor": experts}
+    if experts is not None and down is not None and paths["mlp"] != paths["experts"] and not is_beside:
+        of_mlp["shared_factor"] = down if gate is None else down * gate.detach().float().reshape(-1, 1).sigmoid()
+    attn = record.numbers(record.left("attn_out" if paths.get("attn_out") else "attn"))
+    mid, before = record.numbers(record.into("mid")), {"start": record.numbers(record.into("")), "attn_factor": attn}
+    written = mlp
     if paths.get("post_mlp_norm"):
-        mlp = record.numbers(record.left("post_mlp_norm"))
+        written = record.numbers(record.left("post_mlp_norm"))
     elif is_beside and mlp is not None:
-        mlp = mlp + down
-    sums.append(Sum("hook_resid_post", record.numbers(record.left("")), {**added, "write_factor": mlp}))
-    for each in sums:
-        each.parts = {name: part for name, part in each.parts.items() if part is not None}
+        written = mlp + down
+    after = {**(before if mid is None else {"start": mid}), "write_factor": written}
+    for name, total, parts in (
+        ("mlp", mlp, of_mlp),
+        ("hook_resid_mid", mid, before),
+        ("hook_resid_post", record.numbers(record.left("")), after),
+    ):
+        there = {factor: part for factor, part in parts.items() if part is not None}
+        if total is not None and there:
+            sums.append(Sum(name, total, there))
     return sums
 
 
@@ -262,15 +257,12 @@ def sums_of(record: Record) -> list[Sum]:
 
 @torch.enable_grad()
 @as_not_inferred()
-def prove(
-    target: Target, kinds: Sequence[int] | None = None, records: Mapping[int, Record] | None = None
-) -> dict[str, str]:
+def prove(target: Target, kinds: Sequence[int] | None = None) -> dict[str, str]:
     """Prove the adapter of a model by one pass with plain hooks; the model is left as it was.
 
     Args:
         target: The model, with an adapter.
         kinds: For each layer, the number of the first one of its kind, for which it is proved. None: all are proved.
-        records: What passed in the pass. None: it is run.
 
     Returns:
         Sites that cannot be proved, such as "blocks.3.attn.hook_z", and why.
@@ -279,10 +271,8 @@ def prove(
         NotInferredError: The adapter is wrong.
         UnsupportedError: The model is not causal.
     """
-    kinds = kinds or range(target.n_layers)
-    found, unproved = dict[int, dict[str, str]](), dict[str, str]()
-    for layer, record in (records or read(target, {*kinds})).items():
-        found[layer] = _problems(replace(record, target=target, paths=target.paths[layer]))
+    kinds, unproved = kinds or range(target.n_layers), dict[str, str]()
+    found = {layer: _problems(record) for layer, record in read(target, {*kinds}).items()}
     for layer, first in enumerate(kinds):
         unproved |= {f"blocks.{layer}.{part}": reason for part, reason in found[first].items()}
     return unproved
