@@ -139,7 +139,7 @@ class BenchTable(Result):
         if task.share:
             percent = [*PERCENT, *scores]
         sets = ["set"] if len(self.sets()) > 1 else []
-        return [Grid(strings(self.rows(), percent), important=(*sets, "method", *scores))]
+        return [Grid(strings(self.rows(), percent), important=(*sets, "method", *scores, "read", "cells", "time"))]
 
     def findings(self) -> list[Row]:
         """Return the score of each method beside that of the control, the best one of each set first."""

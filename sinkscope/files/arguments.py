@@ -84,14 +84,14 @@ class Parameter:
     def check(self, value: Any) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
-        Nothing is converted, except a whole number to a float. None is accepted if it is the default.
+        Nothing is converted, except a whole number to a float. The default is accepted.
 
         Raises:
             SinkscopeError: The value is of another type or word, too small, too large, or not a number.
         """
         from sinkscope.files.records import checked_value  # loads pydantic, for which no help need wait
 
-        if value is None and self.default is None:
+        if value is self.default:
             return
         checked_value(self.hint, value, self.name, strict=True)
         if isinstance(value, int | float) and not abs(value) <= LARGEST:

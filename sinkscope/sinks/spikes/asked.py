@@ -100,11 +100,10 @@ class SpikeCircuit:
     def hidden(self) -> Row | None:
         """What it does to hide the place from later tokens in the layers after the first that writes its spike.
 
-        None: no head reads the place, or no key can be hidden there, because layers keep states or attend inside.
+        None: no head reads the place, or no key can be hidden in the model, which a warning says.
         """
-        target = self.spike.survey.target
         later = self.later
-        if not self.reported.is_read or not later or not {*later} <= {*target.attending}:
+        if not self.reported.is_read or not later:
             return None
         how: dict[str, Any] = {"hide": "place", "layers": later, "note": f"from layer {later.start} on"}
         try:
