@@ -132,7 +132,7 @@ class Comparison(Result):
         return [{"result": name, **row} for name, row in zip(names, rows, strict=True)]
 
     def figure(self) -> Any:
-        """Draw how far the number of the conclusion moved from the first self to each other."""
+        """Draw how far the number of the conclusion moved from the first result to each other."""
         fig = go.Figure()
         for last in self.results[-1].judged[:1]:
             same = [(one.name, row) for one in self.results for row in one.judged if row.name == last.name]

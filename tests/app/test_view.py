@@ -23,7 +23,7 @@ import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import command, page
 from sinkscope.app.view.explorer import Explorer, ids_of
-from sinkscope.app.view.page import application, serve
+from sinkscope.app.view.page import live_page, serve
 from sinkscope.app.view.result import ModelView
 from sinkscope.measure import Setup
 from sinkscope.results.notation import Neuron
@@ -82,8 +82,8 @@ def test_a_measurement_of_a_stranger_that_fails_says_why(bundled, tmp_path):
         "    traced = trace(", "    raise ValueError('no')\n    traced = trace("
     )
     with stranger.installed(tmp_path, source):
-        (measured,) = Explorer(bundled.setup).others
-    assert measured.sentence == "Not measured, because it failed (ValueError: no)." and not measured.columns
+        (said,) = Explorer(bundled.setup).others.values()
+    assert said == "not measured, because it failed (ValueError: no)."
 
 
 def test_a_token_that_is_isolated_makes_a_sink_and_one_with_the_first_id_is_another_text(bundled):
@@ -145,7 +145,7 @@ WRONG = (
 
 
 def test_the_live_page_answers_only_under_its_address(bundled):
-    client = TestClient(application(bundled.answer, "bundled", "secret"), base_url="http://127.0.0.1")
+    client = TestClient(live_page(bundled.answer, "bundled", "secret"), base_url="http://127.0.0.1")
     shown = client.get("/secret/")
     assert shown.status_code == 200 and "connect-src 'self'" in shown.text
     for path in ("/", "/view", "/other/", "/other/view"):

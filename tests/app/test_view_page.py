@@ -13,7 +13,6 @@ from sample_results import sample_find_sinks, with_rows
 
 import sinkscope as ss
 from sinkscope.app.view.page import serve, view_page
-from sinkscope.app.view.result import OtherMeasurement
 from sinkscope.app.view.switches import RANDOM_SWITCH
 from sinkscope.results.row import row_of
 
@@ -52,14 +51,15 @@ def test_the_spikes_stand_apart_and_markup_is_text(view, opened):
     place = replace(first.found.place, words=BAD)
     fewer = with_rows(replace(first.found, place=place, layers=(1, 1)), row_of("spike", "read by", heads=2))
     second = replace(first, found=fewer, attention=((0.9, 0.31, 0.3, 0, 0, 0, 0, 0),))
-    other = OtherMeasurement("entropy", "<b>sharp</b>.", {"mean_nats": ("2.1",)})
     chrome = opened(
-        circuit=(second, first), others=(other,), texts=(replace(text, name=BAD, tokens=(BAD, *text.tokens[1:])),)
+        circuit=(second, first),
+        others={"entropy": "<b>sharp</b>."},
+        texts=(replace(text, name=BAD, tokens=(BAD, *text.tokens[1:])),),
     )
     assert chrome.run("document.images.length") == 0 and chrome.errors == []
     assert chrome.texts(".circuit .spike h3")[:2] == [f"{BAD}, layer 1", "The first token, layers 1-5"]
     assert chrome.text("#token-0").count(BAD) == 1
-    assert chrome.texts("#others summary, #others th, #others td") == ["entropy<b>sharp</b>.", "mean nats", "2.1"]
+    assert chrome.texts("#others p") == ["entropy: <b>sharp</b>."]
     assert each(chrome, ".spike[open]", "id") == ["spike-1"]
     assert each(chrome, "#spike-0 .reader", "title") == ["L2.H0: 90%", "L2.H1: 31%"]
     assert len(each(chrome, "#spike-1 .reader", "title")) == first.found.heads == 20

@@ -136,16 +136,11 @@ class Circuit {
   }
 }
 
-/** What measurements of other packages say of the model, a folded block each; null if none is installed. */
+/** What measurements of other packages say of the model, a line each; null if none is installed. */
 function otherMeasurements({ others }) {
-  if (!others.length) return null;
-  const blocks = others.map(({ name, sentence, columns }) => {
-    const heads = Object.keys(columns).map((column) => element("th", { scope: "col" }, column.replaceAll("_", " ")));
-    const rows = (Object.values(columns)[0] || []).map((_, row) => element("tr", {}, ...Object.values(columns).map((cells) => element("td", {}, cells[row]))));
-    const table = element("table", { class: "outcomes" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows));
-    return element("details", { class: "spike" }, element("summary", {}, element("h3", {}, name), element("span", { class: "soft" }, sentence)), heads.length ? table : null);
-  });
-  return element("section", {}, element("h2", {}, "Other measurements"), element("div", { class: "circuit", id: "others" }, ...blocks));
+  const lines = Object.entries(others).map(([name, said]) => element("p", {}, `${name}: ${said}`));
+  if (!lines.length) return null;
+  return element("section", {}, element("h2", {}, "Other measurements"), element("div", { id: "others" }, ...lines));
 }
 
 function inDimensions(dims) {

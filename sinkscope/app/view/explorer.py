@@ -13,20 +13,18 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel
 
-from sinkscope.app.report import why_missing
+from sinkscope.app.report import not_measured, why_missing
 from sinkscope.app.view.readings import (
     ModelSink,
     TextReading,
     four_digits,
     heads_that_fit,
-    norms_at,
     read_tokens,
     spikes_of,
 )
 from sinkscope.app.view.result import (
     CircuitSpike,
     ModelView,
-    OtherMeasurement,
     Packed,
     Variant,
     ViewedText,
@@ -38,8 +36,10 @@ from sinkscope.files.envelope import other_measurements
 from sinkscope.files.plain import check_encodable
 from sinkscope.files.records import checked_value
 from sinkscope.hooks.edit.base import under
+from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
+from sinkscope.models.neurons import norms_of
 from sinkscope.models.text import beginning
 from sinkscope.results.notation import word_form
 from sinkscope.sinks.spikes.records import purpose_sentence, spike_card
@@ -102,16 +102,16 @@ class Explorer(ModelSink):
         return tuple(column)
 
     @cached_property
-    def others(self) -> tuple[OtherMeasurement, ...]:
+    def others(self) -> dict[str, str]:
         """What the measurements of other packages say of the model, with their defaults."""
-        outcomes: list[OtherMeasurement] = []
+        said: dict[str, str] = {}
         for name, point in other_measurements().items():
             try:
                 outcome = point.load().on(replace(self.setup, settings={}, started=time.perf_counter()))
+                said[name.replace("_", "-")] = outcome.conclusion()
             except Exception as error:
-                outcome = why_missing(error)
-            outcomes.append(OtherMeasurement.of(name.replace("_", "-"), outcome))
-        return tuple(outcomes)
+                said[name.replace("_", "-")] = not_measured(why_missing(error))
+        return said
 
     def read(self, text: str | None) -> TextReading:
         """Return how the intact model reads a text, or a story; the last one is kept."""
@@ -139,7 +139,7 @@ class Explorer(ModelSink):
             settings={"seed": setup.seed, "bos": setup.bos is not None},
             provenance=setup.provenance(),
             layer=self.layer,
-            typical_norm=_rounded(np.array(self.typical_norm)),
+            typical_norm=_rounded(np.array(self.sinks.survey.typical_norm)),
             neurons=tuple(map(str, self.neurons)),
             marks=tuple(map(str, self.marks)),
             switches=tuple(switch.name for switch in switches),
@@ -183,7 +183,7 @@ class Explorer(ModelSink):
         return (
             f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
             f"the largest norm is {short(norm[highest])} at {tokens[highest]!r}, where typical text has "
-            f"{short(self.typical_norm[layer])}."
+            f"{short(self.sinks.survey.typical_norm[layer])}."
         )
 
     def change(self, switch: Switch, intact: TextReading, reading: TextReading, tokens: Sequence[str]) -> str:
@@ -193,9 +193,10 @@ class Explorer(ModelSink):
         position = int(np.abs(after - before).argmax())
         chance = ""
         if switch.control is not None:
+            site = f"blocks.{layer}.hook_resid_post"
             with under(switch.control, self.setup.target):
-                control = norms_at(self, intact.ids, layer)
-            chance = f" (random control: {short(control[position])})"
+                control = trace(self.setup.target, [intact.ids], site, norms_of)[site][0, position]
+            chance = f" (random control: {short(float(control))})"
         moved = f"from {short(before[position])} to {short(after[position])}{chance}"
         return (
             f"{switch.name[:1].upper()}{switch.name[1:]}: after layer {layer}, the norm changes most at token "

@@ -92,7 +92,7 @@ def check_server() -> None:
         raise SinkscopeError("a live page needs uvicorn: pip install starlette uvicorn, or give --html FILE")
 
 
-def application(answer: Callable[[Any], dict[str, Any]], title: str, token: str) -> Any:
+def live_page(answer: Callable[[Any], dict[str, Any]], title: str, token: str) -> Any:
     """Return the ASGI application: a page at /TOKEN/ and its requests at /TOKEN/view; everything else is not found."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -124,11 +124,12 @@ def application(answer: Callable[[Any], dict[str, Any]], title: str, token: str)
     return Starlette(routes=routes, middleware=[hosts])
 
 
-def listen(application: Any, port: int, ready: Callable[[str], object]) -> None:
-    """Serve an ASGI application at 127.0.0.1 until Ctrl-C, after which open requests have a few seconds to end.
+def serve(answer: Callable[[Any], dict[str, Any]], title: str, port: int, ready: Callable[[str], object]) -> None:
+    """Serve the live page at 127.0.0.1 until Ctrl-C, after which open requests have a few seconds to end.
 
     Args:
-        application: The application.
+        answer: Answers what the page asks for, such as `Explorer.answer`.
+        title: Name of the model.
         port: Port; 0 takes a free one.
         ready: Called with the address once connections are accepted.
 
@@ -137,6 +138,7 @@ def listen(application: Any, port: int, ready: Callable[[str], object]) -> None:
     """
     import uvicorn
 
+    token = secrets.token_urlsafe(16)
     # By the protocol's number asyncio knows that it is TCP, and sends small packets at once.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,27 +147,12 @@ def listen(application: Any, port: int, ready: Callable[[str], object]) -> None:
         except OSError as error:
             raise SinkscopeError(f"{HOST}:{port}: {(error.strerror or str(error)).lower()}; give another") from None
         listener.listen(256)
-        ready(f"http://{HOST}:{listener.getsockname()[1]}")
+        ready(f"http://{HOST}:{listener.getsockname()[1]}/{token}/")
         settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": GRACE}
         settings |= {"server_header": False, "date_header": False}
+        application = live_page(answer, title, token)
         config = uvicorn.Config(application, log_level="critical", access_log=False, **settings)
         try:
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:  # the usual end
             pass
-
-
-def serve(answer: Callable[[Any], dict[str, Any]], title: str, port: int, ready: Callable[[str], object]) -> None:
-    """Serve the live page until Ctrl-C.
-
-    Args:
-        answer: Answers what the page asks for, such as `Explorer.answer`.
-        title: Name of the model.
-        port: Port on 127.0.0.1; 0 takes a free one.
-        ready: Called with the address once connections are accepted.
-
-    Raises:
-        SinkscopeError: The port is taken.
-    """
-    token = secrets.token_urlsafe(16)
-    listen(application(answer, title, token), port, lambda address: ready(f"{address}/{token}/"))

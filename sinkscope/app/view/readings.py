@@ -14,7 +14,6 @@ from sinkscope.app.view.result import codes_of
 from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.neurons import norms_of
@@ -52,11 +51,6 @@ class ModelSink:
         if self.sinks.spikes:
             return self.sinks.spikes[0].spike.peak
         return int(self.sinks.survey.ratios[:, :, 0].mean(1).argmax())
-
-    @property
-    def typical_norm(self) -> list[float]:
-        """Median norm of later positions after each layer."""
-        return self.sinks.survey.typical_norm
 
     @property
     def neurons(self) -> tuple[Neuron, ...]:
@@ -112,21 +106,10 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
     with under(edit, target), attention_rows(target, see), target.hooks(*hooks):
         logits = target.forward(torch.tensor([ids]), unembed=True).logits[0, -1].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-    return TextReading(ids, norms, rows, received, likeliest(sink, logits))
-
-
-def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:
-    """Return the five likeliest next tokens, with their probabilities."""
     best = logits.softmax(-1).topk(5)
-    decode = sink.setup.tokenizer.decode
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple((decode([token]), round(probability, 4)) for token, probability in pairs)
-
-
-def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, " pos"]:
-    """Return norms after a layer, in a pass that ends there."""
-    site = f"blocks.{layer}.hook_resid_post"
-    return trace(sink.setup.target, [ids], site, norms_of)[site][0].numpy()
+    words = map(sink.setup.tokenizer.decode, best.indices[:, None].tolist())
+    shares = [round(share, 4) for share in best.values.tolist()]
+    return TextReading(ids, norms, rows, received, tuple(zip(words, shares, strict=True)))
 
 
 def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import base64
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from sinkscope.app.report import not_measured
 from sinkscope.measure import Result
 from sinkscope.results.row import Card
-from sinkscope.results.tables import MOST_ROWS, Table
+from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.spike import span
 
@@ -113,32 +112,6 @@ class CircuitSpike:
     attention: tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True)
-class OtherMeasurement:
-    """What a measurement of another package, with its defaults, says of the model.
-
-    Attributes:
-        name: Name of its command.
-        sentence: Its conclusion, or why there is none.
-        columns: The cells of each column of its first table, as a terminal shows them.
-    """
-
-    name: str
-    sentence: str
-    columns: dict[str, tuple[str, ...]]
-
-    @classmethod
-    def of(cls, name: str, outcome: Result | str) -> OtherMeasurement:
-        """Return what a result says, or why there is none."""
-        if isinstance(outcome, str):
-            clause = not_measured(outcome)
-            return cls(name, f"{clause[:1].upper()}{clause[1:]}", {})
-        columns: dict[str, tuple[str, ...]] = {}
-        for grid in outcome.grids()[:1]:
-            columns = {column: tuple(cells[:MOST_ROWS]) for column, cells in grid.columns.items()}
-        return cls(name, outcome.conclusion(), columns)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelView(Result):
     """A model on texts that can be explored with the mouse or the keys.
@@ -155,7 +128,7 @@ class ModelView(Result):
         circuit: The spikes, those that most heads read first.
         circuit_sentence: The conclusion about the circuit.
         purpose: What hiding the sink from later tokens costs, in a sentence; empty if it was not measured.
-        others: What measurements of other packages say.
+        others: What each measurement of another package says, or why it has no result.
     """
 
     kind = "view"
@@ -172,7 +145,7 @@ class ModelView(Result):
     circuit: tuple[CircuitSpike, ...] = ()
     circuit_sentence: str = ""
     purpose: str = ""
-    others: tuple[OtherMeasurement, ...] = ()
+    others: dict[str, str] = field(default_factory=dict)
 
     def to_html(self) -> str:
         """Return the page in which it can be explored."""

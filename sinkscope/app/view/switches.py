@@ -96,24 +96,6 @@ def moved_names(sink: ModelSink, length: int) -> list[str]:
     return [f"token {length // 2} isolated", f"token {length // 2} with the first id"]
 
 
-def moved(name: str, length: int) -> Switch | None:
-    """Return the switch of one token; None if the name is none of these.
-
-    Raises:
-        SinkscopeError: The text has no such token.
-    """
-    match = MOVED.fullmatch(name)
-    if match is None:
-        return None
-    at, isolated = int(match[1]), match[2] == "isolated"
-    if not 0 < at < length:
-        raise SinkscopeError(f"{name!r}, where the text has {length} tokens: expected a token from 1 to {length - 1}")
-    if not isolated:
-        return Switch(name, None, meaning=f"Token {at} carries the id of the first token.", first_at=at)
-    meaning = f"Token {at} sees only itself in every layer, as the first one does."
-    return Switch(name, Knockout(range(at), queries=[at]), meaning=meaning)
-
-
 def switch_named(sink: ModelSink, name: str, length: int) -> Switch:
     """Return the switch of this name.
 
@@ -123,15 +105,21 @@ def switch_named(sink: ModelSink, name: str, length: int) -> Switch:
         length: Number of tokens of the text.
 
     Raises:
-        SinkscopeError: There is no such switch.
+        SinkscopeError: There is no such switch, or no such token in the text.
     """
     for switch in switches_of(sink):
         if switch.name == name:
             return switch
-    of_token = moved(name, length)
-    if of_token is not None:
-        return of_token
-    raise SinkscopeError(f"{name!r} is no switch of this model: expected one that the page shows")
+    match = MOVED.fullmatch(name)
+    if match is None:
+        raise SinkscopeError(f"{name!r} is no switch of this model: expected one that the page shows")
+    at = int(match[1])
+    if not 0 < at < length:
+        raise SinkscopeError(f"{name!r}, where the text has {length} tokens: expected a token from 1 to {length - 1}")
+    if match[2] != "isolated":
+        return Switch(name, None, meaning=f"Token {at} carries the id of the first token.", first_at=at)
+    meaning = f"Token {at} sees only itself in every layer, as the first one does."
+    return Switch(name, Knockout(range(at), queries=[at]), meaning=meaning)
 
 
 def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
