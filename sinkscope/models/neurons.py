@@ -100,32 +100,27 @@ def view_layer(
         tensor = value.detach().flatten(0, -2)
         parts[part] = tensor[chosen.to(tensor.device)].float()
 
-    def experts_done(module: nn.Module, args: Args, kwargs: Kwargs, _output: Any) -> None:
-        experts = target.experts(layer)
-        routed = experts.routed(args, kwargs)
-        keep("routing", routed.weight)
+    def keep_experts(module: nn.Module, args: Args, kwargs: Kwargs, _output: Any) -> None:
         with brought(module):
+            experts = target.experts(layer)
+            routed = experts.routed(args, kwargs)
+            keep("routing", routed.weight)
             parts["of experts"] = _of_experts(experts, routed, chosen)
 
-    on_part = partial(target.part_hooks, layer)
     hooks = on_mlp(target, layer, partial(keep, "mlp"))
-    hooks += on_part("down", "pre", on_input(partial(keep, "post")))
-    hooks += on_part("shared_gate", "post", on_hidden(partial(keep, "gate")))
+    hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "post")))
+    hooks += target.part_hooks(layer, "shared_gate", "post", on_hidden(partial(keep, "gate")))
     if layer in target.mixtures:
-        hooks += on_part("experts", "post", experts_done)
+        hooks += target.part_hooks(layer, "experts", "post", keep_experts)
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
-    mlp, routing = parts["mlp"] * target.adapter.write_factor, parts.get("routing")
-    if routing is None:
+    mlp, post, routing = parts["mlp"] * target.adapter.write_factor, parts.get("of experts"), parts.get("routing")
+    if post is None or routing is None:
         return LayerView(layer, mlp, parts["post"])
-    post = parts["of experts"]
     if "post" in parts:
         shared = parts["post"]
-        weight = torch.ones_like(shared[:, :1])
-        if "gate" in parts:
-            weight = parts["gate"].sigmoid()
-        post = torch.cat([post, shared * weight], 1)
-        routing = torch.cat([routing, weight], 1)
+        weight = parts["gate"].sigmoid() if "gate" in parts else torch.ones_like(shared[:, :1])
+        post, routing = torch.cat([post, shared * weight], 1), torch.cat([routing, weight], 1)
     return LayerView(layer, mlp, post, routing)
 
 

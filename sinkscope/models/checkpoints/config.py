@@ -124,13 +124,9 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     """
     from transformers import AutoConfig
 
-    config: Any
-    if gguf is None:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    else:
-        header = GgufHeader(folder / gguf)
-        header.check_kind()
-        config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
+    header = None if gguf is None else GgufHeader(folder / gguf)
+    config: Any = AutoConfig.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    if header is not None:
         header.apply_rope(config.get_text_config())
     config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
     text = config.get_text_config()

@@ -27,13 +27,14 @@ _NEUTRAL = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_facto
 
 
 class GgufHeader:
-    """The fields of a GGUF file.
+    """The fields of a GGUF file of a whole language model.
 
     Args:
         file: The file.
 
     Raises:
         SinkscopeError: The file is cut off, or no GGUF file.
+        UnsupportedError: It is a part of a model, an adapter, an image tower, a vocabulary, or something else.
     """
 
     def __init__(self, file: Path) -> None:
@@ -45,6 +46,18 @@ class GgufHeader:
         except (ValueError, IndexError) as error:
             raise SinkscopeError(f"{self.name} is cut off, or is no GGUF file: download it again") from error
         self.architecture = str(self.value("general.architecture") or "")
+        kind = str(self.value("general.type") or "model")
+        if self.architecture == "clip":
+            kind = "mmproj"
+        elif (self.value("split.count") or 1) > 1:
+            kind = "part of a model"
+        elif not self._reader.tensors:
+            kind = "vocabulary without weights"
+        if kind != "model":
+            raise UnsupportedError(
+                f"{self.name} holds no whole model, but what GGUF calls {kind!r}: give the file of a language model "
+                "(llama-gguf-split --merge joins parts, llama-export-lora merges an adapter)"
+            )
 
     def value(self, key: str) -> Any:
         """Return the value of a field; None if there is none."""
@@ -61,25 +74,6 @@ class GgufHeader:
             if item.name == tensor:
                 return item.data.astype("float32").ravel().tolist()
         return None
-
-    def check_kind(self) -> None:
-        """Check that the file is a whole language model.
-
-        Raises:
-            UnsupportedError: It is a part of one, an adapter, an image tower, a vocabulary, or something else.
-        """
-        kind = str(self.value("general.type") or "model")
-        if self.architecture == "clip":
-            kind = "mmproj"
-        elif (self.value("split.count") or 1) > 1:
-            kind = "part of a model"
-        elif not self._reader.tensors:
-            kind = "vocabulary without weights"
-        if kind != "model":
-            raise UnsupportedError(
-                f"{self.name} holds no whole model, but what GGUF calls {kind!r}: give the file of a language model "
-                "(llama-gguf-split --merge joins parts, llama-export-lora merges an adapter)"
-            )
 
     def apply_rope(self, config: Any) -> None:
         """Set in a configuration how rope is scaled.
