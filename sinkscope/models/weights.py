@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeGuard
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -147,9 +146,6 @@ class Routed:
 class Experts:
     """Gated experts with weights `gate_up_proj` and `down_proj`, the layout of most families.
 
-    This layout alone may be split over processes by its neurons: each process computes its own neurons, and a sum over
-    processes follows. The part of `gate_up_proj` in a process holds the gates of its neurons and then their ups.
-
     Args:
         module: The module in which the experts are one call.
         weights: The module inside it that holds their weights; None is the module itself.
@@ -164,10 +160,6 @@ class Experts:
         self.module = module
         self._weights = module if weights is None else weights
         self._is_transposed: bool = getattr(module, "is_transposed", self.TRANSPOSED)
-        self._order = "(half neuron)"  # of gates and ups
-        if not getattr(module, "is_concatenated", True):
-            self._order = "(neuron half)"
-        self._shards = shards_of(self._down)
 
     @property
     def _down(self) -> Any:  # [expert _ _]
@@ -185,18 +177,14 @@ class Experts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weights can be read; split weights can only if they have no biases."""
-        if self._shards.size == 1:
-            return is_plain(self._down) and self._down.ndim == 3
-        is_usual = self._order == "(half neuron)" and not self._is_transposed
-        return is_usual and not hasattr(self.module, "gate_up_proj_bias")
+        """Whether the weights can be read: they are neither quantised nor split over processes."""
+        return is_plain(self._down) and self._down.ndim == 3
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """Return what the arguments of a call mean: hidden states, chosen experts and their weights, by any names."""
         _, chosen, weights = (*args, *kwargs.values())[:3]
-        by_expert = weights.new_zeros(len(weights), self.count + 1)  # one more: "no expert" under sharding
-        by_expert.scatter_add_(1, chosen.long().clamp(max=self.count), weights)
-        return Routed(_tokens(args, kwargs), by_expert[:, : self.count])
+        by_expert = weights.new_zeros(len(weights), self.count).scatter_add_(1, chosen.long(), weights)
+        return Routed(_tokens(args, kwargs), by_expert)
 
     def post(self, expert: int, hidden: HiddenStates) -> Neurons:
         """Return `hook_post` before the routing weight, by the experts' own activation, which may clamp and shift.
@@ -205,21 +193,20 @@ class Experts:
             expert: Number of the expert.
             hidden: What it reads.
         """
-        weight = local(self._weights.gate_up_proj)[expert]
+        weight = self._weights.gate_up_proj[expert]
         if self._is_transposed:
             weight = weight.T
         bias = getattr(self.module, "gate_up_proj_bias", None)
         both = linear(hidden, weight, None if bias is None else bias[expert])
-        halves = rearrange(both, f"token {self._order} -> half token neuron", half=2)
-        gate, up = self._shards.gather(halves, self.width)
         if hasattr(self.module, "_apply_gate"):
-            return self.module._apply_gate(rearrange([gate, up], f"half token neuron -> token {self._order}"))
+            return self.module._apply_gate(both)
+        gate, up = both.chunk(2, -1)
         return self._weights.act_fn(gate) * up
 
     def columns(self, expert: int, neurons: Any = slice(None)) -> Float[Tensor, "neuron d_model"]:
         """Return what neurons of an expert, some or all, write when their `hook_post` is 1."""
-        down = local(self._down)[expert]
-        return (down if self._is_transposed else self._shards.gather(down, self.width).T)[neurons]
+        down = self._down[expert]
+        return (down if self._is_transposed else down.T)[neurons]
 
     def output(self, routed: Routed) -> HiddenStates:
         """Return what the module must give according to this layout."""
