@@ -30,12 +30,9 @@ def edits(config: PreTrainedConfig) -> dict[str, Intervention]:
     """Edits of every kind: of neurons at the ends of halves of a layer, and of the sink of the model in the package."""
     width = config.intermediate_size
     sites = [(1, 0), (1, 31), (1, 32), (1, 338 % width), (2, width - 1)]
-    if config.model_type == "mixtral":
-        sites = [(layer, neuron % 3, neuron) for layer, neuron in sites]
-    found: dict[str, Intervention] = {"Ablate": ss.Ablate(sites=sites)}
-    if config.model_type != "mixtral":
-        found["Ablate, up factor"] = ss.Ablate(sites=sites, site="up", value=0.5)
-    found |= {
+    found: dict[str, Intervention] = {
+        "Ablate": ss.Ablate(sites=sites),
+        "Ablate, up factor": ss.Ablate(sites=sites, site="up", value=0.5),
         "Ablate, heads": ss.Ablate(heads=[(1, 0), (1, 3), (2, 1)], value=0.5),
         "Add": ss.Add(torch.linspace(-1, 1, config.hidden_size), "blocks.1.hook_resid_post"),
         "SinkPatch": ss.SinkPatch(sites=sites),

@@ -348,8 +348,8 @@ class Target:
         experts = experts_of(self.sub(layer, "experts"))
         if experts is None:
             raise UnsupportedError(
-                f"the experts of {self.name} hold no plain weights here: load it dequantised and, if this layout is "
-                "split over processes, in one process (device_map= spreads it over devices)"
+                f"the experts of {self.name} hold no plain weights here: load it dequantised, and in one process "
+                "(device_map= spreads it over devices)"
             )
         return experts
 
