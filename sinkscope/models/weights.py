@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sinkscope.errors import UnsupportedError, first_line
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Args, Kwargs, apart, evaluating, has_hooks, hooked
 from sinkscope.models.shards import local, shards_of
 
@@ -100,20 +100,16 @@ def _asked(target: Any, module: nn.Module, width: int, chosen: list[int]) -> Ten
     large = _LARGE * torch.randn(count, generator=torch.Generator().manual_seed(0))
     units[0, -2, chosen] = large.to(units)
     behind = module, "pre", lambda _module, _args, kwargs: ((units,), kwargs)
-    problem = "is not linear in its inputs"
-    try:
-        with evaluating(module), apart(), hooked(behind):
-            outputs = module(units)[0]
-        columns, given = (outputs[:-1] - outputs[-1:]).split([count, 1])
-        expected = units[0, -2, chosen].float() @ columns.float()
-        if (given - expected).abs().max() <= _LINEAR * torch.maximum(given.abs().max(), expected.abs().max()):
-            return columns
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        problem = f"fails where it is asked what it gives ({first_line(error)})"
-    raise UnsupportedError(
-        f"a {type(module).__name__} of the model {problem}, so that it is not known what its inputs write: somebody "
-        "has replaced its forward, or has put a hook on it; measure the model without that"
-    )
+    with evaluating(module), apart(), hooked(behind):
+        outputs = module(units)[0]
+    columns, given = (outputs[:-1] - outputs[-1:]).split([count, 1])
+    expected = units[0, -2, chosen].float() @ columns.float()
+    if not (given - expected).abs().max() <= _LINEAR * torch.maximum(given.abs().max(), expected.abs().max()):
+        raise UnsupportedError(
+            f"a {type(module).__name__} of the model is not linear in its inputs, so that it is not known what they "
+            "write: somebody has replaced its forward, or has put a hook on it; measure the model without that"
+        )
+    return columns
 
 
 # -- a fused mixture of experts, one expert at a time, whichever way transformers lays out its weights -----------------

@@ -146,10 +146,7 @@ class Files:
 
 def is_quantised(config: Any) -> bool:
     """Return whether a configuration says how its weights are quantised."""
-    for part in (config, config.get_text_config()):
-        if getattr(part, "quantization_config", None) or getattr(part, "compression_config", None):
-            return True
-    return False
+    return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
 
 
 def made(cls: Any, where: Path | None, name: str, config: Any, *, part: str = "", **options: Any) -> Any:

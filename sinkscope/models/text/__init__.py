@@ -60,8 +60,8 @@ class Halves:
 def halves_of(text: str) -> Halves:
     """Cut a text in the middle, between two words if there are any."""
     middle = len(text) // 2
-    rest = re.split(r"(?=\s)", text[middle:], maxsplit=1)[-1]  # from the next white space on
-    end = len(text) - len(rest)
+    space = re.compile(r"\s").search(text, middle)
+    end = middle if space is None else space.start()
     return Halves(text[:end], text[end:])
 
 
