@@ -19,7 +19,7 @@ from sample_results import sample_find_sinks
 from sinkscope.app.compare import compare
 from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.envelope import kind_modules
-from sinkscope.results.pages import DRAWN, Section, document, plot
+from sinkscope.results.pages import Section, document, plot
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, row_of
 
@@ -83,15 +83,6 @@ def test_no_text_of_a_file_is_markup_in_a_drawing(kind):
     shown = list(texts_in(Result.from_dict(data | bad).figure().to_plotly_json()))
     assert not [text for text in shown if "<img" in text]
     assert any("&lt;img src=x onerror=alert(1)&gt;" in text for text in shown)
-
-
-@pytest.mark.parametrize("name", ["attack", "barcode", "repeat-attention"])
-def test_a_page_is_svg_and_small(name):
-    result = Result.load(FIGURES / f"{name}.json")
-    assert {one.type for one in result.figure().data} <= DRAWN
-    text = result.to_html()
-    assert len(text.encode(errors="backslashreplace")) < LARGEST
-    assert "svg" in text and not re.search(r'"type":\s*"scattergl"', text)
 
 
 def test_a_figure_that_the_page_cannot_draw_is_refused():

@@ -16,7 +16,6 @@ from covering import slow
 from organisms import Organism, organism
 from raw_kit import attention, norms, zeroed
 from refusals import refused
-from repository import ROOT
 from starlette.testclient import TestClient
 
 import sinkscope as ss
@@ -109,15 +108,6 @@ def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
     words, shares = zip(*zeroed_neurons.following, strict=True)
     assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
     assert shares == pytest.approx(best.values.tolist(), abs=1e-4)
-
-
-def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
-    quoted = (ROOT / "docs/view.md").read_text().replace("\n> ", " ").replace("&lt;", "<").replace("&gt;", ">")
-    view = bundled.view()
-    assert f"Conclusion: {view.conclusion()}" in quoted
-    lines = view.text(brief=True).splitlines()
-    assert lines[1].split()[:6] == ["the", "first", "token", "L1.N338", "1-5", str(bundled.circuit.spikes[0].heads)]
-    assert {variant.sentence for variant in view.texts[0].variants[1:]} <= {*lines}
 
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
