@@ -23,7 +23,7 @@ from sinkscope.conformance.masked import attending, plain_logits, positions_of, 
 from sinkscope.engine.step import TokenPositions
 from sinkscope.engine.stock import set_attention
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.keeper import own_layers
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
 
@@ -202,7 +202,7 @@ def run_policy(
 
     def keep(end: int):
         if end > prompt:
-            kept.append([read_columns(layer, mask) for layer in own_layers(cache)])
+            kept.append([read_columns(layer, mask) for layer in cache.layers if isinstance(layer, CacheLayer)])
 
     with policy.on(model):
         logits = decode(model, ids, mask, prompt, cache, chunks, after=keep)

@@ -28,7 +28,7 @@ from sinkscope.engine.rows import put_rows
 from sinkscope.engine.step import ROWS, Draft, RowState, Step, TokenPositions
 from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.engine.tap import Listener
-from sinkscope.engine.visible import FunctionMask, TensorMask
+from sinkscope.engine.visible import CausalMask, FunctionMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, by_name, new_call_cache, with_cache
 from sinkscope.models.hooks import DEPTH, Args, Kwargs
@@ -47,7 +47,7 @@ class Calls:
         takes_back: Whether some actor may take tokens back.
         reads_one_text: Whether some actor watches the text of each row, beside which `generate` may read no other.
         owns_attention: Whether some actor owns caches or replaces attention, which no other run may do beside it.
-        actors: What acts in calls, in order.
+        acting: What acts in calls, in order, by the moments at which it does something: others are not asked.
         keeper: Who keeps the caches (`kv.keeper.CacheKeeper`), if anybody does.
         uncached: Why `generate` may not run without a cache; "" if it may.
         by_token: Why tokens have to be read one by one, which those of assisted generation are not; "" if not.
@@ -61,7 +61,7 @@ class Calls:
         self.passes = 0
         self.takes_back = self.owns_attention = self.reads_one_text = False
         self.uncached = self.by_token = ""
-        self.actors: list[Actor] = []
+        self.acting: dict[str, list[Actor]] = {"before": [], "attends": [], "after": []}
         self.keeper: Any = None
         self.prompting = False
         self.draft: Draft | None = None
@@ -135,7 +135,7 @@ class Calls:
             )
         changed = None
         cache = cache_in(arguments)
-        if self.actors and cache is None:
+        if self._listener is not None and cache is None:
             cache = new_call_cache(arguments, self.target)
             if cache is not None:
                 arguments = with_cache(module, arguments, cache)
@@ -160,13 +160,13 @@ class Calls:
         if self.draft is not None and self.draft.cache is step.cache:  # a processor may read a text of its own
             step.draft = self.draft
         note_layers(step)
-        for actor in self.actors:
+        for actor in self.acting["before"]:
             actor.before(step)
         for kv in step.layers:  # a plain loop: every token comes here
             if kv.slot_positions is not None:
                 step.has_gaps = True
         self._attending = []
-        for actor in self.actors:
+        for actor in self.acting["attends"]:
             if actor.attends(step):
                 self._attending.append(actor)
         listener.first_query = step.past
@@ -189,9 +189,8 @@ class Calls:
         kv = step.by_number.get(attention.layer) if step.has_gaps else None
         if kv is not None:
             source = attention.source
-            sees_all = not isinstance(source, TensorMask)
-            if isinstance(source, FunctionMask):
-                sees_all = source.local is None and not source.by_vmap
+            is_full = isinstance(source, FunctionMask) and source.local is None and not source.by_vmap
+            sees_all = is_full or isinstance(source, CausalMask)
             attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
             attention.is_whole = attention.query.shape[2] == 1 and kv.gapless and sees_all and not attention.hidden
         for actor in self._attending:
@@ -220,7 +219,7 @@ class Calls:
         if step.past == 0:
             self._note_cache(step, cache_in(output))
         self._ended = step
-        for actor in self.actors:
+        for actor in self.acting["after"]:
             if not actor.reads_logits:
                 actor.after(step)
 
@@ -236,7 +235,7 @@ class Calls:
             logits = output[0]
         if logits is not None and logits.ndim == 3:
             step.logits = logits[:, -1]
-        for actor in self.actors:
+        for actor in self.acting["after"]:
             if actor.reads_logits:
                 back = actor.after(step)
                 if back is not None and step.draft is not None:
@@ -267,9 +266,8 @@ def note_layers(step: Step) -> None:
 
 def cache_in(holder: Any) -> Any:
     """Return the cache that a call's arguments, or a model's output, hold; None if there is none."""
-    is_by_name = isinstance(holder, dict)
     for name in CACHE_NAMES:
-        cache: Any = holder.get(name) if is_by_name else getattr(holder, name, None)
+        cache: Any = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
         if cache is not None:
             return cache
     return None
@@ -326,13 +324,11 @@ def begin_step(
         real = mask[:, earlier.seen : total].bool().to(tokens.device)
     else:
         real = torch.ones(batch, total - earlier.seen, dtype=torch.bool, device=tokens.device)
-    count = real.cumsum(1)
-    later = torch.where(real, earlier.length[:, None] + count - 1, -1)
-    length = earlier.length + count[:, -1] if real.shape[1] else earlier.length
-    state.tokens = TokenPositions(torch.cat([earlier.pos, later], 1), length, total)
+    later = torch.where(real, earlier.length[:, None] + real.cumsum(1) - 1, -1)
+    state.tokens = TokenPositions(torch.cat([earlier.pos, later], 1), earlier.length + real.sum(1), total)
     if earlier.seen != past:  # some were read in calls on which the run did not act
         earlier = state.tokens.first(past)
-    return Step(number, batch, past, new, ids, cache, arguments, earlier, state)
+    return Step(number, past, new, ids, cache, arguments, earlier, state)
 
 
 def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:

@@ -27,7 +27,6 @@ from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
 
-_LOOK = 0.5  # seconds after which whoever waits looks whether the thread that holds the model still lives
 _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended."""
 
@@ -42,7 +41,7 @@ def held(target: Target, run: Run | None = None) -> Iterator[None]:
     me, decoder = threading.current_thread(), target.base
     with _CHANGED:
         while any(thread is not me and thread.is_alive() for thread, _ in _HOLDS.get(decoder, ())):
-            _CHANGED.wait(_LOOK)
+            _CHANGED.wait(0.5)  # then look whether that thread still lives
         _HOLDS[decoder] = (*_HOLDS.get(decoder, ()), (me, run))  # another tuple: others read it without the lock
     try:
         yield
@@ -91,7 +90,6 @@ class Run(Calls):
     def __init__(self, target: Target, parts: Sequence[Any]) -> None:
         super().__init__(target)
         self.parts = parts  # what is entered, `hooks.edit.base.Intervention`, in order
-        self._words = " | ".join(type(part).__name__ for part in parts)
         self.stack = ExitStack()
         self._acts = any(part.ACTS for part in parts)
         self._is_used = False
@@ -119,7 +117,7 @@ class Run(Calls):
                 self.hook((target.hf, "first", self._begin_parts))
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
-            if any(actor.reads_logits for actor in self.actors):
+            if any(actor.reads_logits for actor in self.acting["after"]):
                 self.hook((target.hf, "always", self._end_model))
             self.stack.push(self._check_edited)
             self.stack.callback(self._close)
@@ -151,7 +149,9 @@ class Run(Calls):
             self.stack.enter_context(tapped(self.target, self._listener))
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
-        self.actors.append(actor)
+        for moment, acting in self.acting.items():
+            if getattr(type(actor), moment) is not getattr(Actor, moment):
+                acting.append(actor)
 
     def begin_generation(self, options: Mapping[str, Any], settings: Any) -> None:
         """Note the settings of a generation, which reads a prompt with these arguments.
@@ -219,7 +219,8 @@ class Run(Calls):
         return counts
 
     def __repr__(self) -> str:
-        return f"{self._words} on {self.target.name}: {self.summary()}"
+        words = " | ".join(type(part).__name__ for part in self.parts)
+        return f"{words} on {self.target.name}: {self.summary()}"
 
     def summary(self) -> str:
         """Return what the interventions did, in one line."""
@@ -232,9 +233,7 @@ class Run(Calls):
 
     def count(self, kind: str, number: Tensor) -> None:
         """Add to what is counted, by kind; nothing waits for the device."""
-        if kind in self._changed:
-            number = number + self._changed[kind].to(number.device)
-        self._changed[kind] = number
+        self._changed[kind] = number + self._changed.get(kind, 0 * number).to(number.device)
 
     def _check_edited(self, error: object, *_: object) -> None:
         """Refuse a run that ends without an error and in which an edit was lost, although the model ran.
@@ -257,7 +256,8 @@ class Run(Calls):
         self._step = self._ended = None
         for cache in list(self._caches):
             forget_rows(cache, self.number)
-        self.actors = []  # some hold the run
+        for acting in self.acting.values():
+            acting.clear()  # some hold the run
         self._attending = []
         self._listener = None
 

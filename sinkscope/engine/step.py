@@ -132,7 +132,6 @@ class Step:
 
     Attributes:
         number: Number of the call within the block, from 0.
-        rows: Number of rows.
         past: Number of columns (tokens with padding) in the cache before the call.
         new: Number of columns that the call reads.
         ids: Ids of these tokens, if they are given as ids.
@@ -153,7 +152,6 @@ class Step:
     """
 
     number: int
-    rows: int
     past: int
     new: int
     ids: Int[Tensor, "batch pos"] | None

@@ -111,8 +111,9 @@ def _attend(
             idle = idle and listener.idle
             has_gaps = has_gaps or listener.has_gaps
     if "indices" in kwargs or "block_indices" in kwargs:  # DeepSeek 3.2, MiniMax M3
-        kind = type(module).__name__
-        raise UnsupportedError(f"{kind} attends to keys that an indexer chooses, which is not read: use another model")
+        raise UnsupportedError(
+            f"{type(module).__name__} attends to keys that an indexer chooses, which is not read: use another model"
+        )
     function: FunctionMask | None = getattr(attention_mask, _FUNCTION, None)
     if has_gaps and (idle or function is not None):  # a model of several parts made a mask before tokens left
         attention_mask = None
@@ -251,10 +252,7 @@ def attention_rows(
     Raises:
         UnsupportedError: The model attends by a function of the user's own, or gives no rows.
     """
-    wanted = target.attending
-    if layers is not None:
-        wanted = [layer for layer in wanted if layer in layers]
-
+    wanted = [layer for layer in target.attending if layers is None or layer in layers]
     shown = of_all_heads(target, observer)
 
     def see(call: Attention) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
 
@@ -71,10 +72,8 @@ class FunctionMask:
         else:
             sees = torch.as_tensor(self.function(*places), device=row.device)
         if self.padding is not None:
-            padding = self.padding.to(row.device)
-            inside = columns < padding.shape[1]
-            real = padding[row, torch.where(inside, columns, 0)]
-            sees = sees & real & inside
+            real = pad(self.padding.to(row.device), (0, 1))
+            sees = sees & real[row, columns.clamp(max=self.padding.shape[1])]
         return sees
 
 

@@ -114,9 +114,9 @@ def resolve(target: Target, patterns: str | Sequence[str]) -> list[Site]:
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
             raise SinkscopeError(
-                f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
+                f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; the first has "
+                f"{', '.join(site_names(1))}"
             )
         absent: list[NoSiteError] = []
         for name in matches:

@@ -151,9 +151,9 @@ class Slots(DynamicLayer):
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
 
-    def occupied(self, device: torch.device) -> int | Float[Tensor, " batch"]:
-        """Return the number of tokens here; of each row, on a device, where there may be holes."""
-        return self.keys.shape[-2] if self.gapless else self.keys.shape[-2] - self.holes().to(device)
+    def occupied(self, device: torch.device) -> Float[Tensor, " batch"]:
+        """Return the number of tokens here, of each row, on a device."""
+        return self.keys.shape[-2] - self.holes().to(device)
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Return numbers for each slot, such as the attention it received.

@@ -35,15 +35,18 @@ def held_tokens(layers: Sequence[CacheLayer]) -> tuple[Float[Tensor, " row"], Fl
 
     It reads fewer than are held where it reads a copy of a part. This does not wait for the device.
     """
-    device, held, read = layers[0].keys.device, 0, 0
+    device = layers[0].keys.device
+    held: Any = 0
+    read: Any = 0
     for kv in layers:  # a plain loop: every token comes here
-        here = kv.occupied(device)
+        here = kv.keys.shape[-2] if kv.gapless else kv.occupied(device)
         read = read + here
         if kv.whole_layer is not None:
-            here = kv.whole_layer.occupied(device) + kv.seen - kv.whole_layer.seen
+            here = kv.whole_layer.keys.shape[-2] - kv.whole_layer.holes().to(device) + kv.seen - kv.whole_layer.seen
         held = held + here
-    both = [torch.as_tensor(count, dtype=torch.double).expand(len(layers[0].keys)) for count in (held, read)]
-    return both[0] / len(layers), both[1] / len(layers)
+    rows = len(layers[0].keys)
+    held, read = torch.as_tensor(held, dtype=torch.double), torch.as_tensor(read, dtype=torch.double)
+    return held.expand(rows) / len(layers), read.expand(rows) / len(layers)
 
 
 _NOTHING = torch.zeros(0)
@@ -141,8 +144,9 @@ class CacheKeeper(Actor):
     def _settle(self) -> None:
         """Leave whole caches behind."""
         for cache in list(self.meters):
-            for kv in own_layers(cache):
-                kv.settle()
+            for kv in cache.layers:
+                if isinstance(kv, CacheLayer):
+                    kv.settle()
 
     # What the block calls -------------------------------------------------------------------------------------------
 
@@ -294,11 +298,6 @@ def adopt(cache: Any, target: Target) -> None:
 def _named(cache: Any) -> str:
     """The class of a cache, and whether it offloads."""
     return type(cache).__name__ + (" (offloaded)" if getattr(cache, "offloading", False) else "")
-
-
-def own_layers(cache: Any) -> list[CacheLayer]:
-    """Return the layers of a cache that are ours."""
-    return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
 
 
 def cache_layers(target: Target) -> list[int]:

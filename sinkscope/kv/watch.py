@@ -235,10 +235,9 @@ class QueryKeeper(Actor):
 
 def keep_queries(run: Run, last: int, decoding: bool = False) -> None:
     """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
-    keepers = [actor for actor in run.actors if isinstance(actor, QueryKeeper)]
-    if not keepers:
-        keepers = [QueryKeeper()]
-        run.act(keepers[0])
-    (keeper,) = keepers
+    keeper = next((actor for actor in run.acting["attends"] if isinstance(actor, QueryKeeper)), None)
+    if keeper is None:
+        keeper = QueryKeeper()
+        run.act(keeper)
     keeper.count = max(keeper.count, last)
     keeper.keeps_decoding |= decoding

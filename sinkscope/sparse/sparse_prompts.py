@@ -73,7 +73,7 @@ class SparsePrompts(Intervention):
         name = type(self).__name__
         run.uncached = f"{name} reads prompts, and without a cache each call is one"
         run.by_token = f"{name} would read these as a prompt"
-        for actor in run.actors:
+        for actor in run.acting["attends"]:
             if isinstance(actor, PromptReader):
                 both = f"{type(actor.prompts).__name__} and {name}"
                 raise UnsupportedError(f"{both} would both decide how prompts are read: enter one of them")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
@@ -133,5 +134,5 @@ class _KnockoutActor(Actor):
 
 def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:
     """Values of columns; False where there is none."""
-    inside = (at >= 0) & (at < columns.shape[1])
-    return columns.gather(1, torch.where(inside, at, 0)) & inside
+    row = torch.arange(len(at), device=at.device)[:, None]
+    return pad(columns, (0, 1))[row, at.clamp(max=columns.shape[1])]  # -1 is the last place
