@@ -5,7 +5,7 @@ Query heads share a kv head in groups, which are beside each other.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from einops import rearrange, repeat
 from jaxtyping import Float, Shaped
@@ -82,14 +82,6 @@ def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
 
 
-HeadNumber = TypeVar("HeadNumber", int, Tensor)
-
-
-def kv_head_of(head: HeadNumber, heads: int, kv_heads: int) -> HeadNumber:
-    """Return the kv head whose keys a query head reads, or those of several query heads."""
-    return head * kv_heads // heads
-
-
 def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> Shaped[Tensor, "batch _ *rest"]:
     """Expand from kv heads to query heads; a tensor with a single head for all is left as it is."""
     kv_heads = by_kv_head.shape[1]
@@ -110,17 +102,3 @@ def in_groups(
     # Without einops, because this runs in every layer for every generated token, where it costs a tenth:
     # "batch (kv_head group) query width -> batch kv_head (group query) width"
     return by_head.reshape(by_head.shape[0], kv_heads, -1, by_head.shape[-1])
-
-
-def fold_groups_into_queries(
-    by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
-) -> Shaped[Tensor, "kv_head_of_batch query_of_group width"]:
-    """Do as `in_groups`, for a batched matrix product with the keys or values of the kv heads."""
-    return by_head.reshape(by_head.shape[0] * kv_heads, -1, by_head.shape[-1])  # in one step, as each costs time
-
-
-def by_query_head(
-    products: Shaped[Tensor, "kv_head_of_batch query_of_group width"], batch: int, heads: int
-) -> Shaped[Tensor, "batch head query width"]:
-    """Return the inverse of `fold_groups_into_queries`: what a product gives, by query head."""
-    return products.reshape(batch, heads, -1, products.shape[-1])

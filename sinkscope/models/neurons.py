@@ -5,7 +5,7 @@ Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -228,25 +228,12 @@ def keep_call(target: Target, layer: int, calls: list[Added]) -> Hook:
 # -- hook points -------------------------------------------------------------------------------------------------------
 
 
-class NeuronGroup(NamedTuple):
-    """The neurons of one MLP or expert that one hook edits."""
-
-    layer: int
-    expert: int | None
-    neurons: list[int]
-
-    @property
-    def sites(self) -> list[Neuron]:
-        """Their addresses."""
-        return [Neuron(self.layer, self.expert, neuron) for neuron in self.neurons]
-
-
-def groups_of(sites: Iterable[Neuron]) -> list[NeuronGroup]:
-    """Return the sites, each once, grouped by MLP."""
-    groups: dict[tuple[int, int | None], list[int]] = {}
+def groups_of(sites: Iterable[Neuron]) -> list[list[Neuron]]:
+    """Return the sites, each once, grouped by MLP or expert: one hook edits those of a group."""
+    groups: dict[tuple[int, int | None], list[Neuron]] = {}
     for site in dict.fromkeys(sites):
-        groups.setdefault((site.layer, site.expert), []).append(site.neuron)
-    return [NeuronGroup(layer, expert, neurons) for (layer, expert), neurons in groups.items()]
+        groups.setdefault((site.layer, site.expert), []).append(site)
+    return [*groups.values()]
 
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -309,13 +296,13 @@ def heads_point(target: Target, layer: int, columns: list[int] | None = None) ->
     return HookPoint(target.sub(layer, "o"), "pre", columns)
 
 
-def neurons_point(target: Target, group: NeuronGroup, site: str = "post") -> HookPoint:
-    """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up".
+def neurons_point(target: Target, sites: Sequence[Neuron], site: str = "post") -> HookPoint:
+    """Return neurons of one MLP or expert: `hook_post`, or the linear factor with site="up".
 
     Raises:
         UnsupportedError: The MLP of the layer could not be proved.
     """
-    layer, expert, neurons = group
+    layer, expert, neurons = sites[0].layer, sites[0].expert, [each.neuron for each in sites]
     target.check_neurons(layer)
     if expert is not None:
         experts = target.experts(layer)
@@ -336,20 +323,18 @@ def _expert_hook(experts: Experts, expert: int, neurons: list[int], edit: Edit) 
 
     def corrected(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
         entering = (*args, *kwargs.values())[0]
-        edited: dict[tuple[int, int, int], Tensor] = _EDITED.setdefault(entering, {})
+        edited: dict[tuple[int, int], Tensor] = _EDITED.setdefault(entering, {})
         with brought(module):
             routed = experts.routed(args, kwargs)
             post = experts.post(expert, routed.entering(expert))[:, neurons]
             written = experts.columns(expert, neurons).to(post.dtype)
-        keys = [(id(module), expert, neuron) for neuron in neurons]
-        for number, key in enumerate(keys):
-            if key in edited:
-                post[:, number] = edited[key]
+        for number, neuron in enumerate(neurons):
+            post[:, number] = edited.get((expert, neuron), post[:, number])
         new = edit(post)
         if new is None:
             return None
         new = new.to(post.dtype)
-        edited.update(zip(keys, new.unbind(1), strict=True))
+        edited.update({(expert, neuron): new[:, number] for number, neuron in enumerate(neurons)})
         change = (new - post) * routed.weight[:, expert, None]
         change = change.to(post.dtype) @ written
         return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)

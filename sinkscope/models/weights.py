@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -140,26 +139,24 @@ class Routed:
 
 
 class Experts:
-    """Gated experts with weights `gate_up_proj` and `down_proj`, the layout of most families.
+    """The experts of a mixture, with weights `down_proj` and `gate_up_proj`, or `up_proj` without a gate.
+
+    Where the mixture itself holds them beside its router (Llama 4), they read hidden states times the router's score,
+    and a shared expert adds to what they write.
 
     Args:
         module: The module in which the experts are one call.
-        weights: The module inside it that holds their weights; None is the module itself.
     """
 
-    PARTS: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
-    """Attributes that tell the layout."""
-    TRANSPOSED: ClassVar[bool] = False
-    """Whether weights are stored input x output, if the module does not say."""
-
-    def __init__(self, module: Any, weights: Any = None) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
-        self._weights = module if weights is None else weights
-        self._is_transposed: bool = getattr(module, "is_transposed", self.TRANSPOSED)
+        self._is_scaled = hasattr(module, "router") and hasattr(module, "shared_expert")
+        self.weights = getattr(module, "experts", module) if self._is_scaled else module
+        self._is_transposed: bool = getattr(module, "is_transposed", self._is_scaled)
 
     @property
     def _down(self) -> Any:  # [expert _ _]
-        return self._weights.down_proj
+        return self.weights.down_proj
 
     @property
     def count(self) -> int:
@@ -171,16 +168,16 @@ class Experts:
         """Number of neurons of an expert."""
         return int(self._down.shape[1 if self._is_transposed else 2])
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the weights can be read: they are neither quantised nor split over processes."""
-        return is_plain(self._down) and self._down.ndim == 3
-
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """Return what the arguments of a call mean: hidden states, chosen experts and their weights, by any names."""
-        _, chosen, weights = (*args, *kwargs.values())[:3]
+        given = (*args, *kwargs.values())
+        hidden = given[0].reshape(-1, given[0].shape[-1])
+        if self._is_scaled:  # the router is asked again
+            scores = self.module.router(hidden)[0]
+            return Routed(hidden, (scores > 0).to(scores), scores)
+        _, chosen, weights = given[:3]
         by_expert = weights.new_zeros(len(weights), self.count).scatter_add_(1, chosen.long(), weights)
-        return Routed(_tokens(args, kwargs), by_expert)
+        return Routed(hidden, by_expert)
 
     def post(self, expert: int, hidden: HiddenStates) -> Neurons:
         """Return `hook_post` before the routing weight, by the experts' own activation, which may clamp and shift.
@@ -189,15 +186,15 @@ class Experts:
             expert: Number of the expert.
             hidden: What it reads.
         """
-        weight = self._weights.gate_up_proj[expert]
-        if self._is_transposed:
-            weight = weight.T
-        bias = getattr(self.module, "gate_up_proj_bias", None)
-        both = linear(hidden, weight, None if bias is None else bias[expert])
+        weights, bias = self.weights, getattr(self.module, "gate_up_proj_bias", None)
+        if not hasattr(weights, "gate_up_proj"):
+            return weights.act_fn(linear(hidden, weights.up_proj[expert]))
+        weight = weights.gate_up_proj[expert]
+        both = linear(hidden, weight.T if self._is_transposed else weight, None if bias is None else bias[expert])
         if hasattr(self.module, "_apply_gate"):
             return self.module._apply_gate(both)
         gate, up = both.chunk(2, -1)
-        return self._weights.act_fn(gate) * up
+        return weights.act_fn(gate) * up
 
     def columns(self, expert: int, neurons: Any = slice(None)) -> Float[Tensor, "neuron d_model"]:
         """Return what neurons of an expert, some or all, write when their `hook_post` is 1."""
@@ -213,56 +210,12 @@ class Experts:
             if bias is not None:
                 written = written + bias[expert]
             total += routed.weight[:, expert, None] * written
-        return total
-
-
-class UngatedExperts(Experts):
-    """Experts with one input projection, `up_proj` (Nemotron-H)."""
-
-    PARTS = ("up_proj", "down_proj", "act_fn")
-
-    def post(self, expert: int, hidden: HiddenStates) -> Neurons:
-        """Return the same, without a gate."""
-        return self.module.act_fn(linear(hidden, self.module.up_proj[expert]))
-
-
-class ScaledInputExperts(Experts):
-    """Experts that read hidden states times the router's score, beside a shared expert (Llama 4); the whole mixture."""
-
-    PARTS = ("experts.gate_up_proj", "experts.down_proj", "router", "shared_expert")
-    TRANSPOSED = True
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module, module.experts)
-
-    def routed(self, args: Args, kwargs: Kwargs) -> Routed:
-        """Ask the router again."""
-        hidden = _tokens(args, kwargs)
-        scores = self.module.router(hidden)[0]
-        return Routed(hidden, (scores > 0).to(scores), scores)
-
-    def output(self, routed: Routed) -> HiddenStates:
-        """Return the same, and what the shared expert writes."""
-        return super().output(routed) + self.module.shared_expert(routed.hidden)
-
-
-def _tokens(args: Args, kwargs: Kwargs) -> HiddenStates:
-    """The hidden states of a call, which come first, by whatever name."""
-    hidden = (*args, *kwargs.values())[0]
-    return hidden.reshape(-1, hidden.shape[-1])
-
-
-LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts)
+        return total + self.module.shared_expert(routed.hidden) if self._is_scaled else total
 
 
 def experts_of(module: Any) -> Experts | None:
     """Return the experts that a module holds; None if it holds none, or in no known layout, or not as plain tensors."""
-    for layout in LAYOUTS:
-        try:
-            attrgetter(*layout.PARTS)(module)
-        except AttributeError:
-            continue
-        experts = layout(module)
-        if experts.is_plain:
-            return experts
-    return None
+    experts = Experts(module)
+    down = getattr(experts.weights, "down_proj", None)
+    is_known = hasattr(experts.weights, "gate_up_proj") or hasattr(experts.weights, "up_proj")
+    return experts if is_known and is_plain(down) and down.ndim == 3 else None

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.layers import kv_head_of
 from sinkscope.sparse.attention import ROWS, Scores, attention_of
 from sinkscope.sparse.bands import TILE, Lines
 
@@ -119,7 +118,7 @@ def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tens
     """Write the attention of one head on lines of its own, tile by tile."""
     grid = own.grid
     width = scores.key.shape[2]
-    kv_head = kv_head_of(head, scores.heads, len(value))
+    kv_head = head * len(value) // scores.heads
     query = scores.query[head].float() * scores.scaling
     both = torch.cat([scores.key[kv_head].float(), value[kv_head].float()], 1)  # so that they are gathered at once
     future = torch.ones(TILE, TILE, dtype=torch.bool).triu_(1)
@@ -140,7 +139,7 @@ def _dense(scores: Scores, value: Tensor, head: int, out: Float[Tensor, "query d
     """Write PyTorch's causal attention of one head."""
     from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
 
-    kv_head = kv_head_of(head, scores.heads, len(value))
+    kv_head = head * len(value) // scores.heads
     rows = scores.queries
     if scores.past:
         rows = _ROWS  # at a time: on a CPU PyTorch builds their mask

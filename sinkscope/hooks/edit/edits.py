@@ -156,7 +156,7 @@ class NeuronEdit(PlacedEdit):
         """Read the other values."""
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
-        """Return the hook points with their `NeuronGroup` or `Head`.
+        """Return the hook points with their neurons or `Head`.
 
         They are inputs of down projections and of output projections, up projections, or those of experts.
         """

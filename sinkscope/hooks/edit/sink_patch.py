@@ -133,7 +133,7 @@ class SinkPatch(NeuronEdit):
         """Return the neutral value."""
         if not self.calibrated:
             return self._second_value(values)
-        numbers = [self.calibrated[site] for site in values.of.sites]
+        numbers = [self.calibrated[site] for site in values.of]
         return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch 1 neuron"]:

@@ -112,7 +112,7 @@ class Batch:
             return torch.tensor([[part in own for part in some] for own in members])[self.edit_of, None]
 
         for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
-            where = removes(group.sites) & (place[..., None] | self.everywhere)
+            where = removes(group) & (place[..., None] | self.everywhere)
             hooks.append(neurons_point(target, group).rows(where, torch.zeros_like))
         for part in [part for part in parts if not isinstance(part, Neuron)]:
             where = removes([part]) & place[..., None]
