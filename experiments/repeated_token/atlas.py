@@ -12,13 +12,14 @@ from experiments.script import run
 from sinkscope.measure import Setup
 from sinkscope.sinks.repeat import copies_of
 from sinkscope.sinks.spikes.find import sinks_of
-from sinkscope.sinks.tokens import MAX_REPEATS, prefix_of, vocabulary
+from sinkscope.sinks.tokens import MAX_REPEATS, prefix_of
 
 
 def main(*, out: Path = Path("figures")) -> None:
     """Count the repetitions of every token of the model in the package; null: it never gets there."""
     setup = Setup.open()
-    ids, spikes = vocabulary(setup.target), [circuit.spike for circuit in sinks_of(setup).at_first]
+    ids = list(range(min(len(setup.tokenizer), setup.target.config.vocab_size)))
+    spikes = [circuit.spike for circuit in sinks_of(setup).at_first]
     repeats = copies_of(setup.target, spikes, ids, prefix_of(setup, ids), MAX_REPEATS)
     result = {"spikes": [spike.name for spike in spikes], "ids": ids, "repeats": repeats}
     write_record(out / "atlas.json", "atlas", result, {"max_repeats": MAX_REPEATS})

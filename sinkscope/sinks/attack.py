@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int, Shaped
 from pydantic import Field
 
-from sinkscope.errors import UnsupportedError, warn
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, Whole, measurement
@@ -36,7 +36,7 @@ from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, spike_of
 from sinkscope.sinks.spikes.marks import along_first, heads_up_to
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
-from sinkscope.sinks.tokens import PerToken, TokenRows, refuse_n_tokens, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, single_token
 
 TOKENS = 128  # tokens of one pass; each takes two more rows than layer 0 has heads
 SERVED = "tokens that have the spike by one head of layer 0"
@@ -103,7 +103,7 @@ class ClusterAttack(Result):
         return figure_of(fig, self, width=1000, height=480)
 
 
-@measurement(check=refuse_n_tokens)
+@measurement()
 def attack(
     setup: Setup,
     *,
@@ -128,10 +128,16 @@ def attack(
         sequences: Sequences of each kind; 0 finds the clusters only.
 
     Raises:
+        SinkscopeError: A number of tokens is given beside tokens, or a word is not one token.
         UnsupportedError: The model has no spike at the first token that needs neurons.
     """
-    everyone = vocabulary(setup.target, tokens)
-    ids = everyone if tokens else sorted(sample_tokens(everyone, n_tokens or 256, setup.seed))
+    if tokens and n_tokens is not None:
+        raise SinkscopeError("--n-tokens has no effect on tokens that are named: leave it out, or --tokens")
+    if tokens:
+        ids = list(dict.fromkeys(single_token(setup.tokenizer, token) for token in tokens))
+    else:  # every id that both the tokenizer and the embedding know
+        everyone = range(min(len(setup.tokenizer), int(setup.target.config.vocab_size)))
+        ids = sorted(sample_tokens(list(everyone), n_tokens or 256, setup.seed))
     if sequences:
         check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
     chosen = spike_of(setup)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -19,8 +18,7 @@ from sinkscope.opening.load import open_target
 from sinkscope.sinks.spikes.spike import attended, find_spikes
 from sinkscope.sinks.spikes.survey import ratios_of, read_survey, survey_of
 from sinkscope.sinks.thresholds import LEAST_TYPICAL, STANDS_OUT
-
-Mask = Bool[Tensor, "batch pos"]
+from sinkscope.sinks.tokens import Mask
 
 
 @torch.no_grad()

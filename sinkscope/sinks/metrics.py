@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.hooks import evaluating
@@ -55,7 +50,7 @@ def sink_metrics(
     check_length(target, "the longest row", longest)
     if longest < LEAST_TYPICAL:
         raise SinkscopeError(f"the longest row has {longest} tokens: a typical norm needs {LEAST_TYPICAL}, give more")
-    with undisturbed(target.hf):
+    with torch.no_grad(), evaluating(target.hf):  # a pass without dropout draws no random number
         surveys = [
             read_survey(target, torch.tensor(rows)) for length, rows in by_length.items() if length >= LEAST_TYPICAL
         ]
@@ -72,24 +67,7 @@ def metrics_of(surveys: list[Survey]) -> dict[str, float]:
     for survey in surveys:
         for of_row in survey.ratios.unbind(1):
             layer, position = divmod(int(of_row.argmax()), of_row.shape[1])
-            ratios.append(float(of_row[layer, position]))
+            ratios.append(float(of_row.max()))
             places.append((layer, position))
     layer, position = max(dict.fromkeys(places), key=places.count)
     return metrics | {"norm_ratio": sum(ratios) / len(ratios), "norm_layer": layer, "norm_position": position}
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context manager in which no dropout acts; afterwards modes and random numbers are as before.
-
-    Args:
-        model: The model.
-    """
-    of_python = random.getstate()
-    of_numpy = np.random.get_state()
-    with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)

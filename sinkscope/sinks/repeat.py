@@ -135,7 +135,7 @@ def repeat(
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
 
     Raises:
-        UnsupportedError: There is no spike that copies could reach; or the model has no logits, and they are asked for.
+        UnsupportedError: There is no spike that copies could reach, or the model gives no logits.
     """
     target = setup.target
     words = pick_tokens(setup, tokens)
@@ -146,10 +146,6 @@ def repeat(
     rows = repeated(before, words, count)
     about = {"quantity": quantity, "copies": count, "ids": tuple(words)}
     if quantity == "probability":
-        if not target.resident:
-            raise UnsupportedError(
-                f"{target.name} is read layer by layer, without probabilities: open it whole, and give it"
-            )
         return read_copies(setup, about, rows, ["intact"], partial(chances_of, target, words), stopped_after)
     sinks = sinks_of(setup)
     if quantity == "attention" and sinks.spikes:

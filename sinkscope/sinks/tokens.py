@@ -38,13 +38,11 @@ def single_token(tokenizer: Any, string: str) -> int:
     """
     check_encodable(string, repr(string))
     unknown = getattr(tokenizer, "unk_token_id", None)
-    pieces = []
-    for form in (string, " " + string) if string else ():
-        ids = tokenizer(form, add_special_tokens=False)["input_ids"]
+    forms = [tokenizer(form, add_special_tokens=False)["input_ids"] for form in (string, f" {string}")]
+    for ids in forms if string else ():
         if len(ids) == 1 and ids[0] != unknown:
             return int(ids[0])
-        pieces = pieces or ids
-    parts = [tokenizer.decode([token]) for token in pieces]
+    parts = [tokenizer.decode([token]) for token in forms[0]]
     raise SinkscopeError(f"{string!r} is not one known token here, but {parts}; give a string that is one token")
 
 
@@ -72,27 +70,6 @@ def tokens_of_text(setup: Setup) -> list[int]:
 def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
     """Draw some of `ids`, in random order, which the seed alone decides: all measurements name the same words."""
     return some_of(ids, count, torch.Generator().manual_seed(seed))
-
-
-def refuse_n_tokens(*, tokens: Sequence[str] | None, n_tokens: int | None, **_: Any) -> None:
-    """Refuse a number of tokens beside tokens that are named.
-
-    Raises:
-        SinkscopeError: Both are given.
-    """
-    if tokens and n_tokens is not None:
-        raise SinkscopeError("--n-tokens has no effect on tokens that are named: leave it out, or --tokens")
-
-
-def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:
-    """Return the ids of the strings. Without strings, every id that both the tokenizer and the embedding know.
-
-    Raises:
-        SinkscopeError: A string is not a single token.
-    """
-    if strings:
-        return list(dict.fromkeys(single_token(target.tokenizer, s) for s in strings))
-    return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
 
 
 def token_texts(target: Target, ids: Sequence[int]) -> tuple[str, ...]:

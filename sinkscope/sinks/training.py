@@ -8,14 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback
 
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.files.records import Natural, check_values
 from sinkscope.measure import Setup
+from sinkscope.models.hooks import evaluating
 from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
-from sinkscope.sinks.metrics import metrics_of, undisturbed
+from sinkscope.sinks.metrics import metrics_of
 from sinkscope.sinks.spikes.spike import find_spikes, over_typical
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.spikes.writers import writers_of
@@ -72,7 +74,7 @@ class SinkCallback(TrainerCallback):
             if trainer.is_deepspeed_enabled or split_weight(trainer.model) is not None:
                 # all processes would have to measure, and this one alone would wait for them
                 raise UnsupportedError("the model is split over processes")
-            with undisturbed(trainer.model):
+            with torch.no_grad(), evaluating(trainer.model):  # a pass without dropout draws no random number
                 setup = Setup.open(trainer.model, tokenizer=trainer.processing_class, **self._opening)
                 with trainer.accelerator.autocast():  # not while it is opened: places are proved in the weights' type
                     numbers = read_sinks(setup)
@@ -113,7 +115,8 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": ratio}
     shares, _ = writers_of(spike)
-    for neuron, *_ in sorted(shares, key=lambda unit: -shares[unit])[:1]:
+    if shares:
+        neuron, *_ = max(shares, key=lambda unit: shares[unit])
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert

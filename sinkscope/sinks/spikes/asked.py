@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -219,15 +220,14 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
     few: dict[str, Any] = {"everywhere": True, "count": FEW}
     rows = [at_place, measure("effects", "everywhere", spike, reading, [needs.needed], **few)]
     rows += [] if circuit.hidden is None else [circuit.hidden]
-    equal = equal_sets(chosen, needs.units, neurons_of([*needs.shares]), seed)
-    if not equal.sets:
+    equal, enough = equal_sets(chosen, needs.units, neurons_of([*needs.shares]), seed)
+    if not equal:
         rows.append(row_of("controls", "busiest", "no other neuron of these layers writes anything"))
     for name, own in {"busiest": slice(1), "random": slice(1, None)}.items():
-        sets = equal.sets[own]
-        norms = equal.norms[own]
+        sets = dict([*equal.items()][own])
         if sets:
-            few |= {"like": at_place, "norm": float(np.mean(norms)), "note": "" if equal.enough else NO_EQUAL}
-            rows.append(measure("controls", name, spike, layers, sets, **few))
+            few |= {"like": at_place, "norm": float(np.mean([*sets.values()])), "note": "" if enough else NO_EQUAL}
+            rows.append(measure("controls", name, spike, layers, [*sets], **few))
     for unit in [unit for unit in needs.alone if unit in needs.units][:UNITS]:
         row = at_place
         if len(needs.units) > 1:
@@ -355,7 +355,6 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
     token = ids.roll(1, 0)[torch.arange(len(ids)), at]
     first = torch.zeros(len(ids), dtype=torch.long)
     takes = takes_positions(target)
-    later = torch.arange(ids.shape[1]).expand_as(ids) + SHIFT
     cases: dict[str, Batch] = {}
     for has in product((False, True), repeat=3):
         causes = [cause for cause, there in zip(CAUSES, has, strict=True) if there]
@@ -363,7 +362,8 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
             cases[", ".join(causes) or AS_IT_IS] = rows_at(spikes, ids, ordinary_positions(ids, seed), causes)
     cases[TAKEN["its token"]] = rows_at(spikes, ids, first, token=token)
     cases[TAKEN["alone"]] = place_sees(spikes, ids, BEFORE)
-    if takes and int(later.max()) < (target.max_positions or int(later.max()) + 1):
+    if takes and ids.shape[1] + SHIFT <= (target.max_positions or inf):
+        later = torch.arange(ids.shape[1]).expand_as(ids) + SHIFT
         cases[TAKEN["id 0"]] = replace(rows_at(spikes, ids, first), positions=later)
     cases[ONE_OTHER] = one_other_drawn(spikes, survey.ids, seed)
     for name, batch in cases.items():

@@ -1,12 +1,11 @@
 """Why heads read a place: its spike makes one constant of it, whatever the token, the text and the query.
 
 A norm layer stands before the keys, so no length is left of a long state. What is left is its direction, which is one
-and the same in all texts: one key that most queries meet with a large score, and one small value. Three numbers say so,
+and the same in all texts: one key that most queries meet with a large score, and one small value. Two numbers say so,
 before the first spike of a place and after the spike, each beside an ordinary position:
 
 1. State: cosine between texts whose tokens differ: an ordinary position of each is made such a place.
 2. Value: its norm over the typical one.
-3. Score: how far the place's score is above those of other keys; the part of it that is there for every query.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from torch import Tensor
 
 from sinkscope.engine.attention import Attention, AttentionRows
 from sinkscope.engine.tap import attention_rows
-from sinkscope.engine.visible import shown
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.hooks import Hook, on_hidden, on_input
 from sinkscope.models.layers import per_query_head
-from sinkscope.results.row import Kind, Mean, Row, row_of
-from sinkscope.sinks.spikes.asked import LAST, TEXTS, ordinary_positions, rows_at
+from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions, rows_at
 from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
@@ -72,23 +70,19 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
     constant = torch.stack([cosines(some[:, became]) for some in (states, ordinary)], 1)
     heads = f"{sum(int(own.sum()) for own in reading.values())} heads from layer {after} on, beside layer {first}"
     rows = [constant_of("state", constant[[first, after]], heads)]
-    # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
+    # 2. values, in heads that read; before the spike in all heads of a layer
     keys = torch.stack([torch.zeros_like(at), at])
     values = dict[int, PerHead]()
-    common = dict[int, PerHead]()
 
     def see(seen: AttentionRows) -> None:
         assert seen.call is not None
-        for by_layer, read in ((values, values_of), (common, common_of)):
-            here = read(seen.call, keys).to(target.device)  # of the heads that this process holds
-            by_layer[seen.layer] = target.whole_heads(here, target.n_heads).cpu()
+        here = values_of(seen.call, keys).to(target.device)  # of the heads that this process holds
+        values[seen.layer] = target.whole_heads(here, target.n_heads).cpu()
 
     with attention_rows(target, see, layers=[first, *reading]):
         target.forward(ids, last_layer=depth - 1)
-    for name, by_layer in {"value": values, "score": common}.items():
-        behind = torch.cat([by_layer[layer][:, own] for layer, own in reading.items()], 1)
-        rows.append(constant_of(name, torch.stack([by_layer[first].nanmean(1), behind.nanmean(1)])))
-    return rows
+    behind = torch.cat([values[layer][:, own] for layer, own in reading.items()], 1)
+    return [*rows, constant_of("value", torch.stack([values[first].nanmean(1), behind.nanmean(1)]))]
 
 
 def values_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
@@ -98,33 +92,6 @@ def values_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
     norms = per_query_head(attention.value, heads).float().norm(dim=-1).expand(-1, heads, -1).cpu()
     typical = norms[:, :, 1:].median(-1).values.clamp(min=SMALLEST)
     return torch.stack([(norms[text, :, at] / typical).T for at in keys])
-
-
-def common_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
-    """Return the share of the scores of keys above other keys that is there for every query, mean square over queries.
-
-    Scores are read before the softmax, in which small weights are lost. What a query adds to all of them falls out of
-    the difference.
-    """
-    heads = attention.query.shape[1]
-    text = torch.arange(keys.shape[1])
-    scores = attention.query.float() @ per_query_head(attention.key, heads).float().mT * attention.scaling
-    if attention.softcap is not None:
-        scores = torch.tanh(scores / attention.softcap) * attention.softcap
-    mask = attention.visible.mask()
-    if mask.is_floating_point():  # ALiBi adds to scores
-        scores = scores + mask.float().masked_fill(~shown(mask), 0)
-    score = scores.cpu()[:, :, LAST:]
-    sees = attention.visible.sees().all(1, keepdim=True).cpu()[:, :, LAST:]
-    common: list[Tensor] = []
-    for at in keys:
-        others = sees.clone()
-        others[text, :, :, at] = False
-        others[..., 0] = False
-        mean = (score * others).sum(-1) / others.sum(-1).clamp(min=1)
-        above = (score[text, :, :, at] - mean).masked_fill(~sees[text, :, :, at], torch.nan)
-        common.append((above.nanmean(-1).square() / above.square().nanmean(-1).clamp(min=SMALLEST)).T)
-    return torch.stack(common)
 
 
 def states_of(batch: Batch, depth: int) -> States:
@@ -152,13 +119,12 @@ def cosines(states: States) -> Float[Tensor, "layer text"]:
 def constant_of(name: str, read: Float[Tensor, "when where text"], note: str = "") -> Row:
     """Return the row of a number: before and after, at the place and at an ordinary position."""
     (before, ordinary_before), (after, ordinary_after) = read.nanmean(-1).tolist()
-    kind: Kind = "share" if name == "score" else "number"
     return row_of(
         "constant",
         name,
         note,
-        before=Mean(before, kind=kind),
-        after=Mean(after, margin_of(read[1, 0].numpy()), kind=kind),
-        ordinary_before=Mean(ordinary_before, kind=kind),
-        ordinary_after=Mean(ordinary_after, kind=kind),
+        before=before,
+        after=Mean(after, margin_of(read[1, 0].numpy())),
+        ordinary_before=ordinary_before,
+        ordinary_after=ordinary_after,
     )

@@ -38,11 +38,10 @@ def draw(result: Any) -> go.Figure:
         bars(fig, spike.table("controls").values(), "heads", GREY, row=2, col=2)
     fig.add_heatmap(z=result.heads, colorscale=["#ffffff", BLUE], zmin=0, zmax=1, showscale=False, row=2, col=1)
     fig.update_xaxes(title_text="layer", row=1, col=1)
-    fig.update_yaxes(title_text="L2 norm", type="log", tickformat=",", nticks=8, row=1, col=1)
+    fig.update_yaxes(title_text="L2 norm", type="log", row=1, col=1)
     fig.update_yaxes(title_text="share of the spike", tickformat=".0%", row=1, col=2)
     fig.update_xaxes(title_text="head", row=2, col=1)
     fig.update_yaxes(title_text="layer", autorange="reversed", row=2, col=1)
-    fig.update_yaxes(title_text="heads", rangemode="tozero", row=2, col=2)
     return figure_of(fig, result, width=1100, height=860, legend=-0.12, bottom=110)
 
 

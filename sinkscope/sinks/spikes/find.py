@@ -33,7 +33,6 @@ from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.records import SpikeResult, sufficient
 from sinkscope.sinks.spikes.result import FindSinks, WhySink
 from sinkscope.sinks.spikes.spike import (
-    Spike,
     at_position,
     attended,
     find_spikes,
@@ -138,11 +137,10 @@ def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, list[Row]]:
     """
     asked = [one for one in sinks.at_first if one.like is None and one.reported.survey is sinks.report]
     answers: dict[SpikeCircuit, list[Row]] = {circuit: [] for circuit in asked}
-    if not sinks.spikes:
-        return {}
-    if not asked:
-        place = sinks.spikes[0].spike.place.label.words
+    for circuit in sinks.spikes[: not asked]:
+        place = circuit.spike.place.label.words
         warn(f"what makes the sink is asked of the first token, and this spike is at {place}")
+    if not asked:
         return {}
     spikes = [circuit.reported for circuit in asked]
     begins = min(spike.layers[0] for spike in spikes)
@@ -190,7 +188,7 @@ def fields_of(setup: Setup, why: bool = False) -> dict[str, Any]:
         "attention": tuple(attention_of(sinks, setup.tokenizer)),
         "heads": heads.numpy(),
         "typical_norm": tuple(report.typical_norm),
-        "first_token_norm": tuple(report.first_norm),
+        "first_token_norm": tuple(report.norms[:, :, 0].median(1).values.tolist()),
     }
 
 
@@ -243,7 +241,16 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
     """
     spike = circuit.reported
     needs = circuit.needs
-    rows = [norm_of(spike)]
+    over = over_typical(spike.survey, spike.place.mask)[spike.highest]
+    ratio = mean_of(per_text(over, spike.place.mask))
+    norm = row_of(
+        "spike",
+        "norm",
+        norm_before=float(spike.survey.entered[spike.layers[0], spike.place.mask].norm(dim=-1).mean()),
+        norm_after=float(spike.survey.norms[spike.peak, spike.place.mask].mean()),
+        ratio=None if ratio is None else replace(ratio, value=float(over.mean())),
+    )
+    rows = [norm]
     candidates = list[Row]()
     written = shares_on(spike, needs.neutral)
     if needs.needed:
@@ -267,19 +274,4 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
         held_out=spike.survey is not circuit.spike.survey,
         texts=tuple(spike.texts.tolist()),
         rows=(*rows, *candidates, *components_of(spike), *measured),
-    )
-
-
-def norm_of(spike: Spike) -> Row:
-    """Return the norm before the run and after the peak, and how far it is above the typical one in its highest."""
-    survey = spike.survey
-    mask = spike.place.mask
-    over = over_typical(survey, mask)[spike.highest]
-    by_text = mean_of(per_text(over, mask))
-    return row_of(
-        "spike",
-        "norm",
-        norm_before=float(survey.entered[spike.layers[0], mask].norm(dim=-1).mean()),
-        norm_after=float(survey.norms[spike.peak, mask].mean()),
-        ratio=None if by_text is None else replace(by_text, value=float(over.mean())),
     )

@@ -69,7 +69,7 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
         along = left_at_place(reported, [members])[0, 0].expand(len(reported.texts))  # of texts that begin alike, once
         numbers: dict[str, Any] = {"left": mean_of(along, "share")}
         if others:
-            numbers |= {"others": Mean(median(others), kind="share"), "sets": Mean(float(len(others)), kind="count")}
+            numbers["others"] = Mean(median(others), kind="share")
         rows.append(row_of("marks", " and ".join(map(str, members)), **numbers))
     return rows
 
@@ -77,7 +77,7 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
 # --- heads, at many tokens ---
 
 
-def heads_that_mark(setup: Setup, circuit: SpikeCircuit, count: int = FIRST_TOKENS) -> list[Row]:
+def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> list[Row]:
     """Find the attention heads that mark the first token, by what is left of a spike without their output.
 
     Different heads may mark different tokens, so many tokens are put first, each alone and without BOS, in addition to
@@ -86,7 +86,6 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit, count: int = FIRST_TOKE
     Args:
         setup: The model and its text.
         circuit: The spike of the first token, with the neurons that it needs.
-        count: Number of tokens of the text to put first, drawn by the seed.
 
     Returns:
         Rows of the table "first tokens": how many tokens have the spike, and what is left of it without all heads
@@ -95,7 +94,7 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit, count: int = FIRST_TOKE
     """
     spike = circuit.spike
     target = setup.target
-    words = sample_tokens(tokens_of_text(setup), count, setup.seed)
+    words = sample_tokens(tokens_of_text(setup), FIRST_TOKENS, setup.seed)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     heads = heads_up_to(target, circuit.first_writer)

@@ -135,7 +135,6 @@ SAID = {"its token": "carries {token}", "alone": "sees only itself", "id 0": "ha
 """What each cause is called in a sentence."""
 
 SHOWN = 3  # items that a label names
-MARKING = 8  # rows of heads that mark the first token
 GAP = "   "  # between the items of a label
 
 LEFT = ("{left} of the spike", "{heads} head(s)", "{loss} nats")
@@ -157,6 +156,7 @@ LISTED = {
     "erasers": ("{share}",),
 }
 """How the card of a spike says the rows of each table."""
+MARKS = ("{have} of {tried} tokens, each alone, have the spike", "{heads} head(s) replaced", "{left} left")
 ATTENTION = ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
 ANSWERS = {
     "What makes a position the sink": {"conditions": LEFT},
@@ -171,7 +171,6 @@ ANSWERS = {
 CONSTANT = {
     "state": "cosine of states between texts",
     "value": "norm of the value over the typical one",
-    "score": "share of its lead over other keys that is there for every query",
 }
 """What the rows of the table of constants are called on a card."""
 
@@ -290,18 +289,6 @@ def answer_cards(spike: SpikeResult) -> list[Card]:
             said += [(CONSTANT.get(name, name), row.words(phrases)) for name, row in spike.table(table).items()]
         cards += [Card(f"{title}: {spike.place.words}, {run(*spike.layers)}", tuple(said))] if said else []
     return cards
-
-
-def marking_cards(rows: Sequence[Row]) -> list[Card]:
-    """Return the card of the heads that mark the first token; none if no spike is known that they could mark."""
-    phrases = "{have} of {tried} tokens, each alone, have the spike", "{heads} head(s) replaced", "{left} left"
-    said = tuple((row.name, row.words(phrases)) for row in rows[:MARKING])
-    return [Card(f"Heads that mark the first token: spike of {rows[0].about}", said)] if rows else []
-
-
-def attention_card(rows: Sequence[Row]) -> Card:
-    """Return how many heads attend to the place of the first spike, and what else heads attend to."""
-    return Card("Attention", tuple((row.name, row.words(ATTENTION)) for row in rows if row.table != "norm"))
 
 
 def component(parts: str) -> str:

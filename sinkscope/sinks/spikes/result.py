@@ -9,11 +9,13 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.measure import Result
-from sinkscope.results.notation import Head, Neuron
+from sinkscope.results.notation import Head, Neuron, read_head
 from sinkscope.results.row import Card, Row, of_table
 from sinkscope.sinks.spikes import records
-from sinkscope.sinks.spikes.records import SpikeResult, part_of, title_of
+from sinkscope.sinks.spikes.records import SpikeResult, title_of
 from sinkscope.sinks.spikes.spike import span
+
+MARKING = 8  # rows of heads that mark the first token, on a card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ class FindSinks(Result):
         for number, spike in enumerate(self.spikes):
             if spike.like is None:
                 made.append(records.spike_card(spike, [other for other in self.spikes if other.like == number]))
-        return [*made, records.attention_card(self.attention)]
+        said = [(row.name, row.words(records.ATTENTION)) for row in self.attention if row.table != "norm"]
+        return [*made, Card("Attention", tuple(said))]
 
     def details(self) -> list[str]:
         """Return what the labels mean."""
@@ -126,8 +129,7 @@ class WhySink(FindSinks):
     @property
     def marks(self) -> tuple[Head, ...]:
         """The heads without one of which less than half of the spike is left of a token that is put first."""
-        parts = [part_of(row.name) for row in self.marking if ".H" in row.name]
-        return tuple(part for part in parts if isinstance(part, Head))
+        return tuple(Head(*read_head(row.name)) for row in self.marking if ".H" in row.name)
 
     def figure(self) -> Any:
         """Draw what makes a position the sink, and what the place is for."""
@@ -149,7 +151,12 @@ class WhySink(FindSinks):
     def cards(self) -> list[Card]:
         """Return the answers first: what makes the place, why heads read it, what attention to it is for."""
         answers = [card for spike in self.spikes for card in records.answer_cards(spike)]
-        return [*answers, *super().cards(), *records.marking_cards(self.marking)]
+        cards = [*answers, *super().cards()]
+        if self.marking:
+            title = f"Heads that mark the first token: spike of {self.marking[0].about}"
+            said = [(row.name, row.words(records.MARKS)) for row in self.marking[:MARKING]]
+            cards.append(Card(title, tuple(said)))
+        return cards
 
     def details(self) -> list[str]:
         """Return what the needed neurons do, if the conclusion says something else, and what the labels mean."""
