@@ -43,7 +43,6 @@ from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
-NO_SPIKE = "no norm spike was found at the first token, so repetitions are compared with nothing: see `why_sink`"
 SENTENCES = {
     "norm": "Half of the first token's spike is reached by {reached} within {copies:,} copies ({control} of it).",
     "attention": "{copies:,} copies of a token get {share} of the attention in layer {layer} ({control}).",
@@ -152,7 +151,7 @@ def repeat(
         return read_attention(setup, about, rows, sinks.spikes[0].spike)
     spikes = [circuit.spike for circuit in sinks.at_first]
     if not spikes:
-        raise UnsupportedError(NO_SPIKE)
+        raise UnsupportedError("the first token has no norm spike with which copies could be compared: see `why_sink`")
     names = [spike.name for spike in spikes]
     return read_copies(setup, about, rows, names, partial(along_spikes, target, spikes), half_reached)
 

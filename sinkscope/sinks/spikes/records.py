@@ -135,7 +135,6 @@ SAID = {"its token": "carries {token}", "alone": "sees only itself", "id 0": "ha
 """What each cause is called in a sentence."""
 
 SHOWN = 3  # items that a label names
-GAP = "   "  # between the items of a label
 
 LEFT = ("{left} of the spike", "{heads} head(s)", "{loss} nats")
 EFFECT = (
@@ -277,7 +276,7 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
 def listed(rows: Iterable[Row], phrases: Sequence[str]) -> str:
     """Return the first rows on one line, each with its name, its numbers and its note, and how many more there are."""
     items = [f"{component(row.name)} {row.words(phrases)}" for row in rows]
-    return GAP.join([*items[:SHOWN], f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else items)
+    return "   ".join([*items[:SHOWN], f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else items)
 
 
 def answer_cards(spike: SpikeResult) -> list[Card]:
