@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from math import inf
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ def prompt_and_continuation(
     """
     start = prompt_ids(setup, prompt)
     if new is None:
-        limit = setup.target.max_positions or len(start) + NEW_TOKENS + spare
-        new = max(1, min(NEW_TOKENS, limit - len(start) - spare))
+        room = (setup.target.max_positions or inf) - len(start) - spare
+        new = int(max(1, min(NEW_TOKENS, room)))
     check_length(setup.target, "the prompt", len(start), new)
     (answer,), _ = decode(setup.target, [start], new, setup.edit)
     return [*start, *answer], len(start)
@@ -87,17 +88,16 @@ def texts_of(
     context = setup.target.max_positions or 1 << 30
     if length is not None and not SHORTEST_TEXT <= length <= context:
         raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
+    least = 1
     if data is not None:
         texts = [record.text for record in islice(read_texts(data), count)]
-    if isinstance(texts, str):
-        texts = [texts]
-    if texts is not None:
-        check_values(Iterable[Any], texts=texts)
-        rows = [_row(setup, text, length or context) for text in texts]
-    else:
-        size = length or min(ORDINARY_TOKENS, context)
+    if texts is None:
+        least, size = count, length or min(ORDINARY_TOKENS, context)
         rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))
-    if not rows or (texts is None and len(rows) < count):
+    else:
+        check_values(Iterable[Any], texts=texts)
+        rows = [_row(setup, text, length or context) for text in ([texts] if isinstance(texts, str) else texts)]
+    if len(rows) < least:
         raise SinkscopeError(f"there are {len(rows)} texts: give more of them, a longer --text, or a smaller --count")
     return rows
 

@@ -76,13 +76,8 @@ def wrapped(text: str, stream: Any) -> str:
     """Return text whose long lines are broken between words if a terminal shows it; other readers get whole lines."""
     if not stream.isatty():
         return text
-    width = terminal_width()
-    lines: list[str] = []
-    for line in text.split("\n"):
-        if len(line) > width:
-            line = fill(line, width, break_on_hyphens=False, break_long_words=False)  # a path stays whole
-        lines.append(line)
-    return "\n".join(lines)
+    whole: Any = {"break_on_hyphens": False, "break_long_words": False}  # a path stays whole
+    return "\n".join(fill(line, terminal_width(), **whole) for line in text.split("\n"))
 
 
 def note(message: str) -> None:
