@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import MethodType
 
 import pytest
 import torch
@@ -24,17 +23,20 @@ CHANGE = torch.randn(32, 2, generator=torch.Generator().manual_seed(0)) @ torch.
 """What is added to the weight of a down projection."""
 
 
-def changed(change=None, family="llama"):
+def changed(change=lambda model: None, family="llama"):
     """A model of a class that was proved before, after a change."""
     target_of(tiny_model(family)[0])
     model = copy.deepcopy(tiny_model(family)[0])
-    if change is not None:
-        change(model)
+    change(model)
     return model
 
 
 def mlp_of(model):
     return model.model.layers[LAYER].mlp
+
+
+def columns_of(model, layer=LAYER):
+    return columns(target_of(model), layer, SOME)
 
 
 # -- what is served as it is -------------------------------------------------------------------------------------------
@@ -49,6 +51,11 @@ class Wrapped(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.base(hidden) + hidden @ CHANGE.T
+
+
+class Plus(nn.Module):
+    def forward(self, weight):
+        return weight + CHANGE
 
 
 def merged(model):
@@ -68,11 +75,6 @@ def by_wrapper(model):
     mlp_of(model).down_proj = Wrapped(mlp_of(model).down_proj)
 
 
-class Plus(nn.Module):
-    def forward(self, weight):
-        return weight + CHANGE
-
-
 def by_subclass(model):
     register_parametrization(mlp_of(model).down_proj, "weight", Plus())
 
@@ -82,23 +84,18 @@ def test_columns_are_those_with_which_the_model_computes(change):
     models = changed(change), changed(merged)
     assert torch.allclose(*[model(IDS).logits for model in models], atol=1e-4)
     for layer in (0, LAYER):
-        assert torch.allclose(*[columns(target_of(model), layer, SOME) for model in models], atol=1e-4)
-
-
-def test_what_a_hook_does_with_neurons_is_in_their_values_and_not_in_the_columns():
-    model = changed()
-    before = columns(target_of(model), LAYER, SOME)
-    mlp_of(model).down_proj.register_forward_pre_hook(lambda _module, args: (0.5 * args[0],))
-    assert torch.allclose(columns(target_of(model), LAYER, SOME), before)
+        assert torch.allclose(*[columns_of(model, layer) for model in models], atol=1e-4)
 
 
 def test_what_was_put_in_place_and_taken_out_again_is_noticed():
+    """What a hook does with values of neurons is not in their columns."""
     model = changed()
-    before = columns(target_of(model), LAYER, SOME)
+    before = columns_of(model)
     by_forward(model)
-    assert not torch.allclose(columns(target_of(model), LAYER, SOME), before)
+    assert not torch.allclose(columns_of(model), before)
     del mlp_of(model).down_proj.forward
-    assert torch.equal(columns(target_of(model), LAYER, SOME), before)
+    mlp_of(model).down_proj.register_forward_pre_hook(lambda _module, args: (0.5 * args[0],))
+    assert torch.allclose(columns_of(model), before)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -109,31 +106,25 @@ def test_a_hook_on_the_mlp_is_refused_where_neurons_are_read_or_edited(family, p
     """It may change what the MLP gives, which is then not what its neurons write."""
     model, where = changed(family=family), torch.ones_like(IDS, dtype=torch.bool)
     handle = model.model.layers[LAYER].get_submodule(part).register_forward_hook(lambda _module, _args, output: output)
-    for use in (
-        lambda: ss.Ablate(sites=f"L{LAYER}.{site}").on(model).__enter__(),
-        lambda: view_layer(target_of(model), LAYER, IDS, where),
-    ):
-        with refused("a hook of yours is on its MLP"):
-            use()
+    with refused("a hook of yours is on its MLP"):
+        ss.Ablate(sites=f"L{LAYER}.{site}").on(model).__enter__()
+    with refused("a hook of yours is on its MLP"):
+        view_layer(target_of(model), LAYER, IDS, where)
     handle.remove()
     view_layer(target_of(model), LAYER, IDS, where)
 
 
 def mlp_of_its_own(model):
-    def forward(self, hidden):
-        return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)) + 0.1 * hidden
-
-    mlp_of(model).forward = MethodType(forward, mlp_of(model))
+    own = mlp_of(model).forward
+    mlp_of(model).forward = lambda hidden: own(hidden) + 0.1 * hidden
 
 
 def fewer_heads(model):
     attn = model.model.layers[LAYER].self_attn
-    width, half = attn.head_dim, attn.q_proj.out_features // 2
-    for name, rows in (("q_proj", half), ("k_proj", width), ("v_proj", width)):
+    attn.num_key_value_groups = 2
+    for name, shape in (("q_proj", (16, 32)), ("k_proj", (8, 32)), ("v_proj", (8, 32)), ("o_proj", (32, 16))):
         projection = attn.get_submodule(name)
-        projection.weight = nn.Parameter(projection.weight[:rows].clone())
-    attn.o_proj.weight = nn.Parameter(attn.o_proj.weight[:, :half].clone())
-    attn.num_key_value_groups = half // width
+        projection.weight = nn.Parameter(projection.weight[: shape[0], : shape[1]].clone())
 
 
 def moved(model):
@@ -177,18 +168,8 @@ def not_linear(model):
 
 def modules_do_not_run(model):
     for layer in model.model.layers:
-        mlp = layer.mlp
-        mlp.forward = lambda hidden, mlp=mlp: linear(hidden[..., :1], mlp.down_proj.weight[:, :1])
-
-
-def test_an_mlp_that_is_not_linear_or_whose_modules_do_not_run_has_no_neurons():
-    with refused("not linear in its inputs"):
-        columns(target_of(changed(not_linear)), LAYER, SOME)
-    model = changed(modules_do_not_run)
-    with refused("the modules of its MLP do not run"):
-        ss.Ablate(layer=0, neurons=[1]).on(model).__enter__()
-    with refused(r"no layer of .* has neurons"):
-        _ = target_of(model).d_mlp
+        down = layer.mlp.down_proj
+        layer.mlp.forward = lambda hidden, down=down: linear(hidden[..., :1], down.weight[:, :1])
 
 
 class Skip(nn.Module):
@@ -196,9 +177,22 @@ class Skip(nn.Module):
         return hidden_states
 
 
-def test_a_layer_that_fills_no_cache_is_refused_under_a_policy():
-    model = changed(lambda model: model.model.layers.__setitem__(LAYER, Skip()))
-    with refused(r"layer 1 of .* has no attention"), kv.H2O(8).on(model):
-        model.generate(IDS, max_new_tokens=2)
-    with ss.Ablate(layer=0, neurons=[1]).on(model):
-        model(IDS)
+def skipping(model):
+    model.model.layers[LAYER] = Skip()
+
+
+@pytest.mark.parametrize(
+    ("change", "use", "says"),
+    [
+        (not_linear, columns_of, "not linear in its inputs"),
+        (modules_do_not_run, lambda model: ss.Ablate("L0.N1").on(model).__enter__(), "modules of its MLP do not run"),
+        (modules_do_not_run, lambda model: target_of(model).d_mlp, r"no layer of .* has neurons"),
+        (skipping, lambda model: kv.H2O(8).on(model).__enter__(), r"layer 1 of .* has no attention"),
+    ],
+)
+def test_what_a_changed_model_does_not_have_is_refused(change, use, says):
+    model = changed(change)
+    model(IDS)
+    ss.trace(model, IDS, "blocks.0.hook_resid_post")
+    with refused(says):
+        use(model)

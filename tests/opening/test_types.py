@@ -1,4 +1,4 @@
-"""Decoder types of transformers, small and random: planted neuron, attention, cache, live and from a folder."""
+"""Decoder types of transformers, small and random: planted neuron, attention, cache, sites, live and from a folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def test_a_type_is_served_as_it_is_recorded(model_type):
     """Nothing is wrong, and what is served stays served, by the version of transformers of the record."""
     if model_type not in RECORDED["types"]:
         pytest.skip("it cannot be built small")
-    report = examine(model_type)
+    report, recorded = examine(model_type), RECORDED["types"][model_type]
     assert not report.wrong
-    status = RECORDED["types"][model_type]["status"]
-    if RECORDED["transformers"] == transformers.__version__ and status != "refused":
-        assert report.status == status, report.parts
+    if RECORDED["transformers"] == transformers.__version__ and recorded["status"] != "refused":
+        assert (report.status, report.sites) == (recorded["status"], recorded["sites"]), report.parts
 
 
 def test_the_pages_say_what_was_found():
