@@ -95,7 +95,7 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
     Raises:
         UnsupportedError: Some part was not found, or is not where it is proposed; the message shows the row to write.
     """
-    if row is None:
+    if row is None or target.processes > 1:
         with suppress(Exception):  # a class may take no configuration alone, or not that of a changed model
             sample = sample_of(target.hf, max(*numbers, 1) + 1)
             target = Target(sample, sample, "hf", DRAFT, name=target.name)

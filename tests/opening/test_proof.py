@@ -56,6 +56,7 @@ def test_huge_and_empty_parts_are_no_false_alarm():
 def test_a_model_in_training_is_opened_under_autocast_and_inference_mode():
     """What is proved is the model in its own precision, without dropout."""
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        target_of(model_of("llama", vocab_size=37))  # of a configuration that nobody has opened
         model = model_of("gpt2", vocab_size=37, resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5).train()
         adapter = target_of(model).adapter
     assert adapter.unproved == () and adapter.mid == "ln_2" and all(module.training for module in model.modules())
@@ -135,9 +136,9 @@ def test_experts_that_give_something_else_are_found(monkeypatch):
 
 
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
-    """It is opened without the hook of its user."""
-    model = model_of("llama")
-    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 // 0)
+    """It is opened without the hook of its user, for the first time."""
+    model = model_of("llama", vocab_size=41)
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: 1 // 0)
     with pytest.raises(NotInferredError, match="a forward pass raised ZeroDivisionError"):
         prove(target_of(model))
     handle.remove()

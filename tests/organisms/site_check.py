@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from ways.model_copies import Original
 
@@ -63,13 +62,20 @@ class Seen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        added = self._added(tensors) if name in _ADDITIONS and len(tensors) == 2 else []
+        name, tensors = (
+            getattr(func, "__name__", ""),
+            [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)],
+        )
+        added = list[Tensor]()
+        if name in _ADDITIONS and len(tensors) == 2:
+            for one, other in (tensors, tensors[::-1]):
+                for value, until in self.stream:
+                    if one.numel() == other.numel() == value.numel() and torch.equal(one.flatten(), value.flatten()):
+                        added = added or [*until, other.clone().reshape(value.shape)]
         result = func(*args, **kwargs)
         if added:
             self.stream.append((result.clone().reshape(added[0].shape), added))
-        if name == "scaled_dot_product_attention":  # some models have no eager attention
+        elif name == "scaled_dot_product_attention":  # some models have no eager attention
             self.parts = dict(zip("qkvz", map(_flat, (*tensors[:3], result)), strict=True))
         elif name in _PRODUCTS and result.ndim > 2:
             left, right = map(_flat, tensors[-2:])
@@ -80,14 +86,6 @@ class Seen(TorchFunctionMode):
                 self.parts = {**self._factors, "v": right, "z": _flat(result), "rows": left}
         return result
 
-    def _added(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What was added until one of two tensors of the residual stream, and the other one; empty if neither is."""
-        for one, other in (tensors, tensors[::-1]):
-            for value, added in self.stream:
-                if one.numel() == other.numel() == value.numel() and torch.equal(one.flatten(), value.flatten()):
-                    return [*added, other.clone().reshape(value.shape)]
-        return []
-
     @property
     def values(self) -> list[Tensor]:
         """The residual stream in the order of the layer: what enters, each sum, and what leaves."""
@@ -95,10 +93,8 @@ class Seen(TorchFunctionMode):
 
     def until(self, value: Tensor) -> list[Tensor]:
         """What was added one after the other until the residual stream had a value."""
-        for one, added in self.stream[1:]:
-            if is_close(value, one):
-                return added
-        return [value - self.stream[0][0]]
+        sums = [added for one, added in self.stream[1:] if is_close(value, one)]
+        return sums[0] if sums else [value - self.stream[0][0]]
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -119,14 +115,10 @@ def eager(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers: the list of modules of the configured depth, with most parameters, that runs over text."""
-    ran = set[torch.nn.Module]()
-    handle = register_module_forward_hook(lambda module, *_: ran.add(module))
-    model(input_ids=IDS, use_cache=False)
-    handle.remove()
+    """The decoder layers: the list of modules of the configured depth that has most parameters."""
     depth = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth and m[0] in ran]
-    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())))
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == depth]
+    return list(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters())))
 
 
 @torch.no_grad()
@@ -164,16 +156,14 @@ class SiteReport:
 
 
 @torch.no_grad()
-def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
+def check_sites(model: Any) -> SiteReport:
     """Compare every site of every layer that holds a part of the residual stream, or queries, keys, values or heads.
 
-    Args:
-        model: The model.
-        edits: Whether vectors are added at the sites of the last layer as well.
+    Vectors are added at the sites of the last layer.
     """
     model = eager(model)
     report, target, layers = SiteReport(), target_of(model), decoder_layers(model)
-    for number, seen in enumerate(seen_of(model, layers)):
+    for number, (layer, seen) in enumerate(zip(layers, seen_of(model, layers), strict=True)):
         given = dict[str, Tensor]()
         for part in (*RESIDUAL, *HEADS):
             site = f"blocks.{number}.{part}"
@@ -183,12 +173,11 @@ def check_sites(model: Any, *, edits: bool = True) -> SiteReport:
                 report.refused[site] = str(error)
         wrong = _wrong_sums(seen, given)
         for part, value in given.items():
-            site, layer = f"blocks.{number}.{part}", layers[number]
-            is_right = part not in wrong
+            site, is_right = f"blocks.{number}.{part}", part not in wrong
             if part in HEADS:
                 is_right = bool(seen.parts) and _is_of_heads(target, site, value, layer, seen.parts)
             # What is added between the parts does not stay in the stream.
-            elif is_right and edits and layer is layers[-1] and part != "hook_resid_mid":
+            elif is_right and layer is layers[-1] and part != "hook_resid_mid":
                 is_right = _adds(target, site, layer, seen)
             (report.right if is_right else report.wrong).append(site)
     return report
@@ -203,8 +192,8 @@ def _wrong_sums(seen: Seen, given: dict[str, Tensor]) -> list[str]:
     added = seen.until(left)
     expected = [(added, [attn, mlp])]
     if mid in given:
-        before = seen.until(given[mid])
-        expected = [(before, [attn]), (added[len(before) :], [mlp])]
+        count = len(seen.until(given[mid]))
+        expected = [(added[:count], [attn]), (added[count:], [mlp])]
     for summands, names in expected:  # parts are together what is added, or each is a summand, if a layer adds more
         parts = [given[name] for name in names if name in given]
         together = [torch.stack([torch.zeros_like(left), *tensors]).sum(0) for tensors in (parts, summands)]

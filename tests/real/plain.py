@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,19 +53,14 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
     """The inputs or the outputs of modules during the block, in the order in which they run."""
     seen: list[Tensor] = []
 
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((args[0] if args else kwargs["hidden_states"]).detach())
-
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        seen.append(first(output).detach().clone())  # some layers add to it in place
+    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+        read = (args[0] if args else kwargs["hidden_states"]) if what == "input" else first(output)
+        seen.append(read.detach().clone())  # some layers add to it in place
 
     with ExitStack() as stack:
         for module in modules:
-            if what == "input":
-                handle = module.register_forward_pre_hook(before, with_kwargs=True)
-            else:
-                handle = module.register_forward_hook(after)
-            stack.callback(handle.remove)
+            register = module.register_forward_pre_hook if what == "input" else module.register_forward_hook
+            stack.callback(register(keep, with_kwargs=True).remove)
         yield seen
 
 
@@ -163,35 +157,30 @@ def zeroed(model: Any, sites: Iterable[Site]) -> AbstractContextManager[None]:
 @contextmanager
 def listing_1(model: Any, sites: Iterable[Site]) -> Iterator[None]:
     """Let the linear factor of neurons hold its value at the second token from there on (Yona et al., Listing 1)."""
-
-    def holding(neuron: int) -> Callable[..., Any]:
-        def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            output = output.clone()
-            output[:, 1:, neuron] = output[:, 1:2, neuron]
-            return output
-
-        return edit
-
     with ExitStack() as stack:
         for layer, neuron in sites:
-            handle = blocks(model)[layer].mlp.up_proj.register_forward_hook(holding(neuron))
-            stack.callback(handle.remove)
+
+            def hold(_module: nn.Module, _args: Any, output: Tensor, neuron: int = neuron) -> Tensor:
+                output = output.clone()
+                output[:, 1:, neuron] = output[:, 1:2, neuron]
+                return output
+
+            stack.callback(blocks(model)[layer].mlp.up_proj.register_forward_hook(hold).remove)
         yield
 
 
 @contextmanager
 def held(model: Any, sites: dict[Site, float], first: int = 1) -> Iterator[None]:
-    """Let neurons hold a value each at every position from `first` on; single new tokens count as later ones."""
-
-    def holding(post: Tensor, neuron: int, value: float) -> Tensor:
-        post = post.clone()
-        post[:, first if post.shape[1] > 1 else 0 :, neuron] = value
-        return post
-
+    """Let neurons hold a value each at every position from `first` on."""
     with ExitStack() as stack:
         for (layer, neuron), value in sites.items():
-            edit = partial(holding, neuron=neuron, value=value)
-            stack.enter_context(inputs_edited(blocks(model)[layer].mlp.down_proj, edit))
+
+            def hold(post: Tensor, neuron: int = neuron, value: float = value) -> Tensor:
+                post = post.clone()
+                post[:, first:, neuron] = value
+                return post
+
+            stack.enter_context(inputs_edited(blocks(model)[layer].mlp.down_proj, hold))
         yield
 
 
