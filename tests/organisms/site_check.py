@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from ways.model_copies import Original
 
@@ -62,20 +63,13 @@ class Seen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, tensors = (
-            getattr(func, "__name__", ""),
-            [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)],
-        )
-        added = list[Tensor]()
-        if name in _ADDITIONS and len(tensors) == 2:
-            for one, other in (tensors, tensors[::-1]):
-                for value, until in self.stream:
-                    if one.numel() == other.numel() == value.numel() and torch.equal(one.flatten(), value.flatten()):
-                        added = added or [*until, other.clone().reshape(value.shape)]
+        name = getattr(func, "__name__", "")
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        added = self._added(tensors) if name in _ADDITIONS and len(tensors) == 2 else []
         result = func(*args, **kwargs)
         if added:
             self.stream.append((result.clone().reshape(added[0].shape), added))
-        elif name == "scaled_dot_product_attention":  # some models have no eager attention
+        if name == "scaled_dot_product_attention":  # some models have no eager attention
             self.parts = dict(zip("qkvz", map(_flat, (*tensors[:3], result)), strict=True))
         elif name in _PRODUCTS and result.ndim > 2:
             left, right = map(_flat, tensors[-2:])
@@ -86,6 +80,14 @@ class Seen(TorchFunctionMode):
                 self.parts = {**self._factors, "v": right, "z": _flat(result), "rows": left}
         return result
 
+    def _added(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What was added until one of two tensors of the residual stream, and the other one; empty if neither is."""
+        for one, other in (tensors, tensors[::-1]):
+            for value, added in self.stream:
+                if one.numel() == other.numel() == value.numel() and torch.equal(one.flatten(), value.flatten()):
+                    return [*added, other.clone().reshape(value.shape)]
+        return []
+
     @property
     def values(self) -> list[Tensor]:
         """The residual stream in the order of the layer: what enters, each sum, and what leaves."""
@@ -93,8 +95,10 @@ class Seen(TorchFunctionMode):
 
     def until(self, value: Tensor) -> list[Tensor]:
         """What was added one after the other until the residual stream had a value."""
-        sums = [added for one, added in self.stream[1:] if is_close(value, one)]
-        return sums[0] if sums else [value - self.stream[0][0]]
+        for one, added in self.stream[1:]:
+            if is_close(value, one):
+                return added
+        return [value - self.stream[0][0]]
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -115,10 +119,14 @@ def eager(model: Any) -> Any:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The decoder layers: the list of modules of the configured depth that has most parameters."""
+    """The decoder layers: the list of modules of the configured depth, with most parameters, that runs over text."""
+    ran = set[torch.nn.Module]()
+    handle = register_module_forward_hook(lambda module, *_: ran.add(module))
+    model(input_ids=IDS, use_cache=False)
+    handle.remove()
     depth = model.config.get_text_config().num_hidden_layers
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == depth]
-    return list(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters())))
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth and m[0] in ran]
+    return list(max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())))
 
 
 @torch.no_grad()
@@ -163,7 +171,7 @@ def check_sites(model: Any) -> SiteReport:
     """
     model = eager(model)
     report, target, layers = SiteReport(), target_of(model), decoder_layers(model)
-    for number, (layer, seen) in enumerate(zip(layers, seen_of(model, layers), strict=True)):
+    for number, seen in enumerate(seen_of(model, layers)):
         given = dict[str, Tensor]()
         for part in (*RESIDUAL, *HEADS):
             site = f"blocks.{number}.{part}"
@@ -173,7 +181,8 @@ def check_sites(model: Any) -> SiteReport:
                 report.refused[site] = str(error)
         wrong = _wrong_sums(seen, given)
         for part, value in given.items():
-            site, is_right = f"blocks.{number}.{part}", part not in wrong
+            site, layer = f"blocks.{number}.{part}", layers[number]
+            is_right = part not in wrong
             if part in HEADS:
                 is_right = bool(seen.parts) and _is_of_heads(target, site, value, layer, seen.parts)
             # What is added between the parts does not stay in the stream.
@@ -192,8 +201,8 @@ def _wrong_sums(seen: Seen, given: dict[str, Tensor]) -> list[str]:
     added = seen.until(left)
     expected = [(added, [attn, mlp])]
     if mid in given:
-        count = len(seen.until(given[mid]))
-        expected = [(added[:count], [attn]), (added[count:], [mlp])]
+        before = seen.until(given[mid])
+        expected = [(before, [attn]), (added[len(before) :], [mlp])]
     for summands, names in expected:  # parts are together what is added, or each is a summand, if a layer adds more
         parts = [given[name] for name in names if name in given]
         together = [torch.stack([torch.zeros_like(left), *tensors]).sum(0) for tensors in (parts, summands)]
