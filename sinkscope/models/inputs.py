@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Int
+from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -109,10 +109,6 @@ def end_ids(target: Target) -> list[int]:
     what = f"eos_token_id of the generation_config of {target.name}"
     return checked_value(list[int], [ends] if isinstance(ends, int) else ends, what, strict=True)
 
-
-_EXPECTED = (
-    "expected a text, a list of texts, token ids as a list, lists or a tensor [batch pos], or what a tokenizer returned"
-)
 
 Ids = Int[Tensor, "batch pos"]
 
@@ -222,19 +218,12 @@ def _encoded(target: Target, texts: Sequence[str], special: bool) -> list[list[i
 
 def _checked_rows(target: Target, ids: Any) -> list[list[int]]:
     """Return a list for each row of a tensor, an array, or lists, of ids for which the embedding has a row."""
-    rows: Any = None
+    rows = ids
     with suppress(SinkscopeError):  # it is of no kind that holds numbers
         rows = plain(ids)
     if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
         rows = [rows]
-    if not isinstance(rows, list) or not all(isinstance(row, list) and row for row in rows):
-        raise SinkscopeError(f"tokens of type {type(ids).__name__} without a token id in a row: {_EXPECTED}")
     weight = getattr(target.embedding, "weight", None)
     size = len(weight) if is_plain(weight) else int(target.config.vocab_size)
-    for number in itertools.chain(*rows):
-        if type(number) is not int or not 0 <= number < size:
-            raise SinkscopeError(
-                f"token id {number!r} is none of {target.name}, whose embedding has {size:,} rows: expected 0 to "
-                f"{size - 1:,}; {_EXPECTED}"
-            )
-    return rows
+    row = Annotated[list[Annotated[int, Field(ge=0, lt=size)]], Field(min_length=1)]
+    return checked_value(list[row], rows, "tokens", strict=True)

@@ -88,7 +88,7 @@ def test_bad_input_of_barcode_is_refused_and_the_default_fits_the_context():
     for options, message in (
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
         ({"max_new_tokens": 5000}, "ask for at most"),
-        ({"prompt": [5, 200]}, "token id 200 is none of"),
+        ({"prompt": [5, 200]}, r"tokens\[0\]\[1\]=200: expected less than"),
         ({"ids": [5], "prompt": "word"}, "ids are a whole sequence: give no prompt"),
         ({"ids": [5, 6, 7], "max_new_tokens": 3}, "give no prompt and no max_new_tokens"),
         ({"ids": [5, 6]}, "a barcode needs 2"),

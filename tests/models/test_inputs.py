@@ -39,12 +39,12 @@ def masked(ids, mask) -> dict:
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (None, ["type NoneType", "list of texts"]),
-        ([[1, 2], []], ["without a token id in a row"]),
-        (torch.tensor([[1, 96]]), ["token id 96", "0 to 95"]),
-        ([1.0, 2.0], ["token id 1.0", "expected"]),
+        (None, ["tokens=None: expected a valid list"]),
+        ([[1, 2], []], ["tokens[1]=[]: List should have at least 1 item"]),
+        (torch.tensor([[1, 96]]), ["tokens[0][1]=96: expected less than 96"]),
+        ([1.0, 2.0], ["tokens[0][0]=1.0: expected a valid integer"]),
         (["the dog", " "], ["prompt 2 is empty"]),
-        (["the dog", 5], ["token id 'the dog'"]),
+        (["the dog", 5], ["tokens[0][0]='the dog': expected a valid integer"]),
         (masked([[1, 2], [3]], [[1, 1], [1, 0]]), ["several lengths"]),
         (masked([[1, 2]], [[1, 1, 1]]), ["(1, 3)", "(1, 2)"]),
         (masked([[1, 2]], [["x", None]]), ["attention_mask", "expected 1 at real tokens"]),
