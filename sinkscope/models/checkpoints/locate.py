@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of, reason_of
+from sinkscope.files.output import path_of
 from sinkscope.files.plain import in_one_line
 
 BUNDLED = "bundled"
@@ -70,10 +70,6 @@ class ModelSource(NamedTuple):
         return isinstance(self.where, Path) and self.where.is_file()
 
 
-_HERE = Path(__file__).parents[1]
-_IN_PACKAGE = {name: ModelSource(_HERE / name, name) for name in (BUNDLED, RECALL)}
-
-
 def locate(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
     """Resolve `model`: None is the bundled model; otherwise it is a short name, hub id, folder or `.gguf` file.
 
@@ -82,31 +78,24 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
     Raises:
         SinkscopeError: `model` cannot be resolved, or `revision` is given for something that has no revisions.
     """
-    if model is None or model in _IN_PACKAGE:
-        source = _IN_PACKAGE[str(model or BUNDLED)]
+    given = BUNDLED if model is None else os.fspath(model)
+    path = path_of(given)
+    is_path = isinstance(model, os.PathLike) or given.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
+    # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
+    holds = any(os.path.isfile(path / name) for name in ("config.json", ADAPTER_CONFIG))
+    if given in (BUNDLED, RECALL) and not is_path:
+        source = ModelSource(Path(__file__).parents[1] / given, given)
+    elif (given and os.path.isdir(path) and (is_path or holds)) or (path.suffix == ".gguf" and os.path.isfile(path)):
+        source = ModelSource(path, in_one_line(path.resolve().name))
+    elif is_path or os.path.isfile(path):
+        raise SinkscopeError(
+            f"{given!r} is no model that is here: give a .gguf file or a folder, a hub id org/name or a short name"
+        )
     else:
-        try:
-            source = _outside(os.fspath(model), revision, is_path=not isinstance(model, str))
-        except OSError as error:
-            raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
-    if revision is not None and isinstance(source.where, Path):
+        return ModelSource(given if _HUB_ID.fullmatch(given) else hub_id_of(given), given, revision)
+    if revision is not None:
         kind = "file" if source.is_gguf else "folder"
         raise SinkscopeError(
             f"revision {revision!r} means nothing for the {kind} {source.name}; revisions belong to hub ids"
         )
     return source
-
-
-def _outside(model: str, revision: str | None, *, is_path: bool) -> ModelSource:
-    path = path_of(model)
-    is_path = is_path or model.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
-    # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    holds = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    is_folder = model and path.is_dir() and (is_path or holds)
-    if is_folder or (path.suffix == ".gguf" and path.is_file()):
-        return ModelSource(path, in_one_line(path.resolve().name))
-    if is_path or path.is_file():
-        raise SinkscopeError(
-            f"{model!r} is no model that is here: give a .gguf file or a folder, a hub id org/name or a short name"
-        )
-    return ModelSource(model if _HUB_ID.fullmatch(model) else hub_id_of(model), model, revision)

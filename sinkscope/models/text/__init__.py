@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 
@@ -148,7 +147,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     note_second_bos([*start.tolist(), *ids[:1]], bos, "the text")
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
     check_varied(tokenizer, tokens)
-    return torch.cat([start.expand(count, -1), rearrange(tokens, "(row pos) -> row pos", row=count)], 1)
+    return torch.cat([start.expand(count, -1), tokens.view(count, body)], 1)
 
 
 def check_varied(tokenizer: Any, tokens: Int[Tensor, "*pos"]) -> None:
@@ -196,21 +195,14 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
     for number in range(MOST):
         for kind in KINDS:
             own = documents(kind)[half == "report" :: 2]
-            piece = _piece(tokenizer, (*own[number:], *own[:number]), length - len(start))
-            if piece is not None and number < len(own):
-                pieces.append(piece)
-            elif number == 0:
+            ids: list[int] = []
+            for document in (*own[number:], *own[:number]):
+                if len(ids) < length - len(start):
+                    ids += _ids(tokenizer, document)
+            if len(ids) < length - len(start):
                 raise SinkscopeError(f"this tokenizer makes too few tokens of the {kind} in the package")
+            if number < len(own):
+                pieces.append(ids[: length - len(start)])
     tokens = torch.tensor(pieces[:rows], dtype=torch.long)
     check_varied(tokenizer, tokens)
     return torch.cat([start.expand(len(tokens), -1), tokens], 1)
-
-
-def _piece(tokenizer: Any, documents: Iterable[str], length: int) -> list[int] | None:
-    """The first tokens of documents, one after another; None if they have fewer."""
-    ids: list[int] = []
-    for document in documents:
-        ids += _ids(tokenizer, document)
-        if len(ids) >= length:
-            return ids[:length]
-    return None
