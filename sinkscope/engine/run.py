@@ -27,6 +27,7 @@ from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
 
+_MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended."""
 
@@ -230,6 +231,8 @@ class Run(Calls):
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         self._pending.append(events)
+        if len(self._pending) >= _MOST_PENDING:
+            _ = self.events
 
     def count(self, kind: str, number: Tensor) -> None:
         """Add to what is counted, by kind; nothing waits for the device."""

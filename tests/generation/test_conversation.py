@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from sinkscope.generation.conversation import Conversation, Turn
 from sinkscope.hooks.edit import SinkPatch
-from sinkscope.kv import H2O, TOVA, AdaKV, StreamingLLM
+from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.sparse.serve import LoopServe
 
 SMALL = LoopServe(alpha=0.8, budget=12, shortest=0, sample=12, dense_rows=2, begin=1, first=0, interval=4)
@@ -63,16 +63,9 @@ def test_copies_share_what_was_read_and_go_on_as_if_alone(model):
         assert held(chat._layers) == held(alone._layers)  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        AdaKV(budget=20, window=4, floor=0.0),
-        TOVA(budget=20),
-        SinkPatch(sites=["L1.N3"], calibrated={"L1.N3": 0.5}) | H2O(budget=20),
-    ],
-)
-def test_leaving_and_entering_changes_nothing_for_a_policy(policy, model):
+def test_leaving_and_entering_changes_nothing_for_a_policy(model):
     """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
+    policy = SinkPatch(sites=["L1.N3"], calibrated={"L1.N3": 0.5}) | H2O(budget=20)
     chat, cache, ids = Conversation(model, policy), DynamicCache(), []
     turns = [heard(chat, number) for number in range(2)]
     with policy.on(model):

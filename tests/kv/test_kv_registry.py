@@ -12,7 +12,6 @@ import torch
 from kv_kit import prompts
 from refusals import refused
 
-import sinkscope as ss
 import sinkscope.kv.registry as registry
 from sinkscope.kv import (
     H2O,
@@ -75,16 +74,6 @@ def test_names_modules_and_budgets(module, model):
     with made.on(model) as run:
         model.generate(ids, attention_mask=mask, max_new_tokens=4)
     assert run.usage[0].decoding_tokens == [7.0]
-
-
-def test_the_budget_is_the_first_field_of_each_policy(module):
-    """Of every policy, also one of somebody else, and of both guards."""
-    makers = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
-    makers.append(type(policy_named(f"{module}:KeyNorm")))
-    for make in makers:
-        assert make(96).budget == 96 and make(0.5) == make(budget=0.5)
-        with pytest.raises(TypeError):
-            make(96, 4)
 
 
 @pytest.mark.parametrize(
