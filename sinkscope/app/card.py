@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from sinkscope.results.pages import render
 from sinkscope.results.result import Result
-from sinkscope.results.row import Card, Row, table_of
-from sinkscope.results.tables import Table
+from sinkscope.results.row import Card, Row
 
 CARD = "card.json"
 
@@ -85,7 +84,3 @@ class SinkCard(Result):
         for part in self.parts:
             rows += [replace(row, about=": ".join(filter(None, [part.name, row.about]))) for row in part.rows]
         return rows
-
-    def rows(self) -> Table:
-        """Return a row for each of these, with a column for each number and its margin."""
-        return table_of(self.findings())

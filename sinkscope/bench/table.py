@@ -87,7 +87,7 @@ class BenchTable(Result):
     """
 
     kind = "bench"
-    brief_rows = MOST_ROWS  # every method that the conclusion compares
+    most_rows = MOST_ROWS  # every method that the conclusion compares
 
     task: str
     groups: tuple[BenchGroup, ...]

@@ -26,6 +26,7 @@ import torch
 from pydantic import Field, Strict
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import plain
 from sinkscope.files.records import Wording
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit import Knockout
@@ -38,6 +39,7 @@ from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of, panels
+from sinkscope.results.tables import Table
 
 CONTINUED = 48  # tokens after a cut, or three periods
 STANDS = 0.5  # share of the loops that end without a cause that is needed
@@ -101,6 +103,10 @@ class WhyLoop(Result):
     kept_by: tuple[str, ...] = ()
     added: int = 0
     ids: tuple[int, ...] = ()
+
+    def rows(self) -> Table:
+        """Return a row for each thing that was taken away."""
+        return plain(self.tried)
 
     def conclusion(self) -> str:
         """Return what keeps the loop going, beside the control; or what was measured, and what to try."""

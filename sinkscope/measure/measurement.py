@@ -66,10 +66,10 @@ class Measurement(Generic[P, R]):
         return parameters_of(self.function)[1:]
 
     @functools.cached_property
-    def all_parameters(self) -> tuple[Parameter, ...]:
-        """Its own parameters, then the parameters of all measurements."""
+    def all_parameters(self) -> dict[str, Parameter]:
+        """Its own parameters and those of all measurements, by name."""
         known = {parameter.name: parameter for parameter in (*_OPENING, *_EDITING, *self.parameters)}
-        return tuple(known[name] for name in self.__signature__.parameters)
+        return {name: known[name] for name in self.__signature__.parameters}
 
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -100,9 +100,8 @@ class Measurement(Generic[P, R]):
         Raises:
             SinkscopeError: An argument is outside its range, or the measurement cannot use the arguments.
         """
-        for parameter in self.all_parameters:
-            if parameter.name in arguments:
-                parameter.check(arguments[parameter.name])
+        for name in self.all_parameters.keys() & arguments.keys():
+            self.all_parameters[name].check(arguments[name])
         if self.check is not None:
             self.check(**self._settings(arguments))
 

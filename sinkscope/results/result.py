@@ -12,11 +12,11 @@ from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
 from sinkscope.results.pages import Section, document, plot, render
 from sinkscope.results.row import Card, Row, columns_of, table_of
-from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
+from sinkscope.results.tables import Grid, Table, strings
 
 TOP = 40  # pixels above the panels of a figure, for their titles
 FEW_ROWS = 6
-"""Rows of most tables that a command prints."""
+"""Rows of most tables that are printed; pages show more, and files all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Result(Envelope):
     """
 
     percent: ClassVar[tuple[str, ...]] = ()  # columns of its own rows that tables show in per cent
-    brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints
+    most_rows: ClassVar[int] = FEW_ROWS  # rows of a table that is printed
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -89,23 +89,21 @@ class Result(Envelope):
     # Its table
 
     def rows(self) -> Table:
-        """Return the result as a table, one dict per row: the records of its first field, or of `Row`s its findings."""
-        records = self._records()
-        if self._is_of_rows():
-            return table_of(self.findings())
-        return plain(records[0]) if records else []
+        """Return the result as a table, one dict per row: its findings, or else the records of its first field."""
+        findings = self.findings()
+        if findings:
+            return table_of(findings)
+        return plain(self._records()[0]) if self._records() else []
 
     def _records(self) -> list[Sequence[Any]]:
         """The records in its fields, those of each field together."""
         fields = [value if isinstance(value, tuple | list) else (value,) for value in self.own_fields().values()]
         return [members for members in fields if members and is_dataclass(members[0])]
 
-    def _is_of_rows(self) -> bool:
-        return type(self).rows is Result.rows and any(isinstance(members[0], Row) for members in self._records())
-
     def grids(self) -> list[Grid]:
         """Return the tables that are shown, by default that of `rows`; a subclass with several overrides it."""
-        columns = columns_of(self.findings()) if self._is_of_rows() else strings(self.rows(), self.percent)
+        findings = self.findings() if type(self).rows is Result.rows else []
+        columns = columns_of(findings) if findings else strings(self.rows(), self.percent)
         return [Grid(columns, important=self.columns)] if columns else []
 
     def to_frame(self) -> Any:
@@ -134,16 +132,15 @@ class Result(Envelope):
         """
         raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
 
-    def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
+    def text(self, width: int | None = WIDTH) -> str:
         """Return cards and tables, then the details, and the conclusion last, where a terminal shows it.
 
         Args:
             width: Characters per line of the tables. None: every column is shown.
-            brief: Whether only the first rows of tables are shown.
         """
         parts = [card.text(width) for card in self.cards()]
         if not parts:  # below cards, tables stand on a page and in a file
-            parts = [grid.text(width, self.brief_rows if brief else MOST_ROWS) for grid in self.grids()]
+            parts = [grid.text(width, self.most_rows) for grid in self.grids()]
         return "\n\n".join([*parts, "\n".join([*self.lines(), *self.closing()])])
 
     def __str__(self) -> str:

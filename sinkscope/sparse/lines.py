@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,16 @@ from torch.nn.functional import pad
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.tap import Listener, check_attention_known, check_attention_visible, tapped
-from sinkscope.errors import UnsupportedError
-from sinkscope.files.records import PositiveShare, checked_value
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.output import PathName
+from sinkscope.files.records import PositiveShare, check_values, checked_value
+from sinkscope.files.texts import read_texts
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
-from sinkscope.measure.attention_texts import check_data, texts_of
+from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
 from sinkscope.results.row import row_of
 from sinkscope.results.style import COLOURS, figure_of, long_table
 from sinkscope.sparse.attention import Scores, line_sums
@@ -38,6 +41,8 @@ from sinkscope.sparse.bands import Lines, lengths_of
 from sinkscope.sparse.head_lines import minference_lines, top_lines
 from sinkscope.sparse.sparse import recovered
 
+ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
+SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA = 0.1  # the paper: a tenth of the lines carries about 90 % of the attention
 CONTROLS = {
@@ -147,6 +152,12 @@ class LineWeights(Result):
         fig.update_yaxes(tickformat=".0%", rangemode="tozero", title_text="mean over heads")
         fig.update_xaxes(title_text="share of all lines chosen (eta)")
         return figure_of(fig, self, width=900, height=700)
+
+
+def check_data(*, data: PathName | None, **_: Any) -> None:
+    """Refuse a file that is missing or holds something else before a model is opened; what flows is read but once."""
+    if data is not None and data != "-":
+        list(read_texts(data))
 
 
 @measurement(loading="whole", edits=True, check=check_data)
@@ -292,3 +303,54 @@ def scores_of(target: Target, call: Attention) -> Scores:
     key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
     sinks = None if call.sinks is None else target.whole_heads(call.sinks, target.n_heads, 0)
     return Scores(query, key, call.scaling, None if window == keys else window, call.softcap, sinks)
+
+
+# --- texts ---
+
+
+def texts_of(
+    setup: Setup,
+    texts: Any,
+    data: PathName | None,
+    count: int,
+    length: int | None,
+) -> list[Int[Tensor, " pos"]]:
+    """Return ids of each text, beginning with BOS if the model has one.
+
+    Args:
+        setup: The model and ordinary text.
+        texts: One text, or several texts or rows of ids; all are used.
+        data: A file of JSON lines with a "text" to use instead; the first `count` are used.
+        count: Number of pieces of ordinary text, or of lines of the file.
+        length: Maximum tokens per text; longer texts are shortened in the middle. None: the context, or 512 for
+            ordinary text.
+
+    Raises:
+        SinkscopeError: There are too few texts, a text is too short, or a number is invalid.
+    """
+    context = setup.target.max_positions or 1 << 30
+    if length is not None and not SHORTEST_TEXT <= length <= context:
+        raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
+    least = 1
+    if data is not None:
+        texts = [record.text for record in islice(read_texts(data), count)]
+    if texts is None:
+        least, size = count, length or min(ORDINARY_TOKENS, context)
+        rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))
+    else:
+        check_values(Iterable[Any], texts=texts)
+        rows = [_row(setup, text, length or context) for text in ([texts] if isinstance(texts, str) else texts)]
+    if len(rows) < least:
+        raise SinkscopeError(f"there are {len(rows)} texts: give more of them, a longer --text, or a smaller --count")
+    return rows
+
+
+def _row(setup: Setup, text: str | Sequence[int], most: int) -> Int[Tensor, " pos"]:
+    """The ids of a text; long texts are cut in the middle, as in LongBench."""
+    ids = prompt_ids(setup, text, any_length=True)
+    if len(ids) > most:
+        half = (most - (setup.bos is not None)) // 2
+        ids = [*ids[: most - half], *ids[len(ids) - half :]]
+    if len(ids) < SHORTEST_TEXT:
+        raise SinkscopeError(f"a text has {len(ids)} tokens, at least {SHORTEST_TEXT} are needed: give a longer one")
+    return torch.tensor(ids)

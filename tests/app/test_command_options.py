@@ -24,7 +24,7 @@ def parameters(words: str) -> dict[str, Any]:
     """The parameters of the function of a command, and of functions that get its `**settings`."""
     function = COMMANDS[words].load()
     if isinstance(function, Measurement):
-        return {one.name: one for one in function.all_parameters}
+        return function.all_parameters
     found = {one.name: one for one in parameters_of(inspect.unwrap(function))}
     if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values()):
         more = import_module("sinkscope.bench.benchmark").run if words == "bench" else Setup.open

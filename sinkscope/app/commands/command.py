@@ -218,7 +218,7 @@ def deliver(result: Result, files: Mapping[str, str]) -> None:
     """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
     try:
         if "-" not in files.values():
-            show(result.text(terminal_width(), brief=True))
+            show(result.text(terminal_width()))
     finally:  # the files are wanted also if the reader of the output, `head` say, has gone
         for name, path in files.items():
             text = getattr(result, f"to_{name}")()
