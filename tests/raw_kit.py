@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from organisms.planted import attentions as attention  # noqa: F401  (beside the other views of a model)
 from torch import nn
 
+from tests.real.plain import attentions as attention  # noqa: F401
 from tests.real.plain import blocks, inputs_edited, norms, part, residuals  # noqa: F401
 
 

@@ -231,7 +231,7 @@ def repetition_attention(model: Any, readings: Row) -> Row:
 
 def classes(model: Any, row: Tensor, layer: int, begin: int) -> Row:
     """Attention from positions from `begin` on to the first token, to those before `begin`, and to those from it on."""
-    probs = torch.stack(plain.attentions(model, row)[layer + 1 :])[:, 0, :, begin:]
+    probs = plain.attentions(model, row)[layer + 1 :, 0, :, begin:]
     given = probs.mean((0, 1, 2))
     return {"first": float(given[0]), "copies": float(given[1:begin].sum()), "text": float(given[begin:].sum())}
 

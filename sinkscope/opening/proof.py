@@ -345,7 +345,7 @@ def _of_attention(record: Record) -> dict[str, str]:
         shown = [*record.output[record.path("attn")][1:2]]
     if not shown:
         raise NotInferredError(f"no attention was recomputed in layer {layer}")
-    rows, count = shown[0].detach().float(), target.n_heads
+    (rows,), count = shown, target.n_heads
     if rows.shape[1] != count:
         raise NotInferredError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {count}")
     ahead = None if call is None else _dependence(record.given[:, 0], call.value)
@@ -354,7 +354,7 @@ def _of_attention(record: Record) -> dict[str, str]:
             f"{target.name} is not causal, because layer {layer} attends to later tokens: {EXPECTED_MODEL}"
         )
     if call is not None and call.own.is_known:  # else it is a function of the user's own
-        computed = rows @ per_query_head(call.value.float(), count)
+        computed = rows.float() @ per_query_head(call.value.float(), count)
         if not record.is_near(computed.transpose(1, 2), record.given):
             raise NotInferredError("recomputed attention differs from the model's own")
     window = layer_window(target.config, layer)
@@ -376,16 +376,13 @@ def _dependence(numbers: Tensor, on: Tensor | None) -> Tensor | None:
 
 
 def _is_by_head(parts: Sequence[Tensor], on: Tensor | None, split: Callable[[Tensor], Tensor]) -> bool:
-    """Whether numbers of each head depend mostly on one head of others, in order; `split` gives [... head d_head]."""
+    """Whether numbers of each head depend mostly on one head of others, in order; `split` gives [... head _]."""
     for number, part in enumerate(parts):
         change = _dependence(part, on)
         if change is None:
             return False
-        heads = split(change.float())
-        sizes = heads.square().sum(-1).flatten(0, -2).sum(0)
-        if heads.shape[-1] != part.shape[-1] or len(parts) % len(sizes):
-            return False
-        if not sizes[number * len(sizes) // len(parts)] > _MOST * sizes.sum():
+        sizes = split(change.float()).square().sum(-1).flatten(0, -2).sum(0)
+        if len(parts) % len(sizes) or not sizes[number * len(sizes) // len(parts)] > _MOST * sizes.sum():
             return False
     return True
 
@@ -393,27 +390,20 @@ def _is_by_head(parts: Sequence[Tensor], on: Tensor | None, split: Callable[[Ten
 def reads_heads(record: Record, which: str) -> bool:
     """Return whether the heads of "q", "k" or "v" that attention reads depend on those of what a projection gives."""
     given = record.left(which if record.paths.get(which) else "fused_qkv")
+    if given is None or record.call is None:
+        return False
+    heads, split = getattr(record.call, _ATTENDED[which])[0], partial(head_projection, which, record.target)
     with suppress(RuntimeError, ValueError):  # it cannot be split into heads
-        if record.call is not None:
-            heads = getattr(record.call, _ATTENDED[which])[0]
-            return _is_by_head(heads, given, partial(head_projection, which, record.target))
+        return split(given).shape[-1] == heads.shape[-1] and _is_by_head(heads, given, split)
     return False
 
 
 def _stand_side_by_side(record: Record, rows: Tensor) -> bool:
-    """Whether the output projection reads the heads side by side, by their dependence on heads or on values."""
-    count, given = rows.shape[1], record.into("o")
+    """Whether the output projection reads the heads side by side, by their dependence on heads, or on unseen rows."""
+    given, count = record.into("o"), rows.shape[1]
     if given is None or given.shape[-1] % count:
         return given is None
     parts = given.unflatten(-1, (count, -1)).unbind(-2)
-    if record.call is not None:
-        return _is_by_head(parts, record.given, lambda change: change)
-    values = record.left("v" if record.paths.get("v") else "fused_qkv")
-    for head, part in enumerate(parts):
-        change = _dependence(part[..., -1, 0], values)  # of the last token, on some value of each token
-        if change is None:
-            return False
-        off = change.float().flatten(0, -2) - rows[0, head, -1, :, None]
-        if not off.abs().amax(0).min() <= _LOOSE * record.exact:
-            return False
-    return True
+    if record.call is None:
+        return _is_by_head(parts, rows, lambda change: change.transpose(1, 2))
+    return _is_by_head(parts, record.given, lambda change: change)

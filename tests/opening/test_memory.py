@@ -5,23 +5,26 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import psutil
+import pytest
 import torch
 from organisms import tiny_model
 
 from sinkscope.opening.load import fits
 
 
-def test_a_model_takes_half_of_what_is_free_in_each_place(monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "host", "device", "dtype", "most"),  # the free bytes, as often as the weights in float32 take them
+    [
+        *(("cpu", 2, 0, None, most) for most in (0, -1)),
+        *(("cpu", 1, 0, "bfloat16", most) for most in (0, -1)),
+        *(("cuda", *free) for free in ((2, 2, None, 0), (2, 1, None, -1), (1, 2, None, -1))),
+    ],
+)
+def test_a_model_takes_half_of_what_is_free_in_each_place(place, host, device, dtype, most, monkeypatch):
+    """It fits where nothing is missing of what is free (`most` is 0)."""
     model = tiny_model("llama")[0]
     size = sum(parameter.nbytes for parameter in model.parameters())
-    target = SimpleNamespace(hf=model, config=model.config, dtype=torch.float32)
-
-    def fit(place: str, host: int, device: int, dtype: str | None = None) -> bool:
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device, device))
-        target.device = torch.device(place)
-        return fits(target, dtype)
-
-    assert fit("cpu", 2 * size, 0) and not fit("cpu", 2 * size - 2, 0)
-    assert fit("cuda", 2 * size, 2 * size) and not fit("cuda", 2 * size, size) and not fit("cuda", size, 2 * size)
-    assert fit("cpu", size, 0, "bfloat16") and not fit("cpu", size - 2, 0, "bfloat16")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host * size + most))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device * size, 0))
+    target = SimpleNamespace(hf=model, config=model.config, dtype=torch.float32, device=torch.device(place))
+    assert fits(target, dtype) == (most == 0)

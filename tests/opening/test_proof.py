@@ -75,8 +75,6 @@ WRONG = [  # what a row says of a type, and what is then not offered
     ("gpt_neox", {"qkv_layout": "beside"}, UNSEEN),
     ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
     ("falcon", {"o": "mlp.dense_h_to_4h"}, {*UNSEEN, "attn.hook_z"}),
-    ("bloom", {"fused_qkv": "mlp.dense_h_to_4h"}, {*UNSEEN, "attn.hook_z"}),
-    ("gptj", {"v": "attn.k_proj"}, {*UNSEEN, "attn.hook_z"}),
     ("llama", {"down": "mlp.up_proj", "up": "mlp.down_proj"}, ALL),
     ("llama", {"up": "mlp.gate_proj", "gate": "mlp.up_proj"}, ALL),  # exchanged factors: same shapes, same neuron
     ("llama", {"mlp": "self_attn", "down": "self_attn.o_proj", "up": "self_attn.v_proj", "gate": None}, ALL),

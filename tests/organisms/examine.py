@@ -115,18 +115,18 @@ def _check_passes(report: TypeReport, target: Target) -> None:
 
 def _check_generation(report: TypeReport, target: Target) -> None:
     """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
+
+    def generated(policy: Any) -> torch.Tensor:
+        with policy.on(target):
+            return target.hf.generate(IDS, **OPTIONS)
+
     plain = target.hf.generate(IDS, **OPTIONS)
     for policy in (ss.kv.Full(), ss.kv.H2O(32), ss.kv.StreamingLLM(32), ss.LoopGuard(budget=48), ss.LoopServe()):
-        tokens = report.attempt("policies", _generated, target, policy)
+        tokens = report.attempt("policies", generated, policy)
         if tokens is None:
             return
         if tokens.shape != plain.shape or (isinstance(policy, ss.kv.Full) and not torch.equal(tokens, plain)):
             report.wrong.append(f"{type(policy).__name__} gives other tokens than plain generate")
-
-
-def _generated(target: Target, policy: Any) -> torch.Tensor:
-    with policy.on(target):
-        return target.hf.generate(IDS, **OPTIONS)
 
 
 def scope_line(target: Target) -> str:

@@ -459,13 +459,3 @@ class Body:
 def unit(way: Tensor, seen: Tensor) -> Tensor:
     """What is one where `way` is as large as in what was seen."""
     return way / (seen @ way)
-
-
-@torch.no_grad()
-def attentions(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The model's own eager attention, [layer, row, head, query, key]."""
-    usual = model.config._attn_implementation
-    model.config._attn_implementation = "eager"  # `set_attn_implementation` leaves some models, Falcon, as they are
-    rows = model(ids, output_attentions=True, use_cache=False).attentions
-    model.config._attn_implementation = usual
-    return torch.stack(rows)

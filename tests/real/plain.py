@@ -103,14 +103,13 @@ def contributions(model: Any, ids: Tensor, layer: int, position: int = 0) -> Ten
 
 
 @torch.no_grad()
-def attentions(model: Any, ids: Tensor) -> list[Tensor]:
-    """The attention probabilities of each layer: [row, head, query, key]."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        return list(model.model(ids, output_attentions=True, use_cache=False).attentions)
-    finally:
-        model.set_attn_implementation(before)
+def attentions(model: Any, ids: Tensor) -> Tensor:
+    """The model's own eager attention: [layer, row, head, query, key]."""
+    usual = model.config._attn_implementation
+    model.config._attn_implementation = "eager"  # `set_attn_implementation` leaves some models, Falcon, as they are
+    rows = model(ids, output_attentions=True, use_cache=False).attentions
+    model.config._attn_implementation = usual
+    return torch.stack(rows)
 
 
 def attention_received(model: Any, ids: Tensor, position: int = 0) -> Tensor:
@@ -216,11 +215,7 @@ def heaviest_lines(probs: Tensor, eta: float, length: int | None = None) -> set[
     weights = torch.cat([probs.sum(0), slash])
     most = max(1, int(eta * 2 * (length or keys) + 1e-9))
     chosen = weights.argsort(descending=True, stable=True)[:most].tolist()
-    found: set[int] = set()
-    for line in chosen:
-        if weights[line] > 0:
-            found.add(line if line < keys else keys - 1 - line)
-    return found
+    return {line if line < keys else keys - 1 - line for line in chosen if weights[line] > 0}
 
 
 def lines_mass(probs: Tensor, eta: float) -> tuple[float, float]:
