@@ -54,15 +54,6 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit):
     assert chat.ids == ids
 
 
-def test_copies_share_what_was_read_and_go_on_as_if_alone(model):
-    trunk = Conversation(model, SMALL)
-    heard(trunk, 0)
-    for chat, turn in ((copy(trunk), 1), (trunk, 2)):
-        alone = Conversation(model, SMALL)
-        assert [heard(alone, 0).ids, heard(alone, turn).ids] == [chat.turns[0].ids, heard(chat, turn).ids]
-        assert held(chat._layers) == held(alone._layers)  # pyright: ignore[reportPrivateUsage]
-
-
 def test_leaving_and_entering_changes_nothing_for_a_policy(model):
     """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
     policy = SinkPatch(sites=["L1.N3"], calibrated={"L1.N3": 0.5}) | H2O(budget=20)
@@ -113,8 +104,8 @@ def test_the_end_token_is_not_in_the_text():
     assert ask(answer=[30, 31]).text == tokenizer.decode([30, 31])
 
 
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was():
-    """It is interrupted, or exceeds the context."""
+def test_a_turn_that_fails_and_a_copy_leave_the_conversation_as_it_was():
+    """It is interrupted, or exceeds the context; a copy goes on from there by itself."""
     model = model_of("llama", max_position_embeddings=64)
     chat, calm = (Conversation(model, SMALL) for _ in range(2))
     for each in (chat, calm):
@@ -125,4 +116,6 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was():
         heard(chat, 2)
     with refused("ask for at most 6 new tokens"):
         chat.ask(said(1), max_new_tokens=7)
-    assert len(chat.ids) == 46 and heard(chat, 1).ids == heard(calm, 1).ids
+    other = copy(chat)
+    assert len(chat.ids) == 46 and heard(chat, 1).ids == heard(calm, 1).ids == heard(other, 1).ids
+    assert len(chat.turns) == len(other.turns) == 2
