@@ -127,25 +127,20 @@ def setting_types(cls: Any) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(cls)}
 
 
-def read_settings(
-    parts: Sequence[str], types: Mapping[str, Any], where: str, unnamed: str | None = None
-) -> dict[str, Any]:
+def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Read settings such as "key=value".
 
     Args:
         parts: The settings.
         types: The type of each, by key.
         where: Beginning of an error.
-        unnamed: Key of a value that stands alone; None: there is no such value.
 
     Raises:
         SinkscopeError: A setting is unknown or given twice, or a value has the wrong type.
     """
     settings: dict[str, Any] = {}
     for part in parts:
-        key, equals, text = part.partition("=")
-        if not equals and unnamed is not None:
-            key, text = unnamed, part
+        key, _, text = part.partition("=")
         if key not in types or key in settings:
             known = ", ".join(types) or "none"
             raise SinkscopeError(f"{where}: {part!r} is no setting, or is given twice: it has {known} (key=value)")

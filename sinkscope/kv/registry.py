@@ -107,7 +107,8 @@ def read_named(text: str, classes: Mapping[str, Any], what: str) -> tuple[str, A
     if PAPER in parts and hasattr(make, PAPER):
         parts.remove(PAPER)
         make = make.paper
-    return name, make, types, read_settings([part for part in parts if part], types, f"{what} {text!r}", "budget")
+    settings = [part if "=" in part else f"budget={part}" for part in parts if part]
+    return name, make, types, read_settings(settings, types, f"{what} {text!r}")
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:

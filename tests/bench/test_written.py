@@ -59,7 +59,7 @@ def bleu(metric: str) -> float:
     [
         (made, "h20", "method 'h20': expected one of adakv, full"),
         (made, "streaming:sinks=3", "'sinks=3' is no setting, or is given twice: it has"),
-        (made, "full:0.5", "'0.5' is no setting, or is given twice: it has none"),
+        (made, "full:0.5", "'budget=0.5' is no setting, or is given twice: it has none"),
         (made, "h2o:0.5:budget=8", "'budget=8' is no setting, or is given twice"),
         (made, "h2o:0.0", "budget=0.0: expected a number of tokens from 1, or a fraction"),
         (made, "h2o:recent=many", "recent='many'"),
