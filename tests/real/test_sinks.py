@@ -107,9 +107,9 @@ def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smo
     assert [*late.table("erasers")][:2] == ["mlp 28", "mlp 29"]
     roles = {name: row.note for name, row in early.table("writers").items()}
     assert roles["L1.N1299"] == "raises" and roles["L1.N609"] == "another spike"
-    state, value, score = late.table("constant").values()  # why heads read it
+    state, value = late.table("constant").values()  # why heads read it
     assert state.get("after") > 0.999 > state.get("ordinary_after")
-    assert value.get("after") < 0.3 and score.get("after") > 0.9
+    assert value.get("after") < 0.3
     said = [dict(card.rows) for card in of_smollm2.cards() if card.title == "Spike at the first token, layers 11-29"]
     assert said[0]["writers"] == "L11.N1229 73%, needed   L11.N1487 27%, needed"
 
