@@ -337,14 +337,15 @@ def moved(first: Row, second: Row, number: str) -> Row:
 def partners(before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
     """Return the name that each later subject has among the earlier ones; one without a partner keeps its own."""
     names = {about: about for about in after}
-    free = {about for about in before if about not in names}
-    for other in [about for about in names if about not in before]:
-        name, layers = in_layers(other)
-        common = {own: len(in_layers(own)[1] & layers) for own in sorted(free) if in_layers(own)[0] == name}
-        nearest = max(common, key=lambda own, common=common: common[own], default="")
-        if common.get(nearest):
-            names[other] = nearest
-            free.remove(nearest)
+    pairs: list[tuple[int, str, str]] = []
+    for own in {*before} - {*after}:
+        for other in {*after} - {*before}:
+            (name, layers), (other_name, other_layers) = in_layers(own), in_layers(other)
+            if name == other_name and layers & other_layers:
+                pairs.append((-len(layers & other_layers), own, other))
+    for _, own, other in sorted(pairs):  # those with most common layers first
+        if own not in names.values() and names[other] == other:
+            names[other] = own
     return names
 
 

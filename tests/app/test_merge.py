@@ -40,6 +40,11 @@ def test_subjects_are_the_same_by_their_names_but_for_numbers_and_by_common_laye
     after = [one(3, "Spike at 30 places, layer 8"), one(4, "Spike at 9 places, layers 12-30")]
     rows = merge(before, after)
     assert [(row.about, row.get("after")) for row in rows] == [(before[0].about, 3.0), (before[1].about, 4.0)]
+    later = [one(5, "Spike at 9 places, layers 7-11"), one(6, "Spike at 9 places, layers 2-9")]  # by most common layers
+    assert [(row.about, row.get("after")) for row in merge(before, later)] == [
+        (before[0].about, 6.0),
+        (before[1].about, 5.0),
+    ]
     apart = merge(before[:1], [one(4, "Spike at 9 places, layers 9-12")])
     assert [(row.table, row.name) for row in apart] == [
         (CAME, "Spike at 9 places, layers 9-12"),
