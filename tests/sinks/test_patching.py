@@ -19,7 +19,6 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import Neuron
 from sinkscope.results.result import Result
 from sinkscope.results.row import row_of
 from sinkscope.sinks.patch import AFTER, PatchResult, copies_rows, random_patch, verdict_of
@@ -130,10 +129,6 @@ def test_rows_say_what_is_repaired_and_what_is_not():
     assert half[1].note == "not repaired"
     assert {row.note for row in rows(one_copy=0.9)} == {""}  # one copy does as much
     assert rows(intact=[*intact[:4], [0.9, 0.9]])[-1].note == ""
-    given = {"verdict": "given", "reason": "it was given.", "sites": (Neuron(4, None, 7),)}
-    found = PatchResult(**given, words=2, repeats=64, proof=tuple(rows()))
-    said = "reach at most 90% of the spike of layers 1-2 (without it: 90%; random neurons: 90%)."
-    assert found.conclusion().endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +153,7 @@ def test_a_patch_is_made_if_all_is_repaired_and_nothing_harmed(notes, change, li
 # --- the commands ---
 
 
-def test_make_then_eval(tmp_path, monkeypatch, typed):
+def test_a_patch_is_written_and_read_again(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     o = organism("llama", 2)
     o.save("model")
@@ -167,11 +162,9 @@ def test_make_then_eval(tmp_path, monkeypatch, typed):
     out, err = typed(f"patch {few} --out out/patch.json --json made.json")
     assert err == "JSON: made.json\n" and "words reach at most 0% of the spike" in " ".join(out.split())
     made = Result.load("made.json")
-    sites = SinkPatch.load("out/patch.json").sites
-    assert sites == made.patch.sites and [site.site for site in sites] == list(o.truth.neurons)
-    evaluated = json.loads(typed(f"patch {few} --file out/patch.json --json -").out)["result"]
-    assert evaluated["verdict"] == "given"
-    assert [(neuron["layer"], neuron["neuron"]) for neuron in evaluated["sites"]] == list(o.truth.neurons)
+    assert [site.site for site in made.patch.sites] == list(o.truth.neurons)
+    evaluated = Result.from_dict(json.loads(typed(f"patch {few} --file out/patch.json --json -").out))
+    assert (evaluated.verdict, evaluated.sites) == ("given", made.sites)
     typed(f"patch {few} --file out/patch.json --out p.json", 2)
 
 
