@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -61,20 +60,20 @@ class LayerStore:
 
         return forward
 
-    def load(self, index: int) -> AbstractContextManager[None]:
+    def load(self, index: int) -> None:
         """Read the weights of a layer, unless they are in memory; they stay there until another one is called.
 
         A walk goes upward and the next one begins below, so the layer just below is needed last: it leaves first.
         """
-        if index not in self._in_memory:
-            for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
-                if len(self._in_memory) >= self.resident:
-                    self._layers[other].to_empty(device="meta")
-                    self._in_memory.remove(other)
-            alone = self._made(index).get_submodule(f"{self._path}.0")
-            self._layers[index].load_state_dict(alone.state_dict(), assign=True)
-            self._in_memory.add(index)
-        return nullcontext()
+        if index in self._in_memory:
+            return
+        for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
+            if len(self._in_memory) >= self.resident:
+                self._layers[other].to_empty(device="meta")
+                self._in_memory.remove(other)
+        alone = self._made(index).get_submodule(f"{self._path}.0")
+        self._layers[index].load_state_dict(alone.state_dict(), assign=True)
+        self._in_memory.add(index)
 
     def _made(self, layer: int | None) -> nn.Module:
         """An object of the base class with one layer, or with none and what is around the layers."""
