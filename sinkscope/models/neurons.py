@@ -44,7 +44,7 @@ def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Ho
         if len(outputs) == len(writers):
             total = outputs[0].clone()  # some layers add to it in place
             for other in outputs[1:]:
-                total = total + other.view_as(total)
+                total += other.view_as(total)
             outputs.clear()
             see(total)
 
@@ -322,8 +322,7 @@ def _expert_hook(experts: Experts, expert: int, neurons: list[int], edit: Edit) 
     """The forward hook, with kwargs, by which `edit` acts on an expert; its module holds `experts`."""
 
     def corrected(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
-        entering = (*args, *kwargs.values())[0]
-        edited: dict[tuple[int, int], Tensor] = _EDITED.setdefault(entering, {})
+        edited: dict[tuple[int, int], Tensor] = _EDITED.setdefault((*args, *kwargs.values())[0], {})
         with brought(module):
             routed = experts.routed(args, kwargs)
             post = experts.post(expert, routed.entering(expert))[:, neurons]
@@ -335,8 +334,7 @@ def _expert_hook(experts: Experts, expert: int, neurons: list[int], edit: Edit) 
             return None
         new = new.to(post.dtype)
         edited.update({(expert, neuron): new[:, number] for number, neuron in enumerate(neurons)})
-        change = (new - post) * routed.weight[:, expert, None]
-        change = change.to(post.dtype) @ written
+        change = ((new - post) * routed.weight[:, expert, None]).to(post.dtype) @ written
         return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)
 
     return corrected
