@@ -86,15 +86,19 @@ def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> 
     """
     if not getattr(tokenizer, "chat_template", None):
         raise SinkscopeError(f"the tokenizer of {name} has no chat template: {_REMEDY}")
-    try:
-        text = str(tokenizer.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
-        raise SinkscopeError(f"the chat template of {name} failed ({visible(first_line(error))}): {_REMEDY}") from None
+    text = _formatted(tokenizer, messages, f"of {name} failed", _REMEDY, add_generation_prompt=True)
     for number, message in enumerate(messages[first:], first + 1):
         words = re.findall(r"\w+", message["content"])
         if message["role"] != "assistant" and not all(word in text for word in words):
             raise SinkscopeError(f"the chat template of {name} leaves out what message {number} says: {_REMEDY}")
     return text
+
+
+def _formatted(tokenizer: Any, messages: Messages, failed: str, remedy: str, **options: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template([*messages], tokenize=False, **options))
+    except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
+        raise SinkscopeError(f"the chat template {failed} ({visible(first_line(error))}): {remedy}") from None
 
 
 # -- a file of the user's own ------------------------------------------------------------------------------------------
@@ -152,7 +156,9 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> tuple
         if any(message.role for message in record.messages):
             chats += 1
             if tokenizer.chat_template:
-                text = _chat_of(record, tokenizer, model)
+                messages = [{"role": message.role or "user", "content": message.text} for message in record.messages]
+                failed = f"of {model} failed at record {record.place}"
+                text = _formatted(tokenizer, messages, failed, "name a field of plain text with --field").rstrip()
         if text.strip():
             texts.append(text)
     said = f"{len(texts):,} text" + "s" * (len(texts) != 1)
@@ -161,15 +167,3 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> tuple
     elif chats:
         warn(f"the tokenizer of {model} has no chat template: the texts of messages are read without their authors")
     return "\n\n".join(texts), said
-
-
-def _chat_of(record: TextRecord, tokenizer: Any, model: str) -> str:
-    """A chat in the template."""
-    messages = [{"role": message.role or "user", "content": message.text} for message in record.messages]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False)).rstrip()
-    except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
-        raise SinkscopeError(
-            f"the chat template of {model} failed at record {record.place} ({visible(first_line(error))}): name a "
-            "field of plain text with --field, or give other chats"
-        ) from None
