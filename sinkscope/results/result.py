@@ -82,10 +82,6 @@ class Result(Envelope):
         about_model = f"The model is {model.name} ({model.family}, {size})." if model.n_layers else ""
         return [*filter(None, [about_model, self.settings.get("text_said")]), *self.details()]
 
-    def closing(self) -> list[str]:
-        """Return the lines with which the text ends; a subclass overrides it."""
-        return [f"Conclusion: {self.conclusion()}"]
-
     # Its table
 
     def rows(self) -> Table:
@@ -141,7 +137,7 @@ class Result(Envelope):
         parts = [card.text(width) for card in self.cards()]
         if not parts:  # below cards, tables stand on a page and in a file
             parts = [grid.text(width, self.most_rows) for grid in self.grids()]
-        return "\n\n".join([*parts, "\n".join([*self.lines(), *self.closing()])])
+        return "\n\n".join([*parts, "\n".join([*self.lines(), f"Conclusion: {self.conclusion()}"])])
 
     def __str__(self) -> str:
         return self.text()

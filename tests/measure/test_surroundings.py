@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from calls_kit import calls, measured
+from calls_kit import calls
 from same_kit import differences, plain
 from transformers import AutoConfig
 from ways.model_copies import bundled
 
 import sinkscope as ss
-from sinkscope.hooks.edit import SinkPatch
 
 pytestmark = [
     pytest.mark.few_texts,
@@ -28,13 +27,8 @@ pytestmark = [
 ]
 
 
-def given_patch(model: Any, *, tokenizer: Any) -> Any:
-    patch = SinkPatch(layer=1, neurons=[3])
-    return ss.patch(model, file=patch, tokenizer=tokenizer, max_repeats=8, pieces=2, length=16)
-
-
 CONFIG = AutoConfig.from_pretrained(Path(ss.__file__).parent / "models/bundled")
-CALLS = {**calls(CONFIG), "a given patch": partial(measured, given_patch)}
+CALLS = calls(CONFIG)
 
 
 def trained(model: Any) -> None:
@@ -111,7 +105,7 @@ def default(name: str, value: Any, before: Any, _model: Any) -> Iterator[None]:
 
 CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "dropout and gradient checkpointing": ("attack", trained),
-    "dropout under a patch": ("a given patch", trained),
+    "dropout under a patch": ("patch", trained),
     "settings of generate": ("why_loop", writes_otherwise),
     "settings of the tokenizer": ("find_sinks", reads_otherwise),
     "hooks": ("LoopGuard", hooked),

@@ -62,11 +62,9 @@ class LoopCheck(Result):
         parts = [f"{counts[verdict]} {verdict}" for verdict in WORST if counts[verdict]]
         return f"Of {count_of(len(self.records), 'output')} in {self.model.name}: {word_list(parts)}."
 
-    def closing(self) -> list[str]:
-        """Return the conclusion and, of a loop, where to find what ends it."""
-        lines = super().closing()
-        if self.problems:
-            lines.insert(0, f"Skipped {len(self.problems)}: {self.problems[0]}.")
+    def details(self) -> list[str]:
+        """Return what was not read and, of a loop, where to find what ends it."""
+        lines = [f"Skipped {len(self.problems)}: {self.problems[0]}."] if self.problems else []
         if any(record.verdict in ("loops", "looped") for record in self.records):
             lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has more.")
         return lines
