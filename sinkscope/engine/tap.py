@@ -13,26 +13,24 @@ keys that the cache keeps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from sinkscope.engine.attention import Attention, AttentionOutput, AttentionRows, Shown
 from sinkscope.engine.stock import NAME, STOCK, eager, stock_of, switched
-from sinkscope.engine.visible import CausalMask, Cells, FunctionMask, MaskSource, TensorMask
+from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, on_output, without_compiler
-from sinkscope.models.layers import layer_window, layers_with_states
+from sinkscope.models.layers import layer_window
 from sinkscope.models.target import Target
-from sinkscope.results.notation import count_of
 
 
 @dataclass(eq=False)
@@ -281,49 +279,6 @@ def attention_rows(
         yield
 
 
-@contextmanager
-def keys_hidden(target: Target, layers: Sequence[int], unseen: Bool[Tensor, "row query key"]) -> Iterator[None]:
-    """Context manager: queries do not see some keys in passes without a cache; each sees itself.
-
-    Args:
-        target: The model.
-        layers: The layers.
-        unseen: Which queries do not see which keys.
-
-    Raises:
-        UnsupportedError: No key can be hidden in the model.
-    """
-    check_keys_hidable(target)
-
-    def unseen_at(query: Int[Tensor, "row query"], key: Int[Tensor, "row _ key"]) -> Cells:
-        row = torch.arange(len(query), device=query.device)[:, None, None, None]
-        at, to = query[:, None, :, None], key[:, :, None]
-        return unseen.to(query.device)[row, at, to] & (at != to)
-
-    def hide(call: Attention) -> None:
-        if call.layer in layers:
-            call.hide(unseen_at)
-
-    with tapped(target, Listener(hide)):
-        yield
-
-
-def given_later(
-    rows: AttentionRows, *, least: int, since: int = 0
-) -> tuple[Float[Tensor, "row head key"], Int[Tensor, "seen _ key"]]:
-    """Return what later queries give to each position, and how many see it.
-
-    Args:
-        rows: Attention of texts without padding, all queries.
-        least: Where a window hides the first position and shows fewer, both are 0.
-        since: The first query that counts.
-    """
-    sees = rows.visible[:, :, since:].tril(since - 1)
-    if not bool(sees[0, 0, -1, 0]) and int(sees[0, 0, -1].sum()) + 1 < least:
-        sees = torch.zeros_like(sees)
-    return (rows.probs[:, :, since:] * sees.to(rows.probs.device)).sum(2).cpu(), sees.sum(2).cpu()
-
-
 def of_all_heads(target: Target, fn: Shown) -> Shown:
     """Return what shows rows to a function; of a model that is split over processes, those of all heads."""
     if target.processes == 1:
@@ -363,19 +318,4 @@ def check_attention_visible(target: Target) -> None:
             f"a model of type {target.adapter.model_type!r} computes attention inside its modules, where no cache "
             "policy, guard, knockout or attention observer reaches it: use another model for these; find-sinks and "
             "edits work on this one"
-        )
-
-
-def check_keys_hidable(target: Target) -> None:
-    """Refuse a model in which no key can be hidden.
-
-    Raises:
-        UnsupportedError: A hidden key would still be seen in a state, or the attention cannot be edited.
-    """
-    check_attention_visible(target)
-    states = layers_with_states(target)
-    if states:
-        raise UnsupportedError(
-            f"{count_of(len(states), 'layer')} of {target.name} with a state that carries every earlier token, so "
-            "that a hidden key would still be seen: use a model whose layers all attend"
         )

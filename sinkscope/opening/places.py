@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
@@ -242,7 +243,8 @@ def sample_of(hf: Any, depth: int) -> Any:
                 setattr(text, name, most)
     with cpu_by_default(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        sample = type(hf)(config).float().eval().requires_grad_(False)
+        inside = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]  # of a wrapper, too
+        sample = type(inside[0])(config).float().eval().requires_grad_(False)
         for path, module in sample.named_modules():
             with suppress(AttributeError):  # constants that follow from the depth of the whole model (MiniCPM3)
                 there = vars(hf.get_submodule(path))

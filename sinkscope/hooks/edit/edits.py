@@ -23,7 +23,7 @@ from sinkscope.hooks.edit.sites import (
     Where,
     checked_positions,
     chosen_positions,
-    head_of,
+    heads_of,
     listed,
     python_numbers,
     site_of,
@@ -147,11 +147,6 @@ class NeuronEdit(PlacedEdit):
         if not self.sites and not self.heads:
             raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
 
-    def read(self, **values: Any) -> None:
-        """Store values as they were read: `sites` are `Neuron`s, in whatever form they were given."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
     def check_values(self) -> None:
         """Read the other values."""
 
@@ -238,9 +233,8 @@ class Ablate(NeuronEdit):
 
     def check_values(self) -> None:
         """Read heads, value and positions."""
-        heads = tuple(dict.fromkeys(map(head_of, listed("heads", self.heads))))
         value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
-        self.read(heads=heads, value=value, positions=checked_positions(self.positions))
+        self.read(heads=heads_of(self.heads), value=value, positions=checked_positions(self.positions))
 
     @classmethod
     def from_result(cls, result: Any) -> Ablate:
@@ -319,8 +313,7 @@ class Add(PlacedEdit):
         checked_value(Finite, self.scale, "scale")
         if not vector.requires_grad:
             vector = vector.float().clone()
-        object.__setattr__(self, "vector", vector)
-        object.__setattr__(self, "positions", checked_positions(self.positions))
+        self.read(vector=vector, positions=checked_positions(self.positions))
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, float]]:
         """Return the modules whose input or output the sites are, each with the factor on what is added there."""

@@ -7,6 +7,8 @@ itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +21,15 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
-from sinkscope.engine.tap import check_keys_hidable
+from sinkscope.engine.tap import Listener, check_attention_visible, tapped
 from sinkscope.engine.visible import Cells
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_values
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
+from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, heads_of, listed
 from sinkscope.models.inputs import attending_layers, check_site
+from sinkscope.models.layers import layers_with_states
+from sinkscope.models.target import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +62,15 @@ class Knockout(Intervention):
     def __post_init__(self) -> None:
         if self.keys is None:
             raise SinkscopeError('keys=None: expected positions or "first"; give the keys to hide')
-        object.__setattr__(self, "keys", checked_positions(self.keys, "keys"))
-        object.__setattr__(self, "queries", checked_positions(self.queries, "queries"))
-        heads = tuple(dict.fromkeys(map(head_of, listed("heads", self.heads))))
-        object.__setattr__(self, "heads", heads)
+        heads = heads_of(self.heads)
+        self.read(keys=checked_positions(self.keys, "keys"), heads=heads)
+        self.read(queries=checked_positions(self.queries, "queries"))
         if self.layers is not None:
             layers = tuple(listed("layers", self.layers))
             check_values(tuple[Whole, ...], layers=layers)
             if heads:
                 raise SinkscopeError(f"layers={layers} with heads={heads}: heads name their layers; give one of both")
-            object.__setattr__(self, "layers", layers)
+            self.read(layers=layers)
 
     def summary(self, run: Run) -> str:
         """Return whether keys were hidden."""
@@ -117,11 +120,11 @@ class _KnockoutActor(Actor):
         queries = chosen_positions(step.tokens.pos, self.knockout.queries).to(device)
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
-            gone = _at(keys, key.flatten(1)).view(len(key), key.shape[1], 1, -1)
-            if self.knockout.queries is None:
-                gone = gone & (key[:, :, None] < query[:, None, :, None])
-            else:
-                gone = gone & _at(queries, query)[:, None, :, None] & (key[:, :, None] != query[:, None, :, None])
+            at, to = query[:, None, :, None], key[:, :, None]
+            sees = to < at
+            if self.knockout.queries is not None:
+                sees = _at(queries, query)[:, None, :, None] & (to != at)
+            gone = sees & _at(keys, key.flatten(1)).view_as(key)[:, :, None]
             if chosen:
                 in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
                 in_head[chosen] = True
@@ -136,3 +139,45 @@ def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool
     """Values of columns; False where there is none."""
     row = torch.arange(len(at), device=at.device)[:, None]
     return pad(columns, (0, 1))[row, at.clamp(max=columns.shape[1])]  # -1 is the last place
+
+
+@contextmanager
+def keys_hidden(target: Target, layers: Sequence[int], unseen: Bool[Tensor, "row query key"]) -> Iterator[None]:
+    """Context manager: queries do not see some keys in passes without a cache; each sees itself.
+
+    Args:
+        target: The model.
+        layers: The layers.
+        unseen: Which queries do not see which keys.
+
+    Raises:
+        UnsupportedError: No key can be hidden in the model.
+    """
+    check_keys_hidable(target)
+
+    def unseen_at(query: Int[Tensor, "row query"], key: Int[Tensor, "row _ key"]) -> Cells:
+        row = torch.arange(len(query), device=query.device)[:, None, None, None]
+        at, to = query[:, None, :, None], key[:, :, None]
+        return unseen.to(query.device)[row, at, to] & (at != to)
+
+    def hide(call: Attention) -> None:
+        if call.layer in layers:
+            call.hide(unseen_at)
+
+    with tapped(target, Listener(hide)):
+        yield
+
+
+def check_keys_hidable(target: Target) -> None:
+    """Refuse a model in which no key can be hidden.
+
+    Raises:
+        UnsupportedError: A hidden key would still be seen in a state, or the attention cannot be edited.
+    """
+    check_attention_visible(target)
+    states = layers_with_states(target)
+    if states:
+        raise UnsupportedError(
+            f"layer {states[0]} of {target.name} keeps a state that carries every earlier token, so that a hidden key "
+            "would still be seen: use a model whose layers all attend"
+        )

@@ -70,9 +70,12 @@ def listed(name: str, value: Any) -> list[Any]:
     """Return one or several numbers, names or sites, as a list."""
     value = python_numbers(value)
     check_values(Iterable[Any] | int, **{name: value})
-    if isinstance(value, int | str):
-        return [value]
-    return [*value]
+    return [value] if isinstance(value, int | str) else [*value]
+
+
+def heads_of(heads: Any) -> tuple[tuple[int, int], ...]:
+    """Return one or several heads, each once."""
+    return tuple(dict.fromkeys(map(head_of, listed("heads", heads))))
 
 
 def checked_positions(positions: Any, name: str = "positions") -> Positions:
@@ -100,6 +103,5 @@ def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> B
         if positions.stop is not None:
             chosen &= index < positions.stop
         return chosen
-    if positions == "first":
-        positions = 0
-    return torch.isin(index, torch.tensor(positions, device=index.device, dtype=index.dtype))
+    places = 0 if positions == "first" else positions
+    return torch.isin(index, torch.tensor(places, device=index.device, dtype=index.dtype))

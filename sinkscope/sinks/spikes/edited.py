@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinkscope.engine.attention import AttentionRows
-from sinkscope.engine.tap import attention_rows, given_later, keys_hidden
+from sinkscope.engine.tap import attention_rows
 from sinkscope.files.progress import report_progress
-from sinkscope.hooks.trace import trace
+from sinkscope.hooks.edit.knockout import keys_hidden
+from sinkscope.hooks.trace import given_later, trace
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.layers import per_query_head
 from sinkscope.models.neurons import groups_of, heads_point, neurons_point
