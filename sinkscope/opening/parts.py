@@ -118,14 +118,13 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
 
 
 def _read(target: Target, numbers: list[int]) -> dict[int, Record]:
-    """What passes all modules of the first layer of each kind, and of the second or last layer."""
-    layers = {*numbers, min(max(*numbers, 1), len(layers_at(target.hf, target.adapter.layers)) - 1)}
+    """What passes all modules of the first layer of each kind, and of the second one, if there is one."""
+    layers = {*numbers, min(1, len(numbers) - 1)}
     with suppress(Exception):  # attention outside transformers' interface is not seen
-        records = read(target, layers, everywhere=True)
+        records = read(target, layers)
         if any(record.call is not None for record in records.values()):
             return records
-    adapter = replace(target.adapter, attention_interface=False)
-    return read(replace(target, adapter=adapter), layers, everywhere=True)
+    return read(replace(target, adapter=replace(target.adapter, attention_interface=False)), layers)
 
 
 def _base_path(model: Any, stack: str) -> str:

@@ -102,14 +102,6 @@ class Record:
         self.output[path] = output
         return tree_map_only(Tensor, Tensor.clone, output)
 
-    def attend(self, call: Attention) -> None:
-        """Keep attention, which is computed here."""
-        if self.call is None:
-            self.call, self.given = call, call.stock(call.mask)[0]
-            output = self.given.clone()
-            call.show(self.shown.append, at_once=True)
-            call.compute = lambda _: (output, None)
-
     def path(self, part: str) -> Any:
         """Return the path of a part."""
         return self.paths.get(part) if part else ""
@@ -154,13 +146,10 @@ def as_not_inferred() -> Iterator[None]:
 
 
 @as_not_inferred()
-def read(target: Target, layers: Iterable[int], *, everywhere: bool = False) -> dict[int, Record]:
+def read(target: Target, layers: Iterable[int]) -> dict[int, Record]:
     """Return what passes some layers in a pass over some tokens, which ends at the last of them.
 
-    Args:
-        target: The model.
-        layers: The layers.
-        everywhere: Whether all of their modules are read, and not only the parts that the adapter names.
+    The parts that the adapter names are read; where it names none for each layer yet, all modules.
 
     Raises:
         NotInferredError: A layer does not run, or not once.
@@ -168,13 +157,18 @@ def read(target: Target, layers: Iterable[int], *, everywhere: bool = False) -> 
     records = {layer: Record(target, layer, target.paths[layer]) for layer in layers}
 
     def see(call: Attention) -> None:
-        if call.layer in records:
-            records[call.layer].attend(call)
+        record = records.get(call.layer)
+        if record is not None and record.call is None:
+            record.call, record.given = call, call.stock(call.mask)[0]
+            output = record.given.clone()
+            call.show(record.shown.append, at_once=True)
+            call.compute = lambda _: (output, None)
 
     tap = tapped(target, Listener(see)) if target.adapter.attention_interface else eager(target)
     hooks = list[Any]()
     for record in records.values():
-        for path in {"", *(dict(record.module.named_modules()) if everywhere else record.paths.values())}:
+        paths = record.paths.values() if target.adapter.rows else dict(record.module.named_modules())
+        for path in {"", *paths}:
             module = record.module.get_submodule(path)
             hooks += [(module, "pre", partial(record.enter, path)), (module, "post", partial(record.leave, path))]
     with torch.inference_mode(False), tap, target.hooks(*hooks):
