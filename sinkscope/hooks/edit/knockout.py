@@ -121,10 +121,10 @@ class _KnockoutActor(Actor):
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
             at, to = query[:, None, :, None], key[:, :, None]
-            sees = to < at
+            later = to < at
             if self.knockout.queries is not None:
-                sees = _at(queries, query)[:, None, :, None] & (to != at)
-            gone = sees & _at(keys, key.flatten(1)).view_as(key)[:, :, None]
+                later = _at(queries, query)[:, None, :, None] & (to != at)
+            gone = later & _at(keys, key.flatten(1)).view_as(key)[:, :, None]
             if chosen:
                 in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
                 in_head[chosen] = True
