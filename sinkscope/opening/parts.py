@@ -95,9 +95,10 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
     Raises:
         UnsupportedError: Some part was not found, or is not where it is proposed; the message shows the row to write.
     """
+    layers = {*numbers, min(1, len(numbers) - 1)}  # the second one may read what the first has kept
     if row is None or target.processes > 1:
         with suppress(Exception):  # a class may take no configuration alone, or not that of a changed model
-            sample = sample_of(target.hf, max(*numbers, 1) + 1)
+            sample = sample_of(target.hf, max(layers) + 1)
             target = Target(sample, sample, "hf", DRAFT, name=target.name)
     stack = stack_of(target.hf)  # which a wrapper of the object lends
     draft = replace(Found(**vars(row or DRAFT)), model_type=str(target.hf.config.model_type), layers=stack)
@@ -105,7 +106,7 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
     try:
         with evaluating(target.hf), apart():
             draft = replace(draft, base=_base_path(target.hf, stack))
-            records = _read(replace(target, adapter=draft), numbers)
+            records = _read(replace(target, adapter=draft), layers)
             adapter = proposed(records, numbers, row)
             return adapter, prove(replace(target, adapter=adapter), numbers)
     except NotInferredError as error:
@@ -117,9 +118,8 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
         ) from None
 
 
-def _read(target: Target, numbers: list[int]) -> dict[int, Record]:
-    """What passes all modules of the first layer of each kind, and of the second one, if there is one."""
-    layers = {*numbers, min(1, len(numbers) - 1)}
+def _read(target: Target, layers: set[int]) -> dict[int, Record]:
+    """What passes all modules of some layers; their attention, if it is seen."""
     with suppress(Exception):  # attention outside transformers' interface is not seen
         records = read(target, layers)
         if any(record.call is not None for record in records.values()):
@@ -148,6 +148,11 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
     if target.processes > 1:  # transformers has split plain modules, and each process has a part of the heads
         return {}
     own = target
+    if target.kind != "hf" and any(weight.is_inference() for weight in target.hf.parameters()):
+        raise UnsupportedError(
+            f"the weights of {target.name} were made in inference mode, where nothing of the wrapper around it can be "
+            "proved: make the model outside of torch.inference_mode(), or give it without the wrapper"
+        )
     if target.kind == "hf" and target.resident:
         with suppress(Exception):  # somebody has put something into a module that cannot be copied
             twin = _twin(target.hf)
