@@ -1,7 +1,4 @@
-"""`trace`: run a model once and stream its sites, which have TransformerLens' names; nothing else is kept.
-
-`given_later` sums up the rows of attention of a layer.
-"""
+"""`trace`: run a model once and stream its sites, which have TransformerLens' names; nothing else is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.run import held
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -277,19 +273,3 @@ def _pass(
     with rows, target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer, **positions)
     return passed
-
-
-def given_later(
-    rows: AttentionRows, *, least: int, since: int = 0
-) -> tuple[Float[Tensor, "row head key"], Int[Tensor, "seen _ key"]]:
-    """Return what later queries give to each position, and how many see it.
-
-    Args:
-        rows: Attention of texts without padding, all queries.
-        least: Where a window hides the first position and shows fewer, both are 0.
-        since: The first query that counts.
-    """
-    sees = rows.visible[:, :, since:].tril(since - 1)
-    if not bool(sees[0, 0, -1, 0]) and int(sees[0, 0, -1].sum()) + 1 < least:
-        sees = torch.zeros_like(sees)
-    return (rows.probs[:, :, since:] * sees.to(rows.probs.device)).sum(2).cpu(), sees.sum(2).cpu()

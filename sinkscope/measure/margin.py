@@ -85,12 +85,13 @@ def mean_of(values: Float[Any, " sample"], kind: Kind = "number") -> Mean | None
     return Mean(float(np.nanmean(samples)), margin_of(samples), tuple(samples.tolist()), kind)
 
 
-def count_above(values: Float[np.ndarray, "thing text"], bound: float) -> Mean:
+def count_above(values: Float[Any, "*thing text"], bound: float) -> Mean:
     """Return how many things have a mean over texts above a bound, with the margin of this count.
 
     It is half of the 95 % interval under a bootstrap over texts (percentiles; Efron and Tibshirani 1993).
     """
-    texts = values.shape[1]
+    texts = values.shape[-1]
+    values = np.asarray(values, dtype=float).reshape(-1, texts)
     margin = None
     if len(values) and texts >= FEWEST_VALUES:
         drawn = np.random.default_rng(0).integers(texts, size=(RESAMPLED, texts))

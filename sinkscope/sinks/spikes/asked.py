@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -94,7 +94,7 @@ class SpikeCircuit:
 
     @property
     def heads(self) -> int:
-        """Heads that attend to the place in the layers that read it, as `count_readers` counts them."""
+        """Heads that attend to the place in the layers that read it, by their mean over texts."""
         return int((self.reported.attention.double().mean(-1) > READS).sum())
 
     @cached_property
@@ -117,11 +117,6 @@ class SpikeCircuit:
     def later(self) -> range:
         """The layers after the first that writes its spike."""
         return range(self.first_writer + 1, self.spike.survey.target.n_layers)
-
-
-def count_readers(received: Float[Tensor, "layer head text"]) -> Mean:
-    """Return how many heads give more than 0.3 of their attention, mean over texts, and the margin of this count."""
-    return count_above(received.flatten(0, 1).double().numpy(), READS)
 
 
 def measure(
@@ -169,9 +164,9 @@ def measure(
     rise = torch.full_like(left, torch.nan)
     numbers: dict[str, Mean | float | None] = {"left": mean_of(left, "share")}
     if heads:
-        numbers["heads"] = count_readers(seen.attention[:, [*heads]].permute(1, 2, 0))
+        numbers["heads"] = count_above(seen.attention[:, [*heads]].permute(1, 2, 0), READS)
         if not since:
-            numbers["intact"] = count_readers(spike.attention[..., text_of])
+            numbers["intact"] = count_above(spike.attention[..., text_of], READS)
     if bool(seen.loss.isfinite().any()):
         place = batch.places[0].int()
         counted = (place.cumsum(1) > place)[:, :-1]  # queries after the first position of the place
@@ -377,7 +372,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
         for number, (spike, rows) in enumerate(zip(spikes, by_spike, strict=True)):
             left = mean_of(seen.along[:, number].reshape(-1, texts).mean(0), "share")
             received = seen.attention[:, [*spike.reading_layers]].permute(1, 2, 0)
-            rows.append(row_of("conditions", name, left=left, heads=count_readers(received) if layers else None))
+            rows.append(row_of("conditions", name, left=left, heads=count_above(received, READS) if layers else None))
     return by_spike
 
 

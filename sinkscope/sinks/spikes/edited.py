@@ -26,7 +26,7 @@ from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.files.progress import report_progress
 from sinkscope.hooks.edit.knockout import keys_hidden
-from sinkscope.hooks.trace import given_later, trace
+from sinkscope.hooks.trace import trace
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.layers import per_query_head
 from sinkscope.models.neurons import groups_of, heads_point, neurons_point
@@ -196,7 +196,7 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         along[:, number] = mean_by_row(spikes[number].along(there), own)
 
     def received_by(rows: AttentionRows) -> None:
-        given, seen = given_later(rows, least=NARROWEST, since=since)
+        given, seen = rows.given_later(least=NARROWEST, since=since)
         attention[:, rows.layer] = to_place(given, seen, batch.places[0][:, None])
 
     acts = [*layers, *[part.layer or 0 for part in chain(*batch.edits)]]

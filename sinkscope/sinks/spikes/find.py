@@ -23,9 +23,9 @@ import torch
 from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Setup, measurement
-from sinkscope.measure.margin import mean_of
+from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, count_readers, effects_of, purpose_of
+from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, effects_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.edited import left_at_place
 from sinkscope.sinks.spikes.marks import heads_that_mark, marks_of
@@ -212,7 +212,7 @@ def attention_of(sinks: Sinks, tokenizer: Any) -> list[Row]:
     rate = mean_of(report.sink_rate, "share")
     learned = int((report.learned.mean(-1) > READS).sum())
     rows = [
-        row_of("attention", place, heads=count_readers(received), total=total),
+        row_of("attention", place, heads=count_above(received, READS), total=total),
         row_of("attention", "sink rate", share=rate, length=report.ids.shape[1], eps=READS),
     ]
     if learned:
@@ -255,7 +255,7 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
     written = shares_on(spike, needs.neutral)
     if needs.needed:
         rows.append(row_of("spike", "needed", left=mean_of(left_at_place(spike, [needs.needed])[0, 0], "share")))
-    rows.append(row_of("spike", "read by", heads=count_readers(spike.attention)))
+    rows.append(row_of("spike", "read by", heads=count_above(spike.attention, READS)))
     for unit, left in needs.alone.items():
         for neuron in unit:
             share = written[neuron][0]
