@@ -94,7 +94,6 @@ REFUSED = {  # what is wrong with a file, and what is said
         "tokenizer.model: .* not a regular file",
     ),
     "broken link": (lambda f: linked(f, "vocab.json", "nowhere"), "cannot read vocab.json: no such file"),
-    "no settings": (lambda f: (f / "config.json").unlink(), "cannot read config.json.*give the folder of"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "no file named model.safetensors.*files are whole"),
     "pickles": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
     "no shard": (lambda f: named(f, "w-2"), "could not be loaded: .*w-2.*files are whole"),
@@ -114,7 +113,7 @@ def test_what_is_missing_or_no_file_is_named(change, says, folder):
 
 
 DAMAGES = [b"", b"null", b'{"a": "\xff\xfe"}', b"[" * 100_000]
-FILES = {"config.json": "^config", "generation_config.json": "^generation_config", "tokenizer.json": "tokenizer"}
+FILES = {"generation_config.json": "^generation_config", "tokenizer.json": "tokenizer"}
 
 
 @pytest.mark.parametrize(("name", "says"), FILES.items())

@@ -20,7 +20,6 @@ from sinkscope.opening.load import load, open_stream
     ("model", "settings", "says"),
     [
         ("llama", {"device": "cpu", "device_map": "auto"}, "exclude each other"),
-        ("llama", {"dtype": "float13"}, r"^dtype 'float13' .*expected float32, bfloat16, float16"),
         ("llama", {"dtype": torch.int8}, r"^dtype 'torch.int8' .*expected float32, bfloat16, float16"),
         (3, {}, "int is no name, folder or file"),
         (tiny_model("llama")[0], {}, "LlamaForCausalLM is no name, folder or file"),
@@ -45,15 +44,12 @@ def test_nothing_on_stdout_and_nothing_on_stderr(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("part", "value", "dtype"), [("norm", 1e6, "float16"), ("layers.1.mlp.down_proj", torch.nan, None)]
-)
-def test_overflow_to_infinity_is_found(part, value, dtype, tmp_path):
+def test_overflow_to_infinity_is_found(tmp_path):
     model, _ = tiny_model("llama")
-    model.model.get_submodule(part).weight.data[0] = value
+    model.model.norm.weight.data[0] = 1e6
     model.save_pretrained(tmp_path)
-    with refused(rf"tensor model\.{part}\.weight holds values that are NaN or infinite; .*dtype=float32"):
-        load(tmp_path, dtype=dtype)
+    with refused(r"tensor model\.norm\.weight holds values that are NaN or infinite; .*dtype=float32"):
+        load(tmp_path, dtype="float16")
 
 
 def test_out_of_memory_says_what_to_try(monkeypatch):

@@ -30,7 +30,7 @@ from sinkscope.models.weights import is_plain
 _WHOLE = "give the folder of a Hugging Face checkpoint, whole"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
+_BESIDE = ["*.json", "*.jinja", "*.model", "*.txt"]
 """What a repo has beside its weights."""
 _SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", _INDEX)
 _NAMING = re.compile(".*_files?|transformers_weights")
@@ -83,7 +83,8 @@ class Files:
         self.config: Any = {}
         if isinstance(where, str):
             self.name = where
-            self.folder = Path(snapshot_download(where, revision=revision, allow_patterns=[*_BESIDE]))
+            known = snapshot_download(where, revision=revision, allow_patterns=_BESIDE, ignore_patterns="*/*")
+            self.folder = Path(known)
             self.commit = self.folder.name
         elif where.is_file():
             self.folder, self.name, self.gguf = where.parent, in_one_line(where.name), where.name
