@@ -46,12 +46,9 @@ def is_transposed(module: Any) -> bool:
 
 
 def input_width(projection: nn.Module) -> int:
-    """Return the number of inputs of a linear module."""
+    """Return the number of inputs of a linear module; a Conv1D has them in the first dimension of its weight."""
     linear = _inner(projection)
-    weight = getattr(linear, "weight", None)
-    if not is_plain(weight) or weight.ndim != 2:  # quantised
-        return int(linear.in_features)
-    return int(weight.shape[0 if is_transposed(linear) else 1])
+    return int(getattr(linear, "in_features", None) or linear.weight.shape[0 if is_transposed(linear) else 1])
 
 
 def _says_all(module: Any) -> bool:
