@@ -116,22 +116,3 @@ def test_a_later_mask_that_hides_tokens_read_before_is_named(model):
         with refused("hides 1 token that earlier calls have read; .*pad_token_id .*: pass attention_mask"):
             model.generate(both, past_key_values=cache, max_new_tokens=2)
         model.generate(both, attention_mask=torch.ones_like(both), past_key_values=cache, max_new_tokens=2)
-
-
-def test_a_run_of_a_second_thread_waits_until_the_first_has_left(model):
-    entered, leave, order = threading.Event(), threading.Event(), []
-
-    def hold():
-        with STREAMING.on(model):
-            entered.set()
-            leave.wait(60)
-            order.append("left")
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    entered.wait(60)
-    threading.Timer(0.3, leave.set).start()
-    with TOVA(budget=8).on(model):
-        order.append("entered")
-    holder.join()
-    assert order == ["left", "entered"]
