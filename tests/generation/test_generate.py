@@ -33,10 +33,6 @@ def test_a_patch_a_policy_and_a_guard_act_together(tmp_path):
             out = model.generate(ids, max_new_tokens=14, do_sample=False)[0, ids.shape[1] :].tolist()
         assert (one.tokens, one.events, one.summary) == (out, run.events, run.summary())
     assert all(len(one.events) == 1 and one.summary.startswith("SinkPatch patched") for one in got)
-    plain = [one.tokens for one in generate(model, PROMPTS, **settings)]
-    # Shorter than the warm-up: the guard's own settings leave the text alone.
-    assert plain == [one.tokens for one in generate(model, PROMPTS, guard=True, **settings)]
-    assert plain[0] != got[0].tokens
 
 
 def test_sampling_follows_the_seed_whatever_else_is_drawn():
