@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,27 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def causal_class(config: Any) -> Any:
-    """Return what makes and loads a causal model; some text models stand behind an image tower."""
+    """Return what loads a causal model: for text parts that transformers does not list, the class beside theirs."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto as auto
 
-    kind = config.model_type
-    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    if config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # a text model behind an image tower
+        return AutoModelForImageTextToText
+    with suppress(ImportError):
+        home = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+        for name, cls in vars(home).items():
+            if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
+                return cls
+    return AutoModelForCausalLM
+
+
+def new_model(config: Any, dtype: torch.dtype) -> Any:
+    """Return a causal language model of a configuration: random weights, or none inside `torch.device("meta")`."""
+    cls = causal_class(config)
+    make = getattr(cls, "from_config", None) or cls._from_config
+    return make(config, dtype=dtype)
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:

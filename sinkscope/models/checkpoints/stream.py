@@ -16,7 +16,7 @@ from torch import nn
 
 from sinkscope.models.adapters import layers_at, stack_of
 from sinkscope.models.checkpoints.checkpoint import Files, made, quiet
-from sinkscope.models.checkpoints.config import causal_class, check_finite, cut_depth
+from sinkscope.models.checkpoints.config import check_finite, cut_depth, new_model
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
@@ -36,7 +36,7 @@ class LayerStore:
         self.resident = resident
         self._in_memory: set[int] = set()
         with torch.device("meta"):
-            self.causal: Any = causal_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+            self.causal: Any = new_model(config, dtype)
         self.causal.eval().requires_grad_(False)
         prefix, stack = self.causal.base_model_prefix, stack_of(self.causal)
         self._base_class = type(self.causal.base_model)
