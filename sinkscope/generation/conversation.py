@@ -19,7 +19,7 @@ from sinkscope.generation.decode import decode
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.keeper import CacheKeeper
+from sinkscope.kv.keeper import CacheKeeper, check_servable
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.inputs import check_length, end_ids, read_row
 from sinkscope.models.layers import layers_with_states
@@ -117,6 +117,7 @@ class Conversation:
         chat: Chat = "auto",
     ) -> None:
         self.target = target_of(model, tokenizer)
+        check_servable(self.target)
         states = layers_with_states(self.target)
         if states:
             raise UnsupportedError(
