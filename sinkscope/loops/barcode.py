@@ -30,6 +30,7 @@ from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
+from sinkscope.models.layers import per_query_head
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import Head, count_of, word_form
 from sinkscope.results.row import row_of
@@ -73,14 +74,19 @@ class HeadTracks:
 
     def add(self, rows: AttentionRows) -> None:
         """Take some rows."""
-        by_position, query_pos = rows.by_position(self.length)[0], rows.query_pos[0]
+        assert rows.pos is not None
+        query_pos, pos = rows.query_pos[0], per_query_head(rows.pos, rows.probs.shape[1])[0, :, None]
+        by_position = rows.probs.new_zeros(
+            *rows.probs.shape[1:3], self.length + 1
+        )  # -1, of no token, is the last place
+        by_position.scatter_add_(2, (pos % (self.length + 1)).expand_as(rows.probs[0]), rows.probs[0])
         _, shift, suffix = self.before.shape
         at = query_pos[:, None] - torch.arange(suffix, device=query_pos.device)
         offsets = by_position.gather(2, at.clamp(min=0).expand(len(by_position), -1, -1)) * (at > 0)
         earlier = torch.cat([self.before.to(offsets), offsets], 1)
         self.before = earlier[:, -shift:].clone()
         self.scores.append(torch.minimum(offsets, earlier[:, :-shift]).sum(-1).cpu())
-        self.pictures.append(by_position[:, query_pos >= self.first_row, self.first_column : -1].cpu())
+        self.pictures.append(by_position[:, query_pos >= self.first_row, self.first_column : -2].cpu())
 
 
 @dataclass(frozen=True, kw_only=True)

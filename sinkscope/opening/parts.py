@@ -175,7 +175,9 @@ def _twin(model: nn.Module) -> nn.Module:
     weights = [*model.parameters(), *model.buffers()]
     if not any(map(has_hooks, model.modules())) and not any(weight.is_inference() for weight in weights):
         return model
-    copies: dict[int, Any] = {id(weight): weight.clone() if weight.is_inference() else weight for weight in weights}
+    copies: dict[int, Any] = {id(weight): weight for weight in weights}
+    for weight in filter(torch.Tensor.is_inference, weights):
+        copies[id(weight)] = nn.Parameter(weight.clone(), False) if isinstance(weight, nn.Parameter) else weight.clone()
     for module in model.modules():
         for name, value in list(vars(module).items()):  # another thread may enter or leave a block
             if "_forward_" in name and "hooks" in name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from sinkscope.loops.text.signals import Tail
 
@@ -43,13 +44,13 @@ class TailRepetition:
         longest: Largest period.
         repeats: Required number of copies, at least 2.
         shortest: Required number of tokens, at least 4.
-        two_from: Period from which on two copies are enough; None: none.
+        two_from: Period from which on two copies are enough.
     """
 
-    def __init__(self, longest: int, repeats: int | float, shortest: int, two_from: int | None = None) -> None:
+    def __init__(self, longest: int, repeats: int | float, shortest: int, two_from: float = inf) -> None:
         self._longest = longest
         self._repeats = repeats
-        self._two_from = longest + 1 if two_from is None else two_from
+        self._two_from = two_from
         self._shortest = shortest
         self._length = shortest // 2
         self._seen = 0
