@@ -5,6 +5,7 @@ python -m experiments.repeated_token.atlas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.record import write_record
@@ -15,10 +16,14 @@ from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.tokens import MAX_REPEATS, prefix_of
 
 
-def main(*, out: Path = Path("figures")) -> None:
-    """Count the repetitions of every token of the model in the package; null: it never gets there."""
+def main(*, out: Path = Path("figures"), tokens: Sequence[int] = ()) -> None:
+    """Count the repetitions of tokens of the model in the package; null: it never gets there.
+
+    Args:
+        tokens: Token ids. By default all.
+    """
     setup = Setup.open()
-    ids = list(range(min(len(setup.tokenizer), setup.target.config.vocab_size)))
+    ids = [*tokens] or list(range(setup.target.config.vocab_size))
     spikes = [circuit.spike for circuit in sinks_of(setup).at_first]
     repeats = copies_of(setup.target, spikes, ids, prefix_of(setup, ids), MAX_REPEATS)
     result = {"spikes": [spike.name for spike in spikes], "ids": ids, "repeats": repeats}
