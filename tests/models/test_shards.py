@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls_kit import IDS, calls
+from covering import slow
 from organisms import organism, tiny_model
 from refusals import refused
 from same_kit import differences, plain
@@ -88,25 +89,20 @@ def one_of_two(rank: int, folder: Path, wanted: dict[str, list[str]]) -> None:
     dist.destroy_process_group()
 
 
+QUICK = {"llama": ["h2o", *REFUSED.keys() - {"experts"}], "phi3": ["Ablate, heads"], "mixtral": ["experts"]}
+OTHERS = {
+    "llama": ["repeat", "barcode", "lines", "SinkPatch", "LoopGuard", "snapkv"],
+    "phi3": ["Ablate", "Ablate, up factor", "Add", "trace", "LoopServe"],
+    "qwen3": ["trace"],  # norms of queries and keys
+}
+
+
 @pytest.mark.few_texts
-def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path, typed):
+@pytest.mark.parametrize("uses", [QUICK, slow(OTHERS)], ids=["quick", "others"])
+def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(uses, tmp_path, typed):
     """The two processes are forks of this one: what torchrun starts would import all of torch again."""
     wanted: dict[str, list[str]] = {}
-    for family, names in {
-        "llama": [
-            "repeat",
-            "barcode",
-            "lines",
-            "SinkPatch",
-            "LoopGuard",
-            "h2o",
-            "snapkv",
-            *REFUSED.keys() - {"experts"},
-        ],
-        "phi3": ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "trace", "LoopServe"],
-        "mixtral": ["experts"],
-        "qwen3": ["trace"],  # norms of queries and keys
-    }.items():
+    for family, names in uses.items():
         planted = organism(family) if family in ("llama", "mixtral") else None
         for part in tiny_model(family) if planted is None else (planted.model, planted.tokenizer):
             part.save_pretrained(tmp_path / family)
