@@ -158,7 +158,7 @@ class Conversation:
                 f"{name}={generation[name]!r}: a conversation has a cache of its own, and writes one row of text token "
                 "by token; leave it out"
             )
-        target, tokenizer = self.target, self.target.tokenizer
+        target, tokenizer = self.target, self.target.available_tokenizer
         new = self._read(prompt)
         whole = [*self.ids, *new]
         forced: list[list[int]] | None = None
@@ -202,7 +202,7 @@ class Conversation:
         ids = read_row(self.target, prompt, "the prompt", special=not self.turns)
         if not isinstance(prompt, str):
             return ids
-        tokenizer, name = self.target.tokenizer, self.target.name
+        tokenizer, name = self.target.available_tokenizer, self.target.name
         if uses_template(tokenizer, prompt, self._chat, name):
             return chat_ids(tokenizer, [*self._messages, {"role": "user", "content": prompt}], name, self.ids)
         return ids

@@ -28,12 +28,12 @@ def tokenizer_of(target: Target) -> Any:
     Raises:
         SinkscopeError: There is none.
     """
-    if target.tokenizer is None:
+    if target.available_tokenizer is None:
         raise SinkscopeError(
             f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
             "tokenizer's files beside the weights"
         )
-    return target.tokenizer
+    return target.available_tokenizer
 
 
 def check_site(

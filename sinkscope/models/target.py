@@ -225,6 +225,20 @@ class Target:
                 self.with_neurons.append(number)
 
     @cached_property
+    def available_tokenizer(self) -> Any:
+        """The tokenizer; without one, that of the checkpoint which a live model names; None without either."""
+        origin = getattr(self.hf.config, "_name_or_path", "")
+        if self.tokenizer is not None or not origin:
+            return self.tokenizer
+        from transformers import AutoTokenizer
+
+        with suppress(Exception):  # the origin may not exist any more
+            tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=False)
+            if tokenizer("a text", add_special_tokens=False)["input_ids"]:  # else it was made of no files
+                return tokenizer
+        return None
+
+    @cached_property
     def configs(self) -> list[Any]:
         """Every distinct configuration that the attention of the decoder, or what makes its mask, may read.
 

@@ -163,7 +163,7 @@ def open_target(
     target = target_of(model, tokenizer)
     if needed:
         tokenizer_of(target)
-    return target
+    return replace(target, tokenizer=target.available_tokenizer)
 
 
 LAYER_BYTES = 1 << 30

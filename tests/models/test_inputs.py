@@ -7,7 +7,10 @@ import torch
 from organisms import tiny_model
 from refusals import refused
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
+import sinkscope as ss
+from sinkscope.generation.generate import generate
 from sinkscope.hooks.trace import trace
 
 SITES = ["blocks.2.hook_resid_post", "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
@@ -23,13 +26,18 @@ def test_rows_of_several_lengths_are_what_they_are_alone():
             assert_close(together[site][within], want[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_tokenizer_is_given_or_on_the_model():
+def test_one_look_up_of_the_tokenizer(tmp_path):
+    """Given, or beside the weights that a live model says it came from: the same for all."""
     model, tokenizer = tiny_model("llama")
     with refused("no tokenizer"):
         trace(model, "the dog", SITES)
     want = trace(model, "the dog", SITES, tokenizer=tokenizer)["logits"]
-    vars(model)["tokenizer"] = tokenizer
-    assert torch.equal(trace(model, "the dog", "logits")["logits"], want)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    live = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(trace(live, "the dog", "logits")["logits"], want)
+    assert generate(live, "the dog", max_new_tokens=2)[0].prompt_tokens == 3
+    assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt_tokens == 3
 
 
 def masked(ids, mask) -> dict:

@@ -304,7 +304,7 @@ class GuardActor(Actor):
         ends = {*stops}
         if stops:  # a row that has ended goes on as padding; without an end no row does
             ends.update(ids_of_setting(settings, "pad_token_id"))
-        tokenizer = self.run.target.tokenizer
+        tokenizer = self.run.target.available_tokenizer
         monitor = monitors(self.settings, tokenizer)
         known = step.tokens if step.state.prefilling else step.earlier
         rows: list[WatchedRow] = []
