@@ -226,7 +226,9 @@ EDITS = {
     "pyramid 12": Edit(lambda: [kv.Pyramid(budget=12, window=4)], **EVICTS),
     "progressive 12": Edit(lambda: [kv.policies()["progressive"](budget=12, every=2, after=1)], **EVICTS),
     "loopserve 12": Edit(
-        lambda: [ss.LoopServe(alpha=0.8, budget=12, shortest=0, interval=2, first=0, sample=8, dense_rows=2)], **EVICTS
+        lambda: [ss.LoopServe(alpha=0.8, budget=12, shortest=0, interval=2, first=0, sample=8, dense_rows=2)],
+        **EVICTS,
+        fits=_along_lines,
     ),
     "guard|streaming 12": Edit(lambda: [kv.StreamingLLM(budget=12) | ss.LoopGuard(budget=12)], **EVICTS),
     "zero|streaming 12": Edit(lambda: [_zero() | kv.StreamingLLM(budget=12)], **EVICTS, fits=has_mlp),
