@@ -289,23 +289,27 @@ def merge(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
     found = {about for about, _, _ in new}
     rows = [Row(WENT if about in known else CAME, about) for about in sorted(known ^ found)]
     for key in dict.fromkeys([*old, *new]):
-        about, _, name = key
-        both = [side[key] for side in (old, new) if key in side]
-        first, second = both[0], both[-1]
-        if about in known ^ found:
-            continue
-        if len(both) == 1:
-            if "share" not in first.numbers or abs(first.get("share")) >= COMES:
-                rows.append(Row(WENT if key in old else CAME, name, {}, first.words() or first.table, about))
-            continue
-        if first.note != second.note:
-            rows.append(Row(CHANGED, name, {}, f"{first.note or 'none'} -> {second.note or 'none'}", about))
-        elif first.note:
-            rows.append(Row(SAME, name, {}, first.note, about))
-        for number in first.numbers:
-            if number in second.numbers and number != "control":
-                rows.append(moved(first, second, number))
+        if key[0] in known & found:
+            rows += of_one(old.get(key), new.get(key), key[0])
     return sorted(rows, key=lambda row: VERDICTS.index(row.table))
+
+
+def of_one(first: Row | None, second: Row | None, about: str) -> list[Row]:
+    """Return what is said of a row of a subject that both have: its word and its numbers, or that it came or went."""
+    row = first or second
+    assert row is not None
+    if first is None or second is None:
+        if "share" in row.numbers and abs(row.get("share")) < COMES:
+            return []
+        return [Row(CAME if first is None else WENT, row.name, {}, row.words() or row.table, about)]
+    rows = [
+        moved(first, second, number) for number in first.numbers if number in second.numbers and number != "control"
+    ]
+    if first.note != second.note:
+        rows.append(Row(CHANGED, row.name, {}, f"{first.note or 'none'} -> {second.note or 'none'}", about))
+    elif first.note:
+        rows.append(Row(SAME, row.name, {}, first.note, about))
+    return rows
 
 
 def moved(first: Row, second: Row, number: str) -> Row:
