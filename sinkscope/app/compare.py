@@ -302,13 +302,14 @@ def of_one(first: Row | None, second: Row | None, about: str) -> list[Row]:
         if "share" in row.numbers and abs(row.get("share")) < COMES:
             return []
         return [Row(CAME if first is None else WENT, row.name, {}, row.words() or row.table, about)]
-    rows = [
-        moved(first, second, number) for number in first.numbers if number in second.numbers and number != "control"
-    ]
+    rows: list[Row] = []
     if first.note != second.note:
         rows.append(Row(CHANGED, row.name, {}, f"{first.note or 'none'} -> {second.note or 'none'}", about))
     elif first.note:
         rows.append(Row(SAME, row.name, {}, first.note, about))
+    for number in first.numbers:
+        if number in second.numbers and number != "control":
+            rows.append(moved(first, second, number))
     return rows
 
 
