@@ -34,7 +34,7 @@ class TextRecord(NamedTuple):
 
 
 def read_texts(path: PathName, field: str | None = None) -> Iterator[TextRecord]:
-    """Yield the records of a file of JSON lines, or of one JSON array.
+    """Yield the records of a file of JSON lines.
 
     Args:
         path: The file.
