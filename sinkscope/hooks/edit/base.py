@@ -44,7 +44,7 @@ class Intervention(ABC):
             SinkscopeError: The budget, a fraction of this prompt, is less than what is always kept.
         """
 
-    def read(self, **values: Any) -> None:
+    def store(self, **values: Any) -> None:
         """Store values as they were read, in whatever form they were given: `sites` are `Neuron`s."""
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -141,7 +141,7 @@ class NeuronEdit(PlacedEdit):
         if (layer is None) != (not numbers):
             raise SinkscopeError(f"layer={layer!r} with neurons={numbers!r}: give both, as in layer=1, neurons=[7890]")
         sites = [*listed("sites", self.sites), *((layer, number) for number in numbers)]
-        self.read(sites=tuple(dict.fromkeys(map(site_of, sites))))
+        self.store(sites=tuple(dict.fromkeys(map(site_of, sites))))
         checked_value(Where, self.site, "site")
         self.check_values()
         if not self.sites and not self.heads:
@@ -234,7 +234,7 @@ class Ablate(NeuronEdit):
     def check_values(self) -> None:
         """Read heads, value and positions."""
         value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
-        self.read(heads=heads_of(self.heads), value=value, positions=checked_positions(self.positions))
+        self.store(heads=heads_of(self.heads), value=value, positions=checked_positions(self.positions))
 
     @classmethod
     def from_result(cls, result: Any) -> Ablate:
@@ -313,7 +313,7 @@ class Add(PlacedEdit):
         checked_value(Finite, self.scale, "scale")
         if not vector.requires_grad:
             vector = vector.float().clone()
-        self.read(vector=vector, positions=checked_positions(self.positions))
+        self.store(vector=vector, positions=checked_positions(self.positions))
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, float]]:
         """Return the modules whose input or output the sites are, each with the factor on what is added there."""

@@ -63,14 +63,14 @@ class Knockout(Intervention):
         if self.keys is None:
             raise SinkscopeError('keys=None: expected positions or "first"; give the keys to hide')
         heads = heads_of(self.heads)
-        self.read(keys=checked_positions(self.keys, "keys"), heads=heads)
-        self.read(queries=checked_positions(self.queries, "queries"))
+        self.store(keys=checked_positions(self.keys, "keys"), heads=heads)
+        self.store(queries=checked_positions(self.queries, "queries"))
         if self.layers is not None:
             layers = tuple(listed("layers", self.layers))
             check_values(tuple[Whole, ...], layers=layers)
             if heads:
                 raise SinkscopeError(f"layers={layers} with heads={heads}: heads name their layers; give one of both")
-            self.read(layers=layers)
+            self.store(layers=layers)
 
     def summary(self, run: Run) -> str:
         """Return whether keys were hidden."""

@@ -70,7 +70,7 @@ class SinkPatch(NeuronEdit):
         """Read calibrated values."""
         given = checked_value(Mapping[Any, Any], self.calibrated, "calibrated")
         calibrated = {site_of(site): python_numbers(value) for site, value in given.items()}
-        self.read(calibrated=checked_value(Mapping[Any, Finite], calibrated, "calibrated"))
+        self.store(calibrated=checked_value(Mapping[Any, Finite], calibrated, "calibrated"))
         missing = [site for site in self.sites if site not in calibrated]
         if missing and calibrated:
             raise SinkscopeError(
