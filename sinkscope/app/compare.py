@@ -199,7 +199,7 @@ def compare(
     for number, thing in enumerate(things):
         known = known_result(thing)
         found = known[1] if known else measurement.load()(thing, **settings, progress=progress)
-        name = known[0] if known else found.model.name
+        name = known[0] if known else Path(found.model.name).name
         if name in by_name:
             name = f"{name} ({number + 1})"
         by_name[name] = found

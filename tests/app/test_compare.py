@@ -95,8 +95,10 @@ def test_cards_are_compared_by_their_parts(tmp_path):
     assert [(row.about, row.table) for row in found.results[0].judged] == [("a", CHANGED)]
 
 
-def test_a_model_is_measured_and_equals_itself(model, tmp_path, typed):
-    """Two names of one model: no number that is judged moves at all."""
+def test_a_model_is_measured_and_equals_itself(model, tmp_path, typed, monkeypatch):
+    """Two names of one model of the hub: no number that is judged moves at all, and its results are files."""
+    named = replace(sample_find_sinks().model, name="org/llama")
+    monkeypatch.setattr("sinkscope.measure.setup.model_info", lambda _: named)
     typed(f"compare {model} {model} --out {tmp_path}/kept --json {tmp_path}/c.json")
     judged = Result.load(tmp_path / "c.json").results[0].judged
     assert len(judged) >= 4 and all(row.get("change") == 0 for row in judged)

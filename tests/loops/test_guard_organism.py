@@ -21,11 +21,14 @@ GUARD = LoopGuard(monitor=MonitorSettings(tail_beyond=0, cooldown=8))
 def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
     o, onsets = kept_loop(reach=80), (20, 0)  # the loop lives on its own tail, as the paper has it
     rows = [*map(o.prompt, onsets), [BOS, *o.walk(400, 59)]]
-    ids, mask = (
-        pad_sequence(part, batch_first=True, padding_side="left")
-        for part in ([torch.tensor(row) for row in rows], [torch.ones(len(row), dtype=torch.long) for row in rows])
-    )
-    options = {"attention_mask": mask, "eos_token_id": o.tokenizer.eos_token_id, "pad_token_id": 0, "do_sample": False}
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
+    # No word has the id of padding.
+    options = {
+        "attention_mask": (ids != 0).long(),
+        "eos_token_id": o.tokenizer.eos_token_id,
+        "pad_token_id": 0,
+        "do_sample": False,
+    }
 
     def written(guard: LoopGuard):
         with guard.on(o.model) as run:
