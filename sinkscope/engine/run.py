@@ -202,9 +202,7 @@ class Run(Calls):
     @property
     def events(self) -> list[Event]:
         """Events so far, in order: what a guard did, and how prompts were read along lines. Reading them may wait."""
-        for events in self._pending:
-            self._events += events()
-        self._pending.clear()
+        self._drain()
         return list(self._events)
 
     @property
@@ -232,11 +230,18 @@ class Run(Calls):
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         self._pending.append(events)
         if len(self._pending) >= _MOST_PENDING:
-            _ = self.events
+            self._drain()
 
     def count(self, kind: str, number: Tensor) -> None:
         """Add to what is counted, by kind; nothing waits for the device."""
-        self._changed[kind] = number + self._changed.get(kind, 0 * number).to(number.device)
+        if kind in self._changed:
+            number = number + self._changed[kind].to(number.device)
+        self._changed[kind] = number
+
+    def _drain(self) -> None:
+        for events in self._pending:
+            self._events += events()
+        self._pending.clear()
 
     def _check_edited(self, error: object, *_: object) -> None:
         """Refuse a run that ends without an error and in which an edit was lost, although the model ran.

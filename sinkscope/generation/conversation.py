@@ -28,9 +28,9 @@ from sinkscope.opening.live import target_of
 
 _SET_BY_US = {
     *CACHE_NAMES,
-    *("input_ids", "inputs", "inputs_embeds", "attention_mask", "use_cache", "cache_implementation"),
-    *("generation_config", "max_length", "prefill_chunk_size", "return_dict_in_generate", "num_beams"),
-    *("num_return_sequences", "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"),
+    *"""input_ids inputs inputs_embeds attention_mask use_cache cache_implementation generation_config max_length
+    prefill_chunk_size return_dict_in_generate num_beams num_return_sequences assistant_model assistant_early_exit
+    prompt_lookup_num_tokens""".split(),
 }
 """Options of `generate` that a conversation has to choose itself."""
 

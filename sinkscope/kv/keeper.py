@@ -42,7 +42,7 @@ def held_tokens(layers: Sequence[CacheLayer]) -> tuple[Float[Tensor, " row"], Fl
         here = kv.keys.shape[-2] if kv.gapless else kv.occupied(device)
         read = read + here
         if kv.whole_layer is not None:
-            here = kv.whole_layer.keys.shape[-2] - kv.whole_layer.holes().to(device) + kv.seen - kv.whole_layer.seen
+            here = kv.whole_layer.occupied(device) + kv.seen - kv.whole_layer.seen
         held = held + here
     rows = len(layers[0].keys)
     held, read = torch.as_tensor(held, dtype=torch.double), torch.as_tensor(read, dtype=torch.double)

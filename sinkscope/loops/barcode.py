@@ -76,9 +76,8 @@ class HeadTracks:
         """Take some rows."""
         assert rows.pos is not None
         query_pos, pos = rows.query_pos[0], per_query_head(rows.pos, rows.probs.shape[1])[0, :, None]
-        by_position = rows.probs.new_zeros(
-            *rows.probs.shape[1:3], self.length + 1
-        )  # -1, of no token, is the last place
+        # The last place is that of -1, of no token.
+        by_position = rows.probs.new_zeros(*rows.probs.shape[1:3], self.length + 1)
         by_position.scatter_add_(2, (pos % (self.length + 1)).expand_as(rows.probs[0]), rows.probs[0])
         _, shift, suffix = self.before.shape
         at = query_pos[:, None] - torch.arange(suffix, device=query_pos.device)

@@ -145,10 +145,10 @@ class Setup:
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
-        unknown_ids = [number for number in [getattr(target.tokenizer, "unk_token_id", None)] if number is not None]
-        unknown = float(torch.isin(ids[:, 1:], torch.tensor(unknown_ids)).float().mean())
-        if unknown > UNKNOWN:
-            read.append(f"{unknown:.0%} of the text is unknown to this tokenizer: give suitable text with --text.")
+        unknown = getattr(target.tokenizer, "unk_token_id", None)
+        share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
+        if share > UNKNOWN:
+            read.append(f"{share:.0%} of the text is unknown to this tokenizer: give suitable text with --text.")
         return cls(
             target,
             start,

@@ -143,11 +143,11 @@ class NeuronEdit(PlacedEdit):
         sites = [*listed("sites", self.sites), *((layer, number) for number in numbers)]
         self.store(sites=tuple(dict.fromkeys(map(site_of, sites))))
         checked_value(Where, self.site, "site")
-        self.check_values()
+        self.read_values()
         if not self.sites and not self.heads:
             raise SinkscopeError("no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]")
 
-    def check_values(self) -> None:
+    def read_values(self) -> None:
         """Read the other values."""
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
@@ -231,7 +231,7 @@ class Ablate(NeuronEdit):
 
     KIND = "ablated"
 
-    def check_values(self) -> None:
+    def read_values(self) -> None:
         """Read heads, value and positions."""
         value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
         self.store(heads=heads_of(self.heads), value=value, positions=checked_positions(self.positions))

@@ -66,7 +66,7 @@ class SinkPatch(NeuronEdit):
     KIND = "patched"
     positions = slice(1, None)
 
-    def check_values(self) -> None:
+    def read_values(self) -> None:
         """Read calibrated values."""
         given = checked_value(Mapping[Any, Any], self.calibrated, "calibrated")
         calibrated = {site_of(site): python_numbers(value) for site, value in given.items()}

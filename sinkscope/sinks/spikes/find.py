@@ -188,7 +188,7 @@ def fields_of(setup: Setup, why: bool = False) -> dict[str, Any]:
         "attention": tuple(attention_of(sinks, setup.tokenizer)),
         "heads": heads.numpy(),
         "typical_norm": tuple(report.typical_norm),
-        "first_token_norm": tuple(report.norms[:, :, 0].median(1).values.tolist()),
+        "first_token_norm": tuple(report.first_norm),
     }
 
 
