@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Row
-from sinkscope.files.envelope import kind_modules
+from sinkscope.files.envelope import kinds
 from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
 from sinkscope.results.result import Result
@@ -63,7 +63,7 @@ def figure_of(picture: Path) -> Any:
     """The plotly figure of a picture, from the JSON beside it: of a result, or of the script that drew it."""
     file = picture.with_suffix(".json")
     data = json.loads(file.read_text(encoding="utf-8"))
-    if data["kind"] in kind_modules():
+    if data["kind"] in kinds():
         return Result.load(file).figure()
     argv = data["provenance"]["argv"]
     return import_module(argv[argv.index("-m") + 1]).figure(data)

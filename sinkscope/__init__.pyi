@@ -11,7 +11,6 @@ from .conformance.check_cache import check_cache as check_cache
 from .errors import SinkscopeError as SinkscopeError
 from .generation.conversation import Conversation as Conversation
 from .generation.generate import generate as generate
-from .generation.progressive import Progressive as Progressive
 from .hooks.edit.base import Intervention as Intervention
 from .hooks.edit.edits import Ablate as Ablate
 from .hooks.edit.edits import Add as Add
@@ -36,6 +35,7 @@ from .sinks.spikes.find import find_sinks as find_sinks
 from .sinks.spikes.find import why_sink as why_sink
 from .sinks.training import SinkCallback as SinkCallback
 from .sparse.lines import lines as lines
+from .sparse.progressive import Progressive as Progressive
 from .sparse.serve import LoopServe as LoopServe
 from .sparse.shapes import AShape as AShape
 

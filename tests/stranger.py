@@ -9,7 +9,7 @@ from importlib import invalidate_caches
 from pathlib import Path
 
 import sinkscope
-from sinkscope.files.envelope import _CLASSES, kind_modules, measurements, other_measurements
+from sinkscope.files.envelope import kinds, measurements, other_measurements
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
 KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"
@@ -23,7 +23,6 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[sinkscope.measurements]\nentropy = {MODULE}:{name}\n")
-    earlier = _CLASSES.pop(KIND, None)  # a page of the documentation defines the same one
     sys.path.insert(0, str(folder))
     _look_again()
     try:
@@ -32,9 +31,6 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
         sys.path.remove(str(folder))
         sys.modules.pop(MODULE, None)
         vars(sinkscope).pop(NAME, None)
-        _CLASSES.pop(KIND, None)
-        if earlier is not None:
-            _CLASSES[KIND] = earlier
         _look_again()
 
 
@@ -42,4 +38,4 @@ def _look_again() -> None:
     invalidate_caches()
     other_measurements.cache_clear()
     measurements.cache_clear()
-    kind_modules.cache_clear()
+    kinds.cache_clear()

@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Lock
 
 from experiments.drawn import write_png
-from sinkscope.files.envelope import kind_modules
+from sinkscope.files.envelope import kinds
 from sinkscope.files.provenance import CODE
 from sinkscope.results.result import Result
 
@@ -100,7 +100,7 @@ def stale() -> dict[str, list[str]]:
         data = json.loads(file.read_text(encoding="utf-8"))
         made = data["provenance"]
         argv = made.get("argv") or made["command"].split()
-        module = argv[argv.index("-m") + 1] if "-m" in argv else kind_modules()[data["kind"]]
+        module = argv[argv.index("-m") + 1] if "-m" in argv else kinds()[data["kind"]].module
         named = (made.get("commit") or "").rstrip("+")
         known = named and git("rev-list", "--ignore-missing", "-1", named)
         (commit,) = known or git("log", "-1", "--format=%H", "--", str(file))

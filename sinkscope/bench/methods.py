@@ -18,11 +18,11 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget
-from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import PAPER, policies, read_named
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.sparse.progressive import Progressive
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
 

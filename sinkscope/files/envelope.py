@@ -1,7 +1,7 @@
 """How results are stored: an envelope of JSON around the fields of a frozen dataclass, checked when it is read.
 
-Every result has a kind. A measurement is registered once: its command, its kind of result, its part of a scan and its
-name in Python follow from its place.
+Every result has a kind. A measurement is named once: its command, its kind of result, its part of a scan and its name
+in Python follow from its place.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -21,7 +20,6 @@ from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelI
 
 SCHEMA = 6
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
-_CLASSES: dict[str, type[Envelope]] = {}
 
 E = TypeVar("E", bound="Envelope")  # the shape checks of the tests refuse typing.Self
 
@@ -42,24 +40,6 @@ class Envelope:
     model: ModelInfo = UNKNOWN_MODEL
     settings: dict[str, Any] = field(default_factory=dict)
     provenance: Provenance = UNKNOWN_PROVENANCE
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "kind" in vars(cls):
-            cls.register_kind(cls.kind)
-
-    @classmethod
-    def register_kind(cls, kind: str) -> None:
-        """Register this class for the results of a kind.
-
-        Raises:
-            SinkscopeError: The kind belongs to another class.
-        """
-        owner = _CLASSES.get(kind, cls)
-        if (owner.__module__, owner.__name__) != (cls.__module__, cls.__name__):
-            raise SinkscopeError(f"kind {kind!r} already belongs to {owner.__name__}: give the new result its own")
-        cls.kind = kind
-        _CLASSES[kind] = cls
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", plain(self.settings, scrub=True))
@@ -116,9 +96,10 @@ class Envelope:
                 f"{name} has schema {schema!r}, and this version reads {SCHEMA}: run the command again, or read it by "
                 "the version that wrote it"
             )
-        kind_class = result_class(str(data.get("kind")), name)
+        kind = str(data.get("kind"))
+        kind_class = cls if kind == cls.kind else result_class(kind, name)
         if not issubclass(kind_class, cls):
-            raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
+            raise SinkscopeError(f"{name} holds {kind!r}, expected {cls.kind!r}: use Result.load for any kind")
         return build(kind_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
 
 
@@ -138,14 +119,14 @@ OWN = {
 }
 """Sinkscope's own measurements, by the word of the command, which is their kind: the function, within sinkscope."""
 KINDS = {
-    "bench": "sinkscope.bench.table",
-    "check-cache": "sinkscope.conformance.check_cache",
-    "compare": "sinkscope.app.compare",
-    "loops": "sinkscope.loops.text.check",
-    "sink-card": "sinkscope.app.card",
-    "view": "sinkscope.app.view.result",
+    "bench": "bench.table:BenchTable",
+    "check-cache": "conformance.check_cache:CacheCheck",
+    "compare": "app.compare:Comparison",
+    "loops": "loops.text.check:LoopCheck",
+    "sink-card": "app.card:SinkCard",
+    "view": "app.view.result:ModelView",
 }
-"""Kinds of results that no measurement gives."""
+"""Kinds of results that no measurement gives, with their classes."""
 
 
 @cache
@@ -157,14 +138,18 @@ def other_measurements() -> dict[str, EntryPoint]:
 @cache
 def measurements() -> dict[str, EntryPoint]:
     """Return all measurements, by the words of their commands."""
-    own = {words: EntryPoint(words, f"sinkscope.{place}", MEASUREMENTS) for words, place in OWN.items()}
-    return {name.replace("_", "-"): point for name, point in other_measurements().items()} | own
+    others = {name.replace("_", "-"): point for name, point in other_measurements().items()}
+    return others | _within_sinkscope(OWN)
 
 
 @cache
-def kind_modules() -> dict[str, str]:
-    """Return each kind of result that can be read, with the module that registers it."""
-    return {words: point.module for words, point in measurements().items()} | KINDS
+def kinds() -> dict[str, EntryPoint]:
+    """Return what gives results of each kind: a measurement, or their class."""
+    return measurements() | _within_sinkscope(KINDS)
+
+
+def _within_sinkscope(places: dict[str, str]) -> dict[str, EntryPoint]:
+    return {words: EntryPoint(words, f"sinkscope.{place}", MEASUREMENTS) for words, place in places.items()}
 
 
 def result_class(kind: str, name: str = "data") -> type[Envelope]:
@@ -177,9 +162,7 @@ def result_class(kind: str, name: str = "data") -> type[Envelope]:
     Raises:
         SinkscopeError: There is no such kind.
     """
-    modules = kind_modules()
-    if kind in modules:
-        import_module(modules[kind])
-    if kind not in _CLASSES:
-        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(modules)}")
-    return _CLASSES[kind]
+    if kind not in kinds():
+        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(kinds())}")
+    giver = kinds()[kind].load()
+    return getattr(giver, "result", giver)

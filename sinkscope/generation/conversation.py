@@ -200,9 +200,7 @@ class Conversation:
     def _read(self, prompt: Any) -> list[int]:
         """What a turn reads: the prompt, or what the chat template adds to the conversation with it."""
         ids = read_row(self.target, prompt, "the prompt", special=not self.turns)
-        if not isinstance(prompt, str):
-            return ids
         tokenizer, name = self.target.available_tokenizer, self.target.name
-        if uses_template(tokenizer, prompt, self._chat, name):
+        if isinstance(prompt, str) and uses_template(tokenizer, prompt, self._chat, name):
             return chat_ids(tokenizer, [*self._messages, {"role": "user", "content": prompt}], name, self.ids)
         return ids

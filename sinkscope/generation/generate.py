@@ -80,8 +80,7 @@ def generate(
     target.check_head()
     tok = tokenizer_of(target)  # a model without one is refused
     rows = read_inputs(target, prompts).rows()
-    texts = [prompts] if isinstance(prompts, str) else prompts
-    for number, text in enumerate(texts if isinstance(texts, list | tuple) else ()):
+    for number, text in enumerate(prompts if isinstance(prompts, list | tuple) else [prompts]):
         if isinstance(text, str) and uses_template(tok, text, chat, target.name):
             rows[number] = chat_ids(tok, [{"role": "user", "content": text}], target.name)
     edit = edit_from_options(**edits)

@@ -40,6 +40,7 @@ class Measurement(Generic[P, R]):
     """
 
     function: Callable[Concatenate[Setup, P], R]
+    result: type[R]
     loading: Loading
     edits: bool
     check: Callable[..., object] | None
@@ -145,9 +146,9 @@ def measurement(
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
-        result_class = get_type_hints(function)["return"]
-        if "kind" not in vars(result_class):
-            result_class.register_kind(function.__name__.replace("_", "-"))
-        return Measurement(function, loading, edits, check)
+        result = get_type_hints(function)["return"]
+        if "kind" not in vars(result):
+            result.kind = function.__name__.replace("_", "-")
+        return Measurement(function, result, loading, edits, check)
 
     return wrap

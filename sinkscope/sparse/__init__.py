@@ -9,7 +9,7 @@ LoopServe, section 3.1; Jiang et al. 2024, MInference).
 | choosing | `bands` (columns and bands), `choice` (the search), `triton_sums` (on a GPU) |
 | choosing single lines | `head_lines` (the heaviest, MInference, algorithm 5 as printed), `shapes` (with A-shape) |
 | attending | `sparse` (on a CPU, under a mask), `triton` (on a GPU) |
-| in a model | `sparse_prompts`, `serve` (LoopServe) |
+| in a model | `sparse_prompts`, `progressive` (algorithm 6), `serve` (LoopServe) |
 """
 
 from sinkscope.sparse.attention import Scores, line_sums

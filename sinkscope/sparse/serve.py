@@ -23,12 +23,12 @@ from torch import Tensor
 from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
-from sinkscope.generation.progressive import Progressive
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores, sample_queries
 from sinkscope.sparse.bands import BlockGrid, Lines
 from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.head_lines import select_lines
+from sinkscope.sparse.progressive import Progressive
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 
 Variant = Literal["bands", "faithful"]

@@ -13,7 +13,7 @@ import sinkscope as ss
 from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Several
 from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
-from sinkscope.files.envelope import OWN, kind_modules, measurements
+from sinkscope.files.envelope import OWN, kinds, measurements
 from sinkscope.measure import Measurement, Setup
 
 LEFT_OUT = {("bench", name) for name in ("temperature", "batch_size", "seed", "methods")}
@@ -67,7 +67,7 @@ def test_a_name_that_left_says_what_has_its_work_and_every_kind_has_its_place():
     with pytest.raises(AttributeError, match=r"'find_sink'; did you mean find_sinks\?"):
         _ = ss.find_sink
     assert len(ss.__all__) <= 38 and len(COMMANDS) == 16
-    assert {kind for one in COMMANDS.values() for kind in one.kinds} == {*kind_modules()}
+    assert {kind for one in COMMANDS.values() for kind in one.kinds} == {*kinds()}
     for words in OWN:
         assert measurements()[words].load() is getattr(ss, words.replace("-", "_"))
 

@@ -18,7 +18,7 @@ from sample_results import sample_find_sinks
 
 from sinkscope.app.compare import compare
 from sinkscope.bench.table import BenchGroup, BenchTable
-from sinkscope.files.envelope import kind_modules
+from sinkscope.files.envelope import kinds
 from sinkscope.results.pages import Section, document, plot
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, row_of
@@ -48,7 +48,7 @@ def results() -> dict[str, Result]:
     found["compare"] = compare(*readers)
     for file in sorted(FIGURES.glob("*.json")):
         kind = json.loads(file.read_text())["kind"]
-        if kind in kind_modules() and kind not in found:
+        if kind in kinds() and kind not in found:
             found[kind] = Result.load(file)
     return found
 
@@ -76,7 +76,7 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(part)
 
 
-@pytest.mark.parametrize("kind", sorted({*kind_modules()} - WITHOUT_DRAWING))
+@pytest.mark.parametrize("kind", sorted({*kinds()} - WITHOUT_DRAWING))
 def test_no_text_of_a_file_is_markup_in_a_drawing(kind):
     data = results()[kind].to_dict()
     bad = {part: spoilt(data[part], part) for part in ("model", "result")}

@@ -16,7 +16,7 @@ from repository import ROOT, ran
 from torch.testing import assert_close
 
 import sinkscope
-from sinkscope.files.envelope import kind_modules
+from sinkscope.files.envelope import kinds
 from sinkscope.kv import registry
 from sinkscope.models import adapters
 from sinkscope.results.result import Result
@@ -197,7 +197,7 @@ def test_a_conclusion_that_a_page_quotes_is_that_of_a_figure_that_it_shows(page)
     text = page.read_text()
     quoted = [" ".join(quote.replace("\n> ", " ").split()) for quote in re.findall(r"^> (.+(?:\n> .+)*)", text, re.M)]
     files = [(page.parent / image[1]).with_suffix(".json") for image in _IMAGE.finditer(text)]
-    results = [file for file in files if json.loads(file.read_text())["kind"] in kind_modules()]
+    results = [file for file in files if json.loads(file.read_text())["kind"] in kinds()]
     assert quoted or not results  # figures of scripts are no results and have no conclusion
     said: set[str] = set()
     for result in map(Result.load, results):

@@ -6,7 +6,7 @@ import pytest
 from repository import FIGURES
 
 from experiments.drawn import figure_of
-from sinkscope.files.envelope import kind_modules
+from sinkscope.files.envelope import kinds
 from sinkscope.results.result import Result
 
 FILES = sorted(FIGURES.glob("*.json"))
@@ -27,7 +27,7 @@ def test_a_figure_has_the_present_form(file):
     assert (
         (made.get("argv") or made["command"]) and isinstance(made["seed"], int) and {"python"} < set(made["versions"])
     )
-    if data["kind"] in kind_modules():
+    if data["kind"] in kinds():
         assert keys(json.loads(Result.load(file).to_json())["result"]) == keys(data["result"])
 
 

@@ -17,10 +17,10 @@ from transformers import DynamicCache
 
 import sinkscope as ss
 from sinkscope.engine import stock
-from sinkscope.generation.progressive import Progressive
 from sinkscope.kv import TOVA, Full, Observe, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
+from sinkscope.sparse.progressive import Progressive
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, TriShape
 

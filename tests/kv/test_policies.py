@@ -16,10 +16,10 @@ from organisms.decoders import decoder
 from transformers import DynamicCache
 
 from sinkscope.engine.step import Step
-from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, SnapKV, StreamingLLM, policies
+from sinkscope.sparse.progressive import Progressive
 
 FAMILIES = ("llama", "mistral", "gpt2", "gemma2", "qwen3", "gpt_oss", "opt", "gemma3_text", "gpt_neox")
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits, window_of
-from sinkscope.generation.progressive import Progressive
 from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.progressive import Progressive
 
 IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30
