@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from organisms.tiny import tiny_model
-from raw_kit import blocks, down, inputs_edited
+from plain_hooks import blocks, down, inputs_edited
 from torch import Tensor, nn
 
 from sinkscope.models.call_cache import bridge_hooks

@@ -55,7 +55,6 @@ COMMANDS = {
     "loopserve_turns": "python -m experiments.loopserve.dialogues turns --work {work}",
     "model_types": "python -m experiments.model_types",
     "patch-make": "sinkscope patch --out {work}/patch.json",
-    "real_readings": "python -m experiments.real.readings --real real --out figures/real_readings.json --again",
     "recall_dialogues": BENCH,
     "repeat": "sinkscope repeat",
     "repeat-attention": "sinkscope repeat --quantity attention --tokens the",

@@ -14,7 +14,7 @@ import torch
 from attack_kit import text_file
 from covering import slow
 from organisms import Organism, organism
-from raw_kit import attention, norms, zeroed
+from plain_hooks import attention, norms, zeroed
 from refusals import refused
 from starlette.testclient import TestClient
 

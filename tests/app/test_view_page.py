@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from raw_kit import attention
+from plain_hooks import attention
 from sample_results import sample_find_sinks, with_rows
 
 import sinkscope as ss

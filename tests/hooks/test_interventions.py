@@ -10,7 +10,7 @@ import pytest
 import torch
 from intervention_kit import bridge_of, logits
 from organisms import tiny_model
-from raw_kit import inputs_edited, zeroed
+from plain_hooks import inputs_edited, zeroed
 from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from intervention_kit import logits
 from organisms import tiny_model
-from raw_kit import blocks, down, inputs_edited
+from plain_hooks import blocks, down, inputs_edited
 from refusals import refused
 from sample_results import sample_find_sinks, with_rows
 from torch import Tensor

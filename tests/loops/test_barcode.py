@@ -11,7 +11,7 @@ import pytest
 import torch
 from organisms import kept_loop, tiny_model
 from organisms.tokens import BOS
-from raw_kit import attention
+from plain_hooks import attention
 from refusals import refused
 
 import sinkscope as ss

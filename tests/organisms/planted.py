@@ -21,11 +21,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from plain_hooks import reading
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
-
-from tests.real.plain import reading
 
 from .tokens import BOS, EOS, N_SPECIAL, PAD
 

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
@@ -19,42 +18,16 @@ from sinkscope.errors import SinkscopeError
 GET = "python -m experiments.real.models FOLDER fetches it; then set SINKSCOPE_REAL=FOLDER"
 
 
-@dataclass(frozen=True)
-class RealModel:
-    """A model as transformers loads it, in float32; `model.tokenizer` is its tokenizer, so that commands find it.
+def real(name: str) -> SimpleNamespace:
+    """A model as it was measured, or a skipped test with one line that says what is missing.
 
-    Attributes:
-        path: The GGUF file.
-        model: The Hugging Face model, in eval mode.
-        folder: The same model as a folder of safetensors, which loads in a second.
-        n_layers, n_heads: Its sizes.
+    It has the GGUF file, the same as a folder of safetensors, which loads in a second, and the Hugging Face model of
+    this folder, in float32, with its tokenizer.
     """
-
-    path: Path
-    model: Any
-    folder: Path
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.model.tokenizer
-
-    @property
-    def n_layers(self) -> int:
-        return self.model.config.num_hidden_layers
-
-    @property
-    def n_heads(self) -> int:
-        return self.model.config.num_attention_heads
-
-
-def real(name: str) -> RealModel:
-    """A model as it was measured, or a skipped test with one line that says what is missing."""
     folder = os.environ.get("SINKSCOPE_REAL")
-    if not folder:
+    path = Path(folder or "", MODELS[name].file).absolute()
+    if not folder or not path.is_file():
         pytest.skip(f"SINKSCOPE_REAL names no folder with {MODELS[name].file}: {GET}")
-    path = Path(folder, MODELS[name].file).absolute()
-    if not path.is_file():
-        pytest.skip(f"{path} is not there: {GET}")
     try:
         check(MODELS[name], path)
     except SinkscopeError as error:
@@ -62,16 +35,16 @@ def real(name: str) -> RealModel:
     pytest.importorskip("gguf")
     with FileLock(path.with_suffix(".lock")):  # one process reads the file, and others what it wrote
         model = opened(name, path.parent)
-    return RealModel(path, model, saved(name, path.parent))
+    return SimpleNamespace(path=path, folder=saved(name, path.parent), model=model, tokenizer=model.tokenizer)
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> RealModel:
+def smollm2() -> SimpleNamespace:
     """SmolLM2-135M-Instruct: Llama, 30 layers, 9 heads, 3 kv heads; its tokenizer adds no BOS."""
     return real("smollm2")
 
 
 @pytest.fixture(scope="session")
-def gemma3() -> RealModel:
+def gemma3() -> SimpleNamespace:
     """Gemma-3-270M: 18 layers, 4 heads, 1 kv head, windows of 512, a norm behind each MLP; its tokenizer adds BOS."""
     return real("gemma3")

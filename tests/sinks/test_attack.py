@@ -11,7 +11,7 @@ import torch
 from attack_kit import setup_of, text_file
 from organisms import Organism
 from organisms import organism as new_organism
-from raw_kit import blocks, down, inputs_edited, norms
+from plain_hooks import blocks, down, inputs_edited, norms
 
 from sinkscope.sinks.attack import ClusterAttack, attack, draw_sequences, pools_of
 from sinkscope.sinks.spikes.find import spike_of

@@ -6,13 +6,12 @@ import re
 
 import pytest
 import torch
-from raw_kit import blocks
+from plain_hooks import blocks, reading
 
 from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.find import sinks_of
-from tests.real.plain import reading
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import plain_spikes as plain
+import plain_hooks as plain
 import pytest
 import torch
 from organisms.decoders import decoder
 from organisms.tiny import tiny_model
-from raw_kit import blocks, inputs_edited, part, residuals, zeroed
+from plain_hooks import blocks, inputs_edited, part, residuals, zeroed
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.opening.live import target_of
@@ -161,8 +161,7 @@ def test_purpose_is_that_of_plain_masks(model_type, window):
     mask = torch.zeros(8, 1, LENGTH, LENGTH).masked_fill(unseen, torch.finfo(torch.float32).min)
     losses = []
     for options in ({"attention_mask": mask}, {}):
-        logits = model(ids, use_cache=False, **options).logits[:, :-1].transpose(1, 2)
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none")[:, BEGIN:].mean(1))
+        losses.append(plain.losses(model, ids, **options)[:, BEGIN:].mean(1))
     row = of_table(purpose_of([circuit_of(spike)])[0], "purpose")["hidden in all layers"]
     assert row.numbers["loss"].by_text == pytest.approx((losses[0] - losses[1]).tolist(), abs=1e-4)
 

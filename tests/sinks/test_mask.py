@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from organisms import mask_of, organism
-from plain_spikes import ratios
-from raw_kit import attention, residuals
+from plain_hooks import attention, ratios, residuals
 from refusals import refused
 
 import sinkscope as ss

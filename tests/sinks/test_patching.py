@@ -13,7 +13,7 @@ import torch
 from attack_kit import setup_of, text_file
 from organisms import Organism
 from organisms import organism as new_organism
-from raw_kit import attention, residuals
+from plain_hooks import attention, residuals
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import plain_spikes as plain
+import plain_hooks as plain
 import pytest
+import torch
 from attack_kit import measured_spikes, words_of
 from organisms import KINDS
 from organisms.planted import PlantedSpike
@@ -30,7 +31,8 @@ def test_what_was_planted_is_said(kind, family):
         (spike,) = [one for one in found.spikes if words in one.place.words and one.layers == layers]
         check(planted, spike)
     assert " 0 of 0 " not in found.text() and "-0%" not in found.text()
-    plain.check_heads(o.model, sinks_of(setup).report.ids, found.heads)
+    given = plain.attention(o.model, sinks_of(setup).report.ids)[:, :, :, 1:, 0].mean((1, 3))
+    torch.testing.assert_close(torch.tensor(found.heads), given, atol=1e-3, rtol=1e-3)
     assert bool(found.readers.get("heads")) == (kind not in ("none", "spike_only"))
 
 

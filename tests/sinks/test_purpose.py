@@ -5,11 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
-import plain_spikes as plain
+import plain_hooks as plain
 import pytest
 import torch
-from raw_kit import blocks
-from torch import nn
 
 from sinkscope.results.notation import Neuron
 from sinkscope.results.row import of_table
@@ -27,17 +25,11 @@ def batch(bundled):
     return Batch((spike,), spike.survey.ids[rows], (spike.place.mask[rows],), texts=rows)
 
 
-@torch.no_grad()
-def plain_loss(model, ids: torch.Tensor) -> torch.Tensor:
-    logits = model(ids, use_cache=False).logits.float()
-    return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-
-
 def test_neurons_are_zeroed_at_the_place_alone(bundled, batch):
     sites, model = [(1, 338), (2, 5)], bundled.target.hf
     edited = replace(batch, edits=[tuple(map(Neuron.of, sites))], edit_of=torch.zeros(4, dtype=torch.long))
-    with plain.removed(model, sites, 0):
-        expected = plain_loss(model, batch.ids)
+    with plain.zeroed(model, sites, 0):
+        expected = plain.losses(model, batch.ids)
     torch.testing.assert_close(read(edited, loss=True).loss, expected, atol=2e-4, rtol=1e-4)
 
 
@@ -62,9 +54,9 @@ def test_another_value_is_that_of_plain_attention(bundled, batch, mean):
     model.set_attn_implementation("eager")
     with ExitStack() as stack:
         for layer in layers:
-            attention = blocks(model)[layer].self_attn
+            attention = plain.blocks(model)[layer].self_attn
             stack.callback(attention.register_forward_hook(edit, with_kwargs=True).remove)
-        expected = plain_loss(model, ids)
+        expected = plain.losses(model, ids)
     model.set_attn_implementation("sdpa")
     torch.testing.assert_close(seen.loss[:, BEGIN:], expected[:, BEGIN:], atol=2e-4, rtol=1e-4)
     assert float((seen.loss - read(batch, loss=True).loss).nanmean().abs()) > 1e-3

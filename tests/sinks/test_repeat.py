@@ -7,7 +7,7 @@ import pytest
 import torch
 from attack_kit import setup_of, text_file
 from organisms import Organism, organism
-from raw_kit import attention, residuals
+from plain_hooks import attention, residuals
 
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.repeat import TAIL, Repeat, contrasts, half_reached, repeat, stopped_after

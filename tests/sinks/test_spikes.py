@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-import plain_spikes as plain
+import plain_hooks as plain
 import pytest
 import torch
 from attack_kit import measured_spikes
@@ -36,7 +36,7 @@ def test_shares_and_what_is_left_are_those_of_plain_hooks(kind):
     (spike,) = found.spikes
     assert (spike.layers, spike.peak) == ((own.first, own.last), own.peak)
     assert spike.named("spike", "norm").get("norm_after") == pytest.approx(own.norm, rel=1e-3)
-    shares = plain.mlp_shares(seen, own)
+    shares = plain.mlp_shares(own)
     for name, row in spike.table("components").items():
         if name.startswith("mlp "):
             assert row.get("share") == pytest.approx(shares[int(name[4:])], abs=1e-3)
@@ -52,11 +52,11 @@ def test_shares_and_what_is_left_are_those_of_plain_hooks(kind):
     others = [(layer, number) for number in order[: min(count, most)]]
     cases = {("effects", "at place"): (needed, 0), ("effects", "everywhere"): (needed, None)}
     for (table, name), (neurons, at) in (cases | {("controls", "busiest"): (others, None)}).items():
-        with plain.removed(model, neurons, at):
-            left = plain.left(model, ids, own, seen)
+        with plain.zeroed(model, neurons, at):
+            left = plain.left(model, ids, own)
         row = spike.named(table, name)
         assert row.get("left") == pytest.approx(left.left, abs=1e-3)
-        assert row.get("intact") == plain.readers(plain.received(seen), own) and row.get("heads") == left.heads
+        assert row.get("intact") == plain.readers(seen, own) and row.get("heads") == left.heads
         assert row.get("loss") == pytest.approx(left.loss, abs=1e-3) and row.get("tokens") == left.tokens
     at_place = spike.named("effects", "at place").get("left")
     assert spike.named("spike", "needed").get("left") == pytest.approx(at_place, abs=1e-3)
@@ -91,7 +91,7 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
         (own,) = plain.spikes(seen)
         for part in parts:
             with plain.replaced(model, ids, part, own.ordinary):
-                outcomes.append(plain.left(model, ids, own, seen).left)
+                outcomes.append(plain.left(model, ids, own).left)
     row = found.spikes[0].table("marks")["attention 0"]
     assert row.get("left") == pytest.approx(outcomes[0], abs=1e-3)
     assert row.get("others") == pytest.approx(median(outcomes[1:]), abs=1e-3)

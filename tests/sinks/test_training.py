@@ -10,7 +10,7 @@ import pytest
 import torch
 from attack_kit import text_file
 from organisms import Organism, organism
-from raw_kit import residuals
+from plain_hooks import residuals
 from transformers import Trainer, TrainingArguments
 
 import sinkscope as ss

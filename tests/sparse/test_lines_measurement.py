@@ -13,7 +13,7 @@ import torch
 from intervention_kit import bridge_of
 from lines_kit import Line, lines_of
 from organisms import tiny_model
-from raw_kit import attention
+from plain_hooks import attention
 from refusals import refused
 from torch import Tensor
 
