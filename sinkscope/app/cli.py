@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         CommandLine(
             "sinkscope",
             commands=[*COMMANDS.values()],
-            help=ABOUT.format(page=documented_at("cli")),
+            help=ABOUT.format(page=documented_at("cli.md")),
             no_args_is_help=True,
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
         )

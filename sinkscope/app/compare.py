@@ -213,7 +213,7 @@ def compare(
     return Comparison(
         model=replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}"),
         settings={**base.settings, "results": list(by_name)},
-        provenance=provenance(started=started),
+        provenance=provenance(started),
         of=base.kind,
         first=first,
         results=tuple(compared),

@@ -135,7 +135,7 @@ def scan(
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
     outcomes: list[Result | str] = []
-    with kept_in(folder, decisive, FinishedPart, option="--out") as finished:
+    with kept_in(folder, decisive, FinishedPart) as finished:
         for number, part in enumerate(parts, 1):
             outcome: Result | str | None = None
             if part.name in finished.records:

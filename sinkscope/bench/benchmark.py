@@ -108,7 +108,7 @@ def run(
         "chat": task.chat,
         "prompts": sha256(json_lines(prompts).encode()).hexdigest()[:16],
     }
-    with kept_in(out, {"command": COMMAND, **settings}, BenchRecord, option="--out") as folder:
+    with kept_in(out, {"command": COMMAND, **settings}, BenchRecord) as folder:
         warm: set[str] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):

@@ -267,7 +267,7 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     return BenchTable(
         model=ModelInfo(**settings["model"]),
         settings=settings,
-        provenance=provenance(started=started, seed=seed, **where),
+        provenance=provenance(started, seed=seed, **where),
         task=task.name,
         groups=tuple(groups),
         beside=beside,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, read_json, write_output
 from sinkscope.files.plain import plain
-from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
+from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, Provenance
 
 SCHEMA = 6
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
@@ -39,7 +39,7 @@ class Envelope:
 
     model: ModelInfo = UNKNOWN_MODEL
     settings: dict[str, Any] = field(default_factory=dict)
-    provenance: Provenance = UNKNOWN_PROVENANCE
+    provenance: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", plain(self.settings, scrub=True))
@@ -53,8 +53,8 @@ class Envelope:
 
         It is plain JSON, in which NaN and infinity are None.
         """
-        about = {"schema": SCHEMA, "kind": self.kind, "model": self.model, "result": self.own_fields()}
-        return plain({**about, "settings": self.settings, "provenance": self.provenance})
+        head = {"schema": SCHEMA, "kind": self.kind, "model": self.model, "result": self.own_fields()}
+        return plain(head | {"settings": self.settings, "provenance": self.provenance})
 
     def to_json(self) -> str:
         """Return `to_dict` as one indented JSON object with a final newline."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
@@ -14,8 +13,8 @@ from sinkscope.errors import SinkscopeError
 
 _PATH = re.compile(r"(^|=)(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?=[\\/]))(?:.*[\\/])?([^\\/]+)[\\/]*$")
 """A path through folders, also behind the sign of an option, --text=/some/where, and its last part."""
-_UNUSUAL = re.compile(r"[^ -~\n\t]")
-_JOINERS = "\u200c\u200d"  # of letters and of parts of an emoji
+_UNUSUAL = re.compile(r"[^ -~\n\t\u200c\u200d\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
+"""Neither ASCII, nor a joiner of letters and of parts of an emoji, nor a space."""
 
 
 def pathless(text: str) -> str:
@@ -53,9 +52,7 @@ def check_encodable(text: str, what: str) -> None:
 
 def _written_out(match: re.Match[str]) -> str:
     character = match[0]
-    if character.isprintable() or character in _JOINERS or unicodedata.category(character) == "Zs":
-        return character
-    return character.encode("unicode_escape").decode()
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -91,9 +88,9 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, str):
         return pathless(value)
     if isinstance(value, list):
-        return [_without_folders(item) for item in cast("list[Any]", value)]
+        return [_without_folders(item) for item in value]
     if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in cast("dict[str, Any]", value).items()}
+        return {key: _without_folders(item) for key, item in value.items()}
     return value
 
 

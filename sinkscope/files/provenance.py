@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -33,9 +33,6 @@ class ModelInfo:
     d_mlp: int
     fingerprint: str
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", pathless(self.name))
-
 
 @dataclass(frozen=True)
 class Provenance:
@@ -57,56 +54,33 @@ class Provenance:
         bos_added: Whether BOS stands first although the tokenizer puts none before a text.
     """
 
-    argv: tuple[str, ...]
-    versions: dict[str, str]
-    device: str
-    dtype: str
-    attention: str
-    bos: bool | None
-    seed: int
-    seconds: float
+    argv: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = "unknown"
+    dtype: str = "unknown"
+    attention: str = "unknown"
+    bos: bool | None = None
+    seed: int = 0
+    seconds: float = 0.0
     commit: str | None = None
     first_ids: tuple[int, ...] = ()
     bos_added: bool | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
-UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0, 0.0)
 
 
-def provenance(
-    *,
-    started: float,
-    device: object = "cpu",
-    dtype: object = "float32",
-    attention: str = "none",
-    bos: bool | None = None,
-    seed: int = 0,
-    **texts: Any,
-) -> Provenance:
+def provenance(started: float, **about: Any) -> Provenance:
     """Collect the provenance at the end of a measurement.
 
     Args:
         started: `time.perf_counter()` at the beginning of the measurement.
-        device: Torch device, or its name.
-        dtype: Torch dtype, or its name.
-        attention: Attention implementation that the model ran with; "none" without a model.
-        bos: Whether sequences began with BOS.
-        seed: Seed of every random choice.
-        texts: `first_ids` and `bos_added`, where texts were read.
+        about: Other fields. By default no model was used.
     """
-    return Provenance(
-        argv=tuple(map(pathless, sys.argv)),
-        versions=versions(),
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        attention=attention,
-        bos=bos,
-        seed=seed,
-        seconds=round(time.perf_counter() - started, 3),
-        commit=commit_of(CHECKOUT),
-        **texts,
-    )
+    seconds = round(time.perf_counter() - started, 3)
+    no_model: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention": "none"}
+    argv = tuple(map(pathless, sys.argv))
+    return Provenance(argv, versions(), seconds=seconds, commit=commit_of(CHECKOUT), **no_model | about)
 
 
 @cache
@@ -138,14 +112,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "sinkscope": __version__, **used}
 
 
-def documented_at(page: str, section: str = "") -> str:
+def documented_at(page: str) -> str:
     """Return the file in which something is documented: of the checkout, or below the environment of Python.
 
     Args:
-        page: Path below docs/, without .md.
-        section: Heading on the page, as its link spells it.
+        page: File below docs/, with or without the heading on it as links spell it.
     """
     folder = "docs"
-    if not (CHECKOUT / "docs").is_dir():  # a wheel has the pages inside the package
-        folder = os.path.relpath(Path(__file__).parents[1] / "docs", sys.prefix)
-    return f"{folder}/{page}.md#{section}".rstrip("#")
+    if not (CHECKOUT / folder).is_dir():  # a wheel has the pages inside the package
+        folder = os.path.relpath(CHECKOUT / "sinkscope/docs", sys.prefix)
+    return f"{folder}/{page}"

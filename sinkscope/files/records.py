@@ -105,10 +105,9 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
     Raises:
         SinkscopeError: It is of another type; the message begins with `name`.
     """
+    value = _literal(text)
     if get_origin(kind) is tuple:
-        value: Any = tuple(map(_literal, text.split(",")))
-    else:
-        value = _literal(text)
+        value = tuple(map(_literal, text.split(",")))
     return checked_value(kind, value, name, strict=True)
 
 
@@ -249,8 +248,7 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     Raises:
         SinkscopeError: The file does not exist, is empty or not UTF-8, or a line is not JSON (its number is given).
     """
-    text = read_text(path, f"give {expected}")
-    name = os.path.basename(path)
+    text, name = read_text(path, f"give {expected}"), os.path.basename(path)
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: give {expected}")
     yield from json_rows(text.split("\n"), name, expected)

@@ -87,16 +87,13 @@ class Kept(Generic[R]):
 
 
 @contextmanager
-def kept_in(
-    folder: PathName | None, settings: Mapping[str, Any], kind: type[R], *, option: str = "folder"
-) -> Iterator[Kept[R]]:
+def kept_in(folder: PathName | None, settings: Mapping[str, Any], kind: type[R]) -> Iterator[Kept[R]]:
     """Context manager that locks a folder of records and gives what it holds, to which records are added.
 
     Args:
         folder: New, empty, or from an earlier run with the same settings. None keeps records in memory only.
         settings: Everything that determines the records.
         kind: Dataclass of the records.
-        option: Command option that names the folder, for errors.
 
     Raises:
         SinkscopeError: Another process writes there, the folder holds something else, or its settings differ.
@@ -106,7 +103,7 @@ def kept_in(
     if folder is None:
         yield Kept(None, {})
         return
-    path, shown = Path(folder), f"{option} {pathless(os.fspath(folder))}"
+    path, shown = Path(folder), f"--out {pathless(os.fspath(folder))}"
     lock = FileLock(path / f"{OURS}lock")  # the system drops it when the process ends, however
     try:
         refuse_other_files(path, shown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
@@ -14,27 +14,17 @@ TEXTS = ("text", "content", "document", "article", "story", "code", "body")
 """Fields that hold a text."""
 
 
-class Message(NamedTuple):
-    """Who wrote a message, empty if unknown, and what it says."""
-
-    role: str
-    text: str
+Messages = list[dict[str, str]]
+"""The messages of a record: who wrote each, its "role", empty if unknown, and its "content"."""
 
 
-class TextRecord(NamedTuple):
-    """A record of a file: its number, from 1, and its messages."""
-
-    place: int
-    messages: tuple[Message, ...]
-
-    @property
-    def text(self) -> str:
-        """Return the texts of all messages, with a blank line between."""
-        return "\n\n".join(message.text for message in self.messages if message.text)
+def text_of(messages: Messages) -> str:
+    """Return the texts of all messages, with a blank line between."""
+    return "\n\n".join(message["content"] for message in messages if message["content"])
 
 
-def read_texts(path: PathName, field: str | None = None) -> Iterator[TextRecord]:
-    """Yield the records of a file of JSON lines.
+def read_texts(path: PathName, field: str | None = None) -> Iterator[Messages]:
+    """Yield the messages of each record of a file of JSON lines.
 
     Args:
         path: The file.
@@ -43,11 +33,11 @@ def read_texts(path: PathName, field: str | None = None) -> Iterator[TextRecord]
     Raises:
         SinkscopeError: The file cannot be read, or no field that is known holds a text.
     """
-    for place, (where, row) in enumerate(read_rows(path, "JSON lines with texts or chats"), 1):
-        yield TextRecord(place, messages_of_row(row, field, where))
+    for where, row in read_rows(path, "JSON lines with texts or chats"):
+        yield messages_of_row(row, field, where)
 
 
-def messages_of_row(row: Any, field: str | None = None, name: str = "the record") -> tuple[Message, ...]:
+def messages_of_row(row: Any, field: str | None = None, name: str = "the record") -> Messages:
     """Return the messages of a record: those of a chat, or a text.
 
     Args:
@@ -63,11 +53,10 @@ def messages_of_row(row: Any, field: str | None = None, name: str = "the record"
         names = ("messages", *TEXTS) if field is None else (field,)
         value = next(filter(None, map(row.get, names)), None)
     if isinstance(value, str):
-        return (Message("", value),)
+        return [{"role": "", "content": value}]
     if isinstance(value, list) and all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value):
-        return tuple(Message(one["role"], words_of(one.get("content"))) for one in value)
-    known = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-    raise SinkscopeError(f"{name} holds no text that is known, there are {known:.200}: name the field of the texts")
+        return [{"role": one["role"], "content": words_of(one.get("content"))} for one in value]
+    raise SinkscopeError(f"{name} holds no text that is known, but {row!r:.200}: name the field of the texts")
 
 
 def words_of(content: Any) -> str:

@@ -42,7 +42,7 @@ WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 def model_info(target: Target) -> ModelInfo:
     """Return the model, for a result."""
     return ModelInfo(
-        name=target.name,
+        name=pathless(target.name),
         family=target.config.model_type,
         n_layers=target.n_layers,
         d_model=target.d_model,
@@ -198,9 +198,9 @@ class Setup:
     def provenance(self) -> Provenance:
         """Return how, when and on which device the result was made."""
         return provenance(
-            started=self.started,
-            device=self.target.device,
-            dtype=self.target.dtype,
+            self.started,
+            device=str(self.target.device),
+            dtype=str(self.target.dtype).removeprefix("torch."),
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
             bos=self.bos is not None,
             seed=self.seed,

@@ -27,7 +27,7 @@ from sinkscope.engine.tap import Listener, check_attention_known, check_attentio
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import PathName
 from sinkscope.files.records import PositiveShare, check_values, checked_value
-from sinkscope.files.texts import read_texts
+from sinkscope.files.texts import read_texts, text_of
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.measure.margin import margin_of
@@ -333,7 +333,7 @@ def texts_of(
         raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
     least = 1
     if data is not None:
-        texts = [record.text for record in islice(read_texts(data), count)]
+        texts = [text_of(record) for record in islice(read_texts(data), count)]
     if texts is None:
         least, size = count, length or min(ORDINARY_TOKENS, context)
         rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))

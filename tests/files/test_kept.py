@@ -36,8 +36,8 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str):
 
 def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(tmp_path: Path):
     with kept_in(tmp_path / "run", {"number": 0}, Entry):
-        with refused(r"--resume .*run is being written by another run"):
-            kept_in(tmp_path / "run", {}, Entry, option="--resume").__enter__()
+        with refused(r"--out .*run is being written by another run"):
+            kept_in(tmp_path / "run", {}, Entry).__enter__()
     assert len(run(tmp_path / "run")) == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "settings.json").write_text('{"editor": "mine"}')

@@ -110,9 +110,9 @@ def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, content, says
 
 
 def test_pages_are_those_of_the_checkout_or_of_the_installed_package(monkeypatch, tmp_path):
-    assert (CHECKOUT / documented_at("cli")).is_file()
+    assert (CHECKOUT / documented_at("cli.md")).is_file()
     monkeypatch.setattr("sinkscope.files.provenance.CHECKOUT", tmp_path)
-    said = documented_at("cli", "exit-codes")
+    said = documented_at("cli.md#exit-codes")
     assert said.endswith("sinkscope/docs/cli.md#exit-codes") and str(Path.home()) not in said
 
 
@@ -121,5 +121,5 @@ def test_pages_are_those_of_the_checkout_or_of_the_installed_package(monkeypatch
 )
 def test_a_result_can_be_read_back_whatever_bytes_a_name_holds(word, back, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["sinkscope", word])
-    made = replace(EXAMPLE, provenance=provenance(started=0.0))
+    made = replace(EXAMPLE, provenance=provenance(0.0))
     assert Sample.load(made.save(tmp_path / "x.json")).provenance.argv[1] == back

@@ -56,8 +56,8 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
 @pytest.mark.parametrize(
     ("rows", "name", "field", "says"),
     [
-        (DATA, "a.jsonl", "summary", r"holds no text that is known, there are label, abstract: .*field"),
-        (DATA, "a.jsonl", None, r"holds no text that is known, there are label, abstract: .*field"),
+        (DATA, "a.jsonl", "summary", r"holds no text that is known, but .*abstract.*field"),
+        (DATA, "a.jsonl", None, r"holds no text that is known, but .*abstract.*field"),
         (CHATS, "a.txt", None, r"a\.txt holds JSON: name it \.json or \.jsonl"),
         ("Prose.", "a.txt", "body", "--field body: a.txt is one text without fields"),
         (

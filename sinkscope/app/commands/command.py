@@ -67,7 +67,7 @@ class Command(click.Command):
         """
         lines = ["\b", *(["Examples:"] if examples else []), *(f"  {line}" for line in examples)]
         if isinstance(function, str):
-            lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words)}")
+            lines.append(f"Documentation: {documented_at('cli.md#sinkscope-' + words)}")
         names = {parameter.name for parameter in params}
         others = [parameter for parameter in shared if parameter.name not in names]
         # several commands may share a parameter, and each describes its own copy

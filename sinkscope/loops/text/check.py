@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes
-from sinkscope.files.plain import plain
+from sinkscope.files.plain import pathless, plain
 from sinkscope.files.provenance import ModelInfo, documented_at, provenance
 from sinkscope.loops.text.answers import Piece, is_ids
 from sinkscope.loops.text.monitor import Settings
@@ -66,7 +66,7 @@ class LoopCheck(Result):
         """Return what was not read and, of a loop, where to find what ends it."""
         lines = [f"Skipped {len(self.problems)}: {self.problems[0]}."] if self.problems else []
         if any(record.verdict in ("loops", "looped") for record in self.records):
-            lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has more.")
+            lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try.md')} has more.")
         return lines
 
 
@@ -75,9 +75,9 @@ def check_of(watch: Watch, name: str, started: float) -> LoopCheck:
     return LoopCheck(
         records=tuple(watch.checked),
         problems=tuple(watch.problems),
-        model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
+        model=ModelInfo(name=pathless(name), family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
         settings={"rule": watch.settings.rule, **vars(watch.settings)},
-        provenance=provenance(started=started),
+        provenance=provenance(started),
     )
 
 

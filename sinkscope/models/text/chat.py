@@ -7,18 +7,17 @@ model's own template; texts of no author stay as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os import PathLike, fspath
 from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError, first_line, warn
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.texts import TextRecord, is_text_file, messages_of_row, read_texts
+from sinkscope.files.texts import Messages, is_text_file, messages_of_row, read_texts, text_of
 from sinkscope.models.text import typical_text
 
 Chat = bool | Literal["auto"]
 """Whether texts are put into the chat template: "auto" does it if there is one and they are not in one already."""
-Messages = Sequence[Mapping[str, Any]]
 _REMEDY = "read texts as they are, with chat=False (--no-chat)"
 LONGEST = 4_000_000
 """Characters of a file of records that are read: more than any measurement needs."""
@@ -104,7 +103,7 @@ def _formatted(tokenizer: Any, messages: Messages, failed: str, remedy: str, **o
 # -- a file of the user's own ------------------------------------------------------------------------------------------
 
 
-def text_records(path: str | PathLike[str], field: str | None = None) -> list[TextRecord]:
+def text_records(path: str | PathLike[str], field: str | None = None) -> list[Messages]:
     """Read the texts of a file before a model is opened.
 
     Args:
@@ -125,12 +124,12 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Te
             raise SinkscopeError(
                 f"{name} holds JSON: name it .json or .jsonl, so that its texts are read and not its quotes"
             )
-        return [TextRecord(1, messages_of_row(text))]
-    records: list[TextRecord] = []
+        return [messages_of_row(text)]
+    records: list[Messages] = []
     size = 0
     for record in read_texts(path, field):
         records.append(record)
-        size += len(record.text)
+        size += len(text_of(record))
         if size > LONGEST:
             break
     if size == 0:
@@ -138,7 +137,7 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Te
     return records
 
 
-def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> tuple[str, str]:
+def own_text(records: Sequence[Messages], tokenizer: Any, model: str) -> tuple[str, str]:
     """Return the text of records as a model reads it, and how much it is, in words.
 
     Args:
@@ -151,13 +150,13 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> tuple
     """
     texts: list[str] = []
     chats = 0
-    for record in records:
-        text = record.text
-        if any(message.role for message in record.messages):
+    for place, messages in enumerate(records, 1):
+        text = text_of(messages)
+        if any(message["role"] for message in messages):
             chats += 1
             if tokenizer.chat_template:
-                messages = [{"role": message.role or "user", "content": message.text} for message in record.messages]
-                failed = f"of {model} failed at record {record.place}"
+                messages = [message | {"role": message["role"] or "user"} for message in messages]
+                failed = f"of {model} failed at record {place}"
                 text = _formatted(tokenizer, messages, failed, "name a field of plain text with --field").rstrip()
         if text.strip():
             texts.append(text)
