@@ -50,7 +50,7 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
     assert own_text(text_records(written(DATA), "abstract"), Words(), "m") == ("Word 0 here\n\nWord 1", "2 texts")
     with pytest.warns(match="has no chat template"):
         assert own_text(text_records(written(CHATS)), Words(None), "m")[0].split("\n\n")[-1] == "Hi"
-    assert text_records(written("{curly words} stay prose.\nAnd so on.", "a.txt"))[0].text.startswith("{curly")
+    assert text_records(written("{curly words} stay prose.\nAnd so on.", "a.txt"))[0][0]["content"].startswith("{curly")
 
 
 @pytest.mark.parametrize(
