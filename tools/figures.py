@@ -63,6 +63,14 @@ COMMANDS = {
     "separate_smollm2": f"python -m experiments.repeated_token.separate --model {SMOLLM2} --name separate_smollm2",
     "why": "sinkscope why-loop",
 }
+for name, file in (("smollm2", SMOLLM2), ("gemma3", GEMMA)):
+    COMMANDS |= {
+        f"divergence_{name}": f"sinkscope repeat {file} --quantity probability --tokens ' poem, company, the'",
+        f"lines_{name}": f"sinkscope lines {file} --etas 0.1",
+        f"repeat_{name}": f"sinkscope repeat {file} --tokens ' poem, company, cat, dog, the, as, of, and, time, book'",
+        f"repeat-attention_{name}": f"sinkscope repeat {file} --quantity attention --tokens ' poem, company, the'",
+    }
+COMMANDS["patch_smollm2"] = f"sinkscope patch {SMOLLM2} --out {{work}}/patch_smollm2.json"
 LONG = {
     "bench_kv": "python -m experiments.bench_kv --page figures/bench_kv.md",
     "loopbench_small": BENCH,

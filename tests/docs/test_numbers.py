@@ -9,40 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from repository import ROOT
+from repository import FIGURES, ROOT
 
 from sinkscope.measure.margin import margin_of
 
-PAPERS = ("repeated-token", "loopguard", "loopserve")
-_MARK = re.compile(r"<!-- (\S+/\S+)\.json: (.+?) -->", re.DOTALL)
-
-
-@cache
-def data(name: str) -> SimpleNamespace:
-    text = (ROOT / f"{name}.json").read_text()
-    return json.loads(text, object_hook=lambda fields: SimpleNamespace(**fields)).result
-
-
-def number_of(result: SimpleNamespace, table: str, name: str, number: str) -> float:
-    """A number of the first spike, or of who attends where, by its row."""
-    rows = [row for row in (*result.attention, *result.spikes[0].rows) if (row.table, row.name) == (table, name)]
-    return getattr(rows[0].numbers, number).value
-
-
-def needs(found: SimpleNamespace, cause: str, model: str) -> str:
-    """The cells of a cause of loops of a model: how many need it, and what they do without it and under its control."""
-    loops = [one for one in found.real if (one.half, one.model) == ("report", model)]
-    tried = [getattr(one.tried, cause) for one in loops]
-    shares = [np.mean([getattr(one, name) for one in tried]) for name in ("goes_on", "other_loop", "control")]
-    return " | ".join(
-        [f"{sum(cause in one.found for one in loops)} of {len(loops)}", *(f"{share:.0%}" for share in shares)]
-    )
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(FIGURES.glob("*.md"))]
+MARK = re.compile(r"<!-- (\S+/\S+)\.json: (.+?) -->", re.DOTALL)
+MARKED = [
+    (page.relative_to(ROOT).as_posix(), name, number.strip().rpartition(" = ")[2])
+    for page in PAGES
+    for name, numbers in MARK.findall(page.read_text())
+    for number in numbers.split("; ")
+]
 
 
 def paired(one: list[float], other: list[float], digits: int) -> str:
@@ -51,39 +35,50 @@ def paired(one: list[float], other: list[float], digits: int) -> str:
     return f"{differences.mean():.{digits}f} ± {margin_of(differences):.{digits}f}"
 
 
-def of_prompts(found: SimpleNamespace) -> dict[str, Callable[..., list[float]]]:
-    """What prompts of LoopServe lose, and of a length their time and the share of cells, at the default alpha."""
-    rows = [(name, vars(row)["0.99"]) for name, row in vars(found).items() if "0.99" in getattr(row, "__dict__", ())]
+@cache
+def names_of(file: str) -> dict[str, Any]:
+    """What the marks of a file may name beside its data `r`."""
+    found = json.loads((ROOT / file).read_text(), object_hook=lambda fields: SimpleNamespace(**fields)).result
+
+    def number(table: str, name: str, what: str) -> float:
+        """A number of the first spike, or of who attends where, by its row."""
+        rows = [row for row in (*found.attention, *found.spikes[0].rows) if (row.table, row.name) == (table, name)]
+        return getattr(rows[0].numbers, what).value
+
+    def needs(cause: str, model: str) -> str:
+        """How many loops of a model need a cause, and what they do without it and under its control."""
+        loops = [one for one in found.real if (one.half, one.model) == ("report", model)]
+        tried = [getattr(one.tried, cause) for one in loops]
+        shares = [np.mean([getattr(one, name) for one in tried]) for name in ("goes_on", "other_loop", "control")]
+        return (
+            f"{sum(cause in one.found for one in loops)} of {len(loops)} | {' | '.join(map('{:.0%}'.format, shares))}"
+        )
+
+    def prompts(length: int | str = "") -> list[SimpleNamespace]:
+        """What prompts of a length, or all, lose at LoopServe's default alpha."""
+        return [vars(row)["0.99"] for name, row in vars(found).items() if f", {length}" in name and "0.99" in vars(row)]
+
+    def of(model: str, remedy: str) -> SimpleNamespace:
+        return getattr(getattr(found, model).report, remedy)
+
     return {
-        "lost": lambda: [row.nll - row.dense_nll for _, row in rows],
-        "times": lambda length: [row.time for name, row in rows if f", {length}," in name],
-        "attended": lambda length: [row.attended for name, row in rows if f", {length}," in name],
+        "r": found,
+        "np": np,
+        "mean": np.mean,
+        "number": number,
+        "needs": needs,
+        "paired": paired,
+        "lost": lambda: [row.nll - row.dense_nll for row in prompts()],
+        "times": lambda length: [row.time for row in prompts(length)],
+        "attended": lambda length: [row.attended for row in prompts(length)],
+        "of": of,
+        "loops": lambda *arm: f"{of(*arm).exact} of {of(*arm).outputs}",
+        "score": lambda method: f"{np.mean([row.score for row in found.rows if row.method == method]):.0%}",
     }
 
 
-def marked() -> list[tuple[str, str, str]]:
-    found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "figures").glob("*.md"))]:
-        for name, numbers in _MARK.findall(page.read_text()):
-            for number in numbers.split("; "):
-                found.append((page.relative_to(ROOT).as_posix(), name, number.strip().rpartition(" = ")[2]))
-    return found
-
-
-@pytest.mark.parametrize(("page", "name", "stands"), marked())
+@pytest.mark.parametrize(("page", "name", "stands"), MARKED)
 def test_a_page_shows_the_numbers_of_its_data(page, name, stands):
-    found = data(name)
-    names = {"r": found, "np": np, "mean": np.mean, "number": partial(number_of, found)}
-    names["needs"] = partial(needs, found)
-    names["of"] = lambda model, remedy: getattr(getattr(found, model).report, remedy)
-    names["loops"] = lambda *of: f"{names['of'](*of).exact} of {names['of'](*of).outputs}"
-    names["score"] = lambda method: f"{np.mean([row.score for row in found.rows if row.method == method]):.0%}"
-    names |= {"paired": paired, **of_prompts(found)}
-    measured = eval(f"f{stands!r}", names).replace(" %", "%")
-    shown = " ".join(_MARK.sub("", (ROOT / page).read_text()).replace(" %", "%").split())
+    measured = eval(f"f{stands!r}", names_of(f"{name}.json")).replace(" %", "%")
+    shown = " ".join(MARK.sub("", (ROOT / page).read_text()).replace(" %", "%").split())
     assert re.search(rf"(?<![\d.,]){re.escape(measured)}(?![\d%])", shown), measured
-
-
-def test_the_pages_of_the_papers_have_their_numbers_compared():
-    for paper in PAPERS:
-        assert sum(page == f"docs/papers/{paper}.md" for page, *_ in marked()) >= 6, paper

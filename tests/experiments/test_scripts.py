@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 from covering import slow
-from repository import ROOT
+from repository import FIGURES, ROOT
 
 from experiments import drawn
 from experiments.bench_figures import BenchFigure
@@ -32,9 +31,8 @@ class Case:
     constants: dict[str, Any] = field(default_factory=dict)
 
 
-TASK = Recall(samples=3, turns=1, lengths=(320,), least=256, hops=1)
 METHODS = {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"}
-PANEL = Panel("kept", runs.Suite("kept", TASK), "score", METHODS)
+KEPT = runs.Suite("kept", Recall(samples=3, turns=1, lengths=(320,), least=256, hops=1))
 TINY = BenchFigure("score", "recall:samples=1:turns=1:lengths=200:hops=1", "full", "recall")
 
 
@@ -53,16 +51,18 @@ def right_with_the_cache_and_with_lines(made: Any) -> bool:
 
 def as_committed(made: Any) -> bool:
     """Two tokens take as many copies as in the figure of all."""
-    whole = json.loads((ROOT / "figures/atlas.json").read_text())["result"]
+    whole = json.loads((FIGURES / "atlas.json").read_text())["result"]
     at = whole["ids"].index(made["ids"][0])
     return made["repeats"] == [counts[at : at + 2] for counts in whole["repeats"]]
 
 
+OVERHEAD = "--shape lines-128 --contexts 96 --batches 1 --new 4 --rounds 2 --budget 72 --device cpu --dtype float32"
+RECALL = json.loads((ROOT / "sinkscope/models/recall/config.json").read_text())
 CASES = {
     "repeated_token.atlas": Case("--out {out} --tokens 300 301", "atlas.json", as_committed, {"MAX_REPEATS": 300}),
     "loopset.compare": Case(
-        "--out {out}/c.json",
-        "c.json",
+        "--out {out}/x.json",
+        "x.json",
         finds_loops_and_no_honest_text,
         {"texts_of": lambda half: texts_of(half)[::24]},
     ),
@@ -78,7 +78,7 @@ SLOW = {
         "table1 --work {out}/w --out {out}",
         "loopserve_table1.json",
         right_with_the_cache_and_with_lines,
-        {"FIGURES": {"table1": (PANEL,)}},
+        {"FIGURES": {"table1": (Panel("kept", KEPT, "score", METHODS),)}},
     ),
     "loopserve.real": Case(
         "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
@@ -86,22 +86,15 @@ SLOW = {
         lambda made: made["bundled, tables, 900, 4"]["0.3"]["kl"] > 0,
     ),
     "gpu.overhead": Case(
-        "--shape lines-128 --contexts 96 --batches 1 --new 4 --rounds 2 --budget 72 --device cpu --dtype float32 "
-        "--out {out}/x.json",
-        "x.json",
-        lambda made: {"full", "h2o"} <= {*made["96 tokens, batch 1"]},
+        f"{OVERHEAD} --out {{out}}/x.json", "x.json", lambda made: {"full", "h2o"} <= {*made["96 tokens, batch 1"]}
     ),
-    "make_recall": Case(
-        "--out {out}/m",
-        "m/config.json",
-        lambda made: made == json.loads((ROOT / "sinkscope/models/recall/config.json").read_text()),
-    ),
+    "make_recall": Case("--out {out}/m", "m/config.json", lambda made: made == RECALL),
 }
 
 
 @pytest.mark.parametrize("name", [*CASES, *map(slow, SLOW)])
-def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, module = {**CASES, **SLOW}[name], import_module(f"experiments.{name}")
+def test_a_script_writes_what_it_should(name, tmp_path, monkeypatch):
+    case, module = (CASES | SLOW)[name], import_module(f"experiments.{name}")
     monkeypatch.setattr(drawn, "write_png", lambda *_: None)  # a browser takes longer than the scripts
     monkeypatch.chdir(ROOT)
     for constant, value in case.constants.items():
