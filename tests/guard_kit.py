@@ -14,7 +14,6 @@ from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 
-SMALL = {"budget": 24, "anchors": 4}
 EAGER = OneSignal(signal="tail", window=16, warmup=0, tail_shortest=6, cooldown=8)
 """Fires after two or three copies."""
 
