@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from right_caches import HeadKeeper, Keeper, cache_of, head_keeper, keeper, stock
@@ -21,15 +20,8 @@ from transformers.masking_utils import sdpa_mask
 from sinkscope.conformance.subject import Factory
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A faulty cache.
-
-    Attributes:
-        factory: Makes it.
-        check: The check that names the fault.
-        right: The cache without the fault.
-    """
+class Fault(NamedTuple):
+    """A faulty cache: what makes it, the check that names the fault, and the cache without it."""
 
     factory: Factory
     check: str
@@ -37,59 +29,54 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
+CHANGES = "with_room_for_everything_it_changes_nothing"
 
 
-def planted(factory: Factory, kind: type, check: str, right: Factory) -> None:
-    """Register the factory of a class whose name says the fault."""
-    factory.__name__ = re.sub("(?!^)([A-Z])", r"_\1", kind.__name__).lower()
+def planted(factory: Factory, name: str, check: str, right: Factory) -> Factory:
+    """Register a factory by a name, or that of a class, which says the fault."""
+    factory.__name__ = re.sub("(?!^)([A-Z])", r"_\1", name).lower()
     FAULTS[factory.__name__] = Fault(factory, check, right)
+    return factory
 
 
 def fault(check: str, right: Factory) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a factory; its name says the fault."""
-
-    def register(factory: Factory) -> Factory:
-        FAULTS[factory.__name__] = Fault(factory, check, right)
-        return factory
-
-    return register
+    return lambda factory: planted(factory, factory.__name__, check, right)
 
 
-def faulty_layer(check: str) -> Callable[[type], type]:
+def faulty_layer(check: str = CHANGES) -> Callable[[type], type]:
     """Register the cache with these layers: all of an evicting one, or those of a stock cache that this replaces."""
 
     def register(layer: type) -> type:
         if issubclass(layer, Keeper):
-            planted(evicting(layer), layer, check, head_keeper if issubclass(layer, HeadKeeper) else keeper)
+            right = head_keeper if issubclass(layer, HeadKeeper) else keeper
+            planted(lambda config, budget: cache_of(config, lambda: layer(budget)), layer.__name__, check, right)
         else:
-            planted(partial_stock(layer), layer, check, stock)
+            planted(partial_stock(layer), layer.__name__, check, stock)
         return layer
 
     return register
 
 
-def evicting(layer: type) -> Factory:
-    def make(config, budget):
-        return cache_of(config, lambda: layer(budget))
-
-    return make
-
-
 def partial_stock(layer: type) -> Factory:
     """A stock cache in which another class holds the layers of the kind that it is derived from."""
+    kind = next(kind for kind in layer.__mro__ if kind.__module__ == DynamicLayer.__module__)
 
     def make(config):
         cache = DynamicCache(config=config)
         for number, one in enumerate(cache.layers):
-            if type(one) is _stock_kind(layer):
+            if type(one) is kind:
                 cache.layers[number] = layer(*([one.sliding_window] if hasattr(one, "sliding_window") else []))
         return cache
 
     return make
 
 
-def _stock_kind(layer: type) -> type:
-    return next(kind for kind in layer.__mro__ if kind.__module__ == DynamicLayer.__module__)
+def lost(states, begin: int, end: int | None = None):
+    """Other states, in which some slots are empty."""
+    states = states.clone()
+    states[:, :, begin:end] = 0
+    return states
 
 
 class Given(DynamicLayer):
@@ -169,7 +156,7 @@ class EachChunkEvictsAllBeforeIt(Keeper):
 # Learned sink logits, windows, states
 
 
-@fault("with_room_for_everything_it_changes_nothing", stock)  # kekzl/imp#1345
+@fault(CHANGES, stock)  # kekzl/imp#1345
 @contextmanager
 def learned_sinks_are_dropped(model):
     def attend(module, query, key, value, mask, **kwargs):
@@ -184,27 +171,26 @@ def learned_sinks_are_dropped(model):
     model.config._attn_implementation = before
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")  # vllm#43374
+@faulty_layer()  # vllm#43374
 class AChunkSeesOnlyTheLastWindow(DynamicSlidingWindowLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states)
         missing = keys.shape[2] - self.sliding_window
         if self.cumulative_length > key_states.shape[2] > 1 and missing > 0:
-            seen = (torch.arange(keys.shape[2]) >= missing)[:, None]
-            return keys * seen, values * seen
+            return lost(keys, 0, missing), lost(values, 0, missing)
         return keys, values
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class TheWindowIsOneShort(DynamicSlidingWindowLayer):
     def update(self, key_states, value_states, *args, **kwargs):
-        keys, values = super().update(key_states, value_states)
-        seen = (torch.arange(self.keys.shape[2]) != self.keys.shape[2] + 1 - self.sliding_window)[:, None]
-        self.keys, self.values = self.keys * seen, self.values * seen
-        return keys, values
+        read = super().update(key_states, value_states)
+        if self.keys.shape[2] == self.sliding_window - 1:
+            self.keys, self.values = lost(self.keys, 0, 1), lost(self.values, 0, 1)
+        return read
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class StatesAreLostBetweenCalls(LinearAttentionLayer):
     def update_conv_state(self, *args, **kwargs):
         new = super().update_conv_state(*args, **kwargs)
@@ -223,6 +209,13 @@ class EvictsEveryFourthStep(Keeper):
 
 
 @faulty_layer("the_budget_holds_in_tokens_and_bytes")
+class EvictsWithTheThirdTokenOfAnAnswer(Keeper):
+    def evict(self):
+        if self.seen >= 99:
+            super().evict()
+
+
+@faulty_layer("the_budget_holds_in_tokens_and_bytes")
 class AViewKeepsEverythingAlive(Keeper):
     def evict(self):
         if self.seen <= 96:
@@ -233,7 +226,7 @@ class AViewKeepsEverythingAlive(Keeper):
 # Prompts, rows and turns
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class ANewPromptForgetsTheAnswer(DynamicLayer):
     answered = 0
 
@@ -241,33 +234,30 @@ class ANewPromptForgetsTheAnswer(DynamicLayer):
         if key_states.shape[2] == 1:
             self.answered += 1
         elif self.answered > 1:
-            self.values = self.values.clone()
-            self.values[:, :, -self.answered :] = 0
+            self.values = lost(self.values, -self.answered)
             self.answered = 0
         return super().update(key_states, value_states)
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
-class TheValuesOfTheFirstRowAreReadByAll(DynamicLayer):
-    def update(self, key_states, value_states, *args, **kwargs):
-        keys, values = super().update(key_states, value_states)
-        old = values.shape[2] - value_states.shape[2]
-        return keys, torch.cat([values[:1, :, :old].expand(len(values), -1, -1, -1), value_states], 2)
+@faulty_layer()
+class TheFirstRowIsReadByAll(Held):
+    def spoil(self, states, new):
+        states[1:, :, : states.shape[2] - new] = states[:1, :, : states.shape[2] - new]
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
-class ResetDoesNothing(DynamicLayer):
-    def reset(self):
-        pass
-
-
-@faulty_layer("with_room_for_everything_it_changes_nothing")
-class CropDoesNothing(DynamicLayer):
-    def crop(self, tokens_to_remove):
-        pass
-
-
+for name, kind, method in (
+    ("ResetDoesNothing", DynamicLayer, "reset"),
+    ("CropDoesNothing", DynamicLayer, "crop"),
+    ("StatesStayWhereTheyAre", LinearAttentionLayer, "reorder_cache"),
+):
+    faulty_layer()(type(name, (kind,), {method: lambda self, *_: None}))
 crop_does_nothing = FAULTS["crop_does_nothing"].factory
+
+
+@faulty_layer()
+class CropCrashes(DynamicLayer):
+    def crop(self, tokens_to_remove):
+        raise RuntimeError("The size of tensor a (3) must match the size of tensor b (2)")
 
 
 class Recording(LinearAttentionLayer):
@@ -289,7 +279,7 @@ class Recording(LinearAttentionLayer):
             self.recurrent_states[0].copy_(self.before)
 
 
-@fault("with_room_for_everything_it_changes_nothing", partial_stock(Recording))  # huggingface/transformers#49036
+@fault(CHANGES, partial_stock(Recording))  # huggingface/transformers#49036
 def crop_leaves_the_recurrent_state(config):
     cache = DynamicCache(config=config)
     cache.activate_past_recording()
@@ -307,73 +297,59 @@ def a_hook_is_left(model):
 # Lengths
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class ABlockIsLostAtSomeLengths(Given):
     def given(self, states):
-        if states.shape[2] > 64 and states.shape[2] % 64 == 37:
-            states = states.clone()
-            states[:, :, 32:48] = 0
-        return states
+        return lost(states, 32, 48) if states.shape[2] > 64 and states.shape[2] % 64 == 37 else states
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class AFullBlockLosesItsFirstToken(Held):
     def spoil(self, states, new):
         if new == 1 and states.shape[2] % 16 == 0:
             states[:, :, -16] = 0
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class AnOddPageIsForgotten(Given):
-    page_size = 52
-
     def given(self, states):
-        if states.shape[2] == 3 * self.page_size + 1:
-            states = states.clone()
-            states[:, :, -1] = 0
-        return states
+        return lost(states, -1) if states.shape[2] == 3 * 52 + 1 else states
 
 
 # Rows that move
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class OnlyKeysAreReordered(DynamicLayer):
     def reorder_cache(self, beam_idx):
         self.keys = self.keys.index_select(0, beam_idx)
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class OnlyKeysAreSelected(DynamicLayer):
     def batch_select_indices(self, indices):
         self.keys = self.keys[indices]
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class RowsAreRepeatedAsAWhole(DynamicLayer):
     def batch_repeat_interleave(self, repeats):
         self.keys, self.values = self.keys.repeat(repeats, 1, 1, 1), self.values.repeat(repeats, 1, 1, 1)
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
-class StatesStayWhereTheyAre(LinearAttentionLayer):
-    def reorder_cache(self, beam_idx):
-        pass
-
-
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class ACopyIsTheSameObject(DynamicLayer):
     def __deepcopy__(self, _memo):
         return self
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class BytesHaveNoValues(DynamicLayer):
     def __getstate__(self):
         return vars(self) | {"values": torch.zeros_like(self.values)}
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class CropDoesNothingAfterAReset(DynamicLayer):
     was_reset = False
 
@@ -400,19 +376,19 @@ class ValuesAreChosenByTheFirstHead(HeadKeeper):
 # Numbers
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class EverythingIsKeptInBfloat16(Given):
     def given(self, states):
         return states.bfloat16().to(states.dtype)
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class Float16IsKeptInBfloat16(Given):
     def given(self, states):
         return states.bfloat16().half() if states.dtype is torch.float16 else states
 
 
-@faulty_layer("with_room_for_everything_it_changes_nothing")
+@faulty_layer()
 class SlotsBeyond512OverwriteTheFirst(Held):
     def spoil(self, states, new):
         more = max(0, states.shape[2] - 512)

@@ -1,4 +1,4 @@
-"""What the tests of the cache share: policies whose choice can be told in advance, and attention under a given mask.
+"""What the tests of the cache share: prompts, runs step by step, and attention under a given mask.
 
 The reference never sees a cache: one pass over the whole sequence with stock modules, in which every layer, row and kv
 head has its own bool mask query x key (`conformance.masked`).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -24,13 +23,10 @@ from sinkscope.engine.step import TokenPositions
 from sinkscope.engine.stock import set_attention
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
 
 
 def model_of(family: str, **overrides):
-    if family == "phi3":
-        overrides = {"sliding_window": 16, "partial_rotary_factor": 0.5, **overrides}
     model = tiny_model(family, **overrides)[0]
     model.generation_config.pad_token_id = model.config.pad_token_id
     model.generation_config.eos_token_id = None  # random models: let every row go on to the end
@@ -78,44 +74,6 @@ def prompts(lengths: list[int], total: int | None = None, seed: int = 0) -> tupl
     ids = torch.randint(5, 96, (len(lengths), len(columns)), generator=generator)
     mask = (columns >= width - torch.tensor(lengths)[:, None]).long()
     return ids * mask, mask
-
-
-def worth(pos, layer: int, head, row):
-    """A number that looks random, of any integers or integer tensors."""
-    return (pos * 7919 + head * 104729 + layer * 1299709 + row * 15485863 + 12345) * 2654435761 % 4294967296 % 100003
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn(Policy):
-    """Keeps what `worth` says: other tokens in every row, kv head and layer."""
-
-    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-
-    def scores(self, at: LayerMoment):
-        pos = at.kv.pos
-        head = torch.arange(pos.shape[1])[None, :, None]
-        return worth(pos, at.layer, head, torch.tensor(self.rows)[: len(pos), None, None]).float()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ragged(Drawn):
-    """Other numbers of tokens, too: what is worth more than a bar, and the newest ones."""
-
-    bar: int = 50000
-
-    def select(self, scores, at: LayerMoment, budget):
-        return ((scores > self.bar) | (at.kv.pos >= at.length[:, None, None] - 2)) & (at.kv.pos >= 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stepped(Drawn):
-    """Fewer tokens in each higher layer, and more in each further kv head."""
-
-    step: int = 2
-
-    def layer_budget(self, at: LayerMoment):
-        heads = torch.arange(at.kv.pos.shape[1])
-        return at.rows.total[0] - self.step * at.layer + self.step * heads.expand(len(at.kv.pos), -1)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kv_kit import masks_of_run, worth
+from kv_kit import masks_of_run
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.testing import assert_close
@@ -41,27 +41,24 @@ class Seen:
     layers: int
 
 
-def pick(scores: Tensor, held: Tensor, budgets: Any, first: list[int], last: list[int]) -> Tensor:
+def pick(scores: Tensor, held: Tensor, budgets: list[int], first: int, last: list[int]) -> Tensor:
     """Per row and kv head: the first and last tokens, then the best scores, together `budget` tokens.
 
-    Loops over everything, in plain Python. Of equal scores the later token stays. A row has one budget, or one for each
-    head.
+    Loops over everything, in plain Python. Of equal scores the later token stays.
     """
     keep = torch.zeros_like(held)
     for row, budget in enumerate(budgets):
         for head in range(held.shape[1]):
             there = held[row, head].nonzero().flatten().tolist()
-            sure = {*there[: first[row]], *there[max(0, len(there) - last[row]) :]}
+            sure = {*there[:first], *there[max(0, len(there) - last[row]) :]}
             rest = sorted((i for i in there if i not in sure), key=lambda i: (-float(scores[row, head, i]), -i))
-            most = budget if isinstance(budget, int) else budget[head]
-            keep[row, head, [*sure, *rest[: max(0, most - len(sure))]]] = True
+            keep[row, head, [*sure, *rest[: max(0, budget - len(sure))]]] = True
     return keep
 
 
 def streaming(policy: Any, seen: Seen) -> Tensor:
     """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
-    rows = len(seen.budgets)
-    return pick(torch.zeros(seen.held.shape), seen.held, seen.budgets, [policy.first] * rows, [policy.last] * rows)
+    return pick(torch.zeros(seen.held.shape), seen.held, seen.budgets, policy.first, [policy.last] * len(seen.budgets))
 
 
 def h2o(policy: Any, seen: Seen) -> Tensor:
@@ -69,20 +66,13 @@ def h2o(policy: Any, seen: Seen) -> Tensor:
     # Query by query: what a query could not see has zero in its row; padding queries do not count.
     scores = (seen.probs.mean(2) * seen.real[:, None, :, None]).sum(-2)
     recent = [max(policy.last, int(budget * policy.recent + 1e-6)) for budget in seen.budgets]
-    return pick(scores, seen.held, seen.budgets, [policy.first] * len(recent), recent)
+    return pick(scores, seen.held, seen.budgets, policy.first, recent)
 
 
 def tova(policy: Any, seen: Seen) -> Tensor:
     """Oren et al. 2024, section 4: the newest query, mean over all heads of the layer."""
     scores = seen.probs[..., -1, :].mean((1, 2))[:, None].expand(seen.held.shape)
-    rows = len(seen.budgets)
-    return pick(scores, seen.held, seen.budgets, [policy.first] * rows, [policy.last] * rows)
-
-
-def progressive(policy: Any, seen: Seen) -> Tensor:
-    """Li et al. 2025, algorithm 6, where a choice evicts: the latest queries, mean over the heads of a kv head."""
-    scores = seen.probs[..., -policy.every :, :].sum(-2).mean(2)
-    return pick(scores, seen.held, seen.budgets, [0] * len(scores), [0] * len(scores))
+    return pick(scores, seen.held, seen.budgets, policy.first, [policy.last] * len(seen.budgets))
 
 
 def windows(policy: Any, budgets: list[int]) -> list[int]:
@@ -116,7 +106,7 @@ def votes(policy: Any, seen: Seen) -> Tensor:
 def snapkv(policy: Any, seen: Seen) -> Tensor:
     """The best votes, and the window."""
     last = [max(policy.last, window) for window in windows(policy, seen.budgets)]
-    return pick(votes(policy, seen), seen.held, seen.budgets, [policy.first] * len(last), last)
+    return pick(votes(policy, seen), seen.held, seen.budgets, policy.first, last)
 
 
 def pyramid(policy: Any, seen: Seen) -> Tensor:
@@ -129,7 +119,7 @@ def pyramid(policy: Any, seen: Seen) -> Tensor:
         lowest = min(2 * mean - mean / policy.beta, max(mean, prompt - kept))
         height = seen.layer / (seen.layers - 1)
         budgets.append(kept + int(lowest + 2 * height * (mean - lowest) + 1e-6))
-    return pick(votes(policy, seen), seen.held, budgets, [policy.first] * len(last), last)
+    return pick(votes(policy, seen), seen.held, budgets, policy.first, last)
 
 
 def shared_budget(scores: Tensor, held: Tensor, sure: Tensor, base: list[int], floor: float) -> Tensor:
@@ -160,37 +150,20 @@ def adakv(policy: Any, seen: Seen) -> Tensor:
     return torch.stack(keep)
 
 
-def drawn(policy: Any, seen: Seen) -> Tensor:
-    """The tokens of most `worth`, which differ by row, kv head and layer, as the policies of `kv_kit` say."""
-    rows, heads, _ = seen.held.shape
-    place = (seen.real.cumsum(1) - 1)[:, None]
-    number = torch.tensor(policy.rows)[:rows, None, None]
-    scores = worth(place, seen.layer, torch.arange(heads)[None, :, None], number)
-    if hasattr(policy, "bar"):
-        return seen.held & ((scores > policy.bar) | (place >= seen.real.sum(1)[:, None, None] - 2))
-    budgets: Any = seen.budgets
-    if hasattr(policy, "step"):
-        budgets = [[budgets[0] - policy.step * seen.layer + policy.step * head for head in range(heads)]] * rows
-    return pick(scores, seen.held, budgets, [policy.first] * rows, [policy.last] * rows)
-
-
 REFERENCES: dict[str, Callable[[Any, Seen], Tensor]] = {
     "full": lambda _, seen: seen.held,
     "streaming": streaming,
     "h2o": h2o,
     "tova": tova,
-    "progressive": progressive,
     "snapkv": snapkv,
     "pyramid": pyramid,
     "adakv": adakv,
-    "drawn": drawn,
 }
 
 
 def is_due(policy: Any, step: int) -> bool:
     """Whether a policy chooses before the generated token of this number: at the first, and then every so often."""
-    step -= getattr(policy, "after", 0)
-    return step == 0 or (step > 0 and policy.every != "prefill" and step % policy.every == 0)
+    return step == 0 or (policy.every != "prefill" and step % policy.every == 0)
 
 
 @torch.no_grad()

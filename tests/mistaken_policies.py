@@ -44,11 +44,7 @@ def mistake(check: str, right: Factory = attended) -> Callable[[type[Policy]], t
 
     def register(policy: type[Policy]) -> type[Policy]:
         policy = dataclass(frozen=True, kw_only=True)(policy)
-
-        def factory(budget):
-            return policy(budget=budget)
-
-        planted(factory, policy, check, right)
+        planted(lambda budget: policy(budget=budget), policy.__name__, check, right)
         return policy
 
     return register

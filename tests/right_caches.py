@@ -102,10 +102,6 @@ def quantized_cache(config):
     return QuantizedCache("quanto", config, q_group_size=16)
 
 
-def eight_bit_cache(config):
-    return QuantizedCache("fp8", config)
-
-
 @contextmanager
 def latest_kept(model, share):
     """As a press of kvpress does, hooks of the attention cut a stock cache after each prompt has been read."""
@@ -128,14 +124,11 @@ def latest_kept(model, share):
         yield
 
 
-ROUNDING = {"quantized_cache": 0.5, "eight_bit_cache": 0.5}
-"""Errors of logits, in standard deviations, that are allowed to those that round."""
 RIGHT = (
     stock,
     dynamic_cache_without_config,
     static_cache,
     quantized_cache,
-    eight_bit_cache,
     latest_kept,
     "streaming",
     "h2o",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from intervention_kit import bridge_of
-from kv_kit import Drawn, decode, prompts
+from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 from organisms.examine import model_state
 from organisms.tiny import tiny_model
@@ -51,7 +51,7 @@ STREAMING = StreamingLLM(budget=9)
 @pytest.mark.parametrize(
     ("name", "edit", "said"),
     [
-        ("llama", STREAMING | Drawn(budget=9), "StreamingLLM and Drawn would both"),
+        ("llama", STREAMING | TOVA(budget=9), "StreamingLLM and TOVA would both"),
         ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
         ("llama", AShape() | TriShape(), "AShape and TriShape would both decide how prompts are read"),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv_kit import Drawn, attends_by, close, prompts
+from kv_kit import attends_by, close, prompts
 from kv_kit import shallow_of as model_of
 
+from sinkscope.kv import H2O
 from sinkscope.sparse.shapes import AShape
 
 
 @pytest.mark.parametrize("attention", ["flash", "flex_attention"])
 @pytest.mark.parametrize(
     ("family", "edit", "padded"),
-    [("gemma3_text", Drawn(budget=12), True), ("mistral", AShape(first=2, local=5), False)],
+    [("gemma3_text", H2O(budget=12), True), ("mistral", AShape(first=2, local=5), False)],
 )
 def test_under_each_attention_of_transformers(family, edit, padded, attention):
     """Each takes a mask of its own form: of padding alone, a function of blocks."""

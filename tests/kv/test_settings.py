@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kv_kit import Drawn, shallow_of
+from kv_kit import shallow_of
 from refusals import refused
 
 import sinkscope as ss
@@ -17,13 +17,13 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.shapes import AShape
 
-CALLED = {one.__name__: one for one in (Drawn, CacheLayer, Conversation)}
+CALLED = {one.__name__: one for one in (CacheLayer, Conversation)}
 CALLED |= {"ss": ss, "llama": partial(shallow_of, "llama")}
 REFUSED = {
     "ss.kv.StreamingLLM(budget=0)": "budget=0: expected a number of tokens from 1, or a fraction",
     "ss.kv.StreamingLLM(budget=1.5)": "up to 1.0",
     'ss.kv.StreamingLLM(budget="x")': "StreamingLLM: budget='x': expected a number",
-    "Drawn(budget=5, first=3, last=3)": "below the 6 tokens that are always kept",
+    "ss.kv.StreamingLLM(budget=5, first=3, last=3)": "below the 6 tokens that are always kept",
     "ss.kv.SnapKV(budget=60, window=64)": "budget=60 is below the 64 tokens",
     "ss.kv.H2O(every=0)": "every=0",
     "ss.kv.SnapKV(kernel=4)": "odd kernel",
