@@ -1,16 +1,11 @@
-"""What the tests of interventions share: the three kinds of one model, and edits done by hand as reference."""
+"""The three kinds of one model, and what each says."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from organisms.tiny import tiny_model
-from plain_hooks import blocks, down, inputs_edited
 from torch import Tensor, nn
 
 from sinkscope.models.call_cache import bridge_hooks
@@ -64,27 +59,3 @@ def logits(model, ids: Tensor, mask: Tensor | None = None) -> Tensor:
 def count_hooks(model: nn.Module) -> int:
     names = [n for n in vars(nn.Module()) if n.endswith("_hooks")]
     return sum(len(getattr(m, name)) for m in model.modules() for name in names)
-
-
-@contextmanager
-def listing_1(model, sites: list[tuple[int, int]]) -> Iterator[None]:
-    """The paper's listing for whole sequences without padding: the second value from the second position on."""
-
-    def second(neuron: int, values: Tensor) -> Tensor:
-        values = values.clone()
-        values[:, 1:, neuron] = values[:, 1:2, neuron]
-        return values
-
-    with ExitStack() as stack:
-        for layer, neuron in sites:
-            stack.enter_context(inputs_edited(down(blocks(model)[layer]), partial(second, neuron)))
-        yield
-
-
-def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
-    """A random model with neurons so large that every patched position changes what is generated."""
-    model, tokenizer = tiny_model("llama")
-    sites = [(1, 3), (1, 11), (2, 0)]
-    for layer, neuron in sites:
-        model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= 8
-    return model, tokenizer, sites

@@ -22,11 +22,10 @@ class Placed(Tensor):
     place: torch.device
 
     @staticmethod
-    def __new__(cls, real: Tensor, device: torch.device) -> Placed:
-        made = Tensor._make_wrapper_subclass(
-            cls, real.shape, real.stride(), real.storage_offset(), dtype=real.dtype, device=real.device
-        )
-        made.held, made.place = real, device
+    def __new__(cls, real: Tensor, place: torch.device) -> Placed:
+        shape = real.shape, real.stride(), real.storage_offset()
+        made = Tensor._make_wrapper_subclass(cls, *shape, dtype=real.dtype, device=real.device)
+        made.held, made.place = real, place
         return made
 
     @property
@@ -48,12 +47,16 @@ class _Made(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and (device := kwargs.pop("device", None)) is not None:
-            made = func(*args, **kwargs)
-            return made if torch.device(device).type == "cpu" else Placed(made, torch.device(device))
+        if func in (torch.tensor, torch.as_tensor) and "device" in kwargs:
+            return to(func(*args, **{**kwargs, "device": "cpu"}), kwargs["device"] or "cpu")
         if func is Tensor.to and len(args) == 2 and isinstance(args[1], Tensor):
-            args, kwargs = args[:1], {"device": args[1].device, "dtype": args[1].dtype, **kwargs}
+            args, kwargs = args[:1], {"device": args[1].device, "dtype": args[1].dtype}
         return func(*args, **kwargs)
+
+
+class _Places(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
 
 
 @contextmanager
@@ -63,56 +66,42 @@ def places() -> Iterator[None]:
         yield
 
 
-class _Places(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return _run(func, args, kwargs or {})
-
-
 def _run(func, args, kwargs: dict[str, Any]):
-    name = func.__name__.partition(".")[0]
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    asked, kwargs = kwargs.get("device"), dict(kwargs)
-    if asked is not None:
-        kwargs["device"] = torch.device("cpu")
-    places = {x.device for x in tensors if x.dim()}  # single numbers may come from a CPU
-    if len(places) > 1 and name != "_to_copy":
-        raise RuntimeError(f"{name}: tensors on {', '.join(sorted(map(str, places)))}")
-    real = func(*tree_map(_real, args), **tree_map(_real, kwargs))
-    where = torch.device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
-
-    def back(x):
-        return Placed(x, where) if isinstance(x, Tensor) and where.type != "cpu" else x
-
-    return tree_map(back, real)
+    name, where = func.__name__.partition(".")[0], kwargs.get("device")
+    if where is not None:
+        kwargs = {**kwargs, "device": "cpu"}
+    # Single numbers may come from a CPU.
+    found = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()}
+    if len(found) > 1 and name != "_to_copy":
+        raise RuntimeError(f"{name}: tensors on {', '.join(sorted(map(str, found)))}")
+    if where is None:
+        where = next(iter(found), "cpu")
+    args, kwargs = tree_map(lambda x: x.held if isinstance(x, Placed) else x, (args, kwargs))
+    return tree_map(lambda x: to(x, where), func(*args, **kwargs))
 
 
-def _real(x):
-    return x.held if isinstance(x, Placed) else x
+def to(x: Any, where: Any) -> Any:
+    """A tensor, on such a device; what else there is stays."""
+    is_there = not isinstance(x, Tensor) or torch.device(where).type == "cpu"
+    return x if is_there else Placed(x.detach(), torch.device(where))
 
 
-def to(x: Tensor, device: str) -> Tensor:
-    """The tensor, on such a device."""
-    return Placed(x.detach().clone(), torch.device(device))
-
-
-def spread(model, places: list[str]):
+def spread(model, where: list[str]) -> None:
     """Put each layer on a device, and everything else on that of the first, as `device_map="auto"` does."""
-    layers = model.model.layers
     for name, module in model.named_modules():
-        found = name.partition("model.layers.")[2].partition(".")[0]
-        place = places[int(found)] if found else places[0]
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        place = where[int(layer)] if layer.isdigit() else where[0]
         for table in (module._parameters, module._buffers):
-            for key, value in table.items():
-                table[key] = None if value is None else to(value, place)
-    for layer, place in zip(layers, places, strict=True):
-        layer.register_forward_pre_hook(_bring(place), with_kwargs=True)
+            table.update({key: to(value, place) for key, value in table.items()})
+        if name == f"model.layers.{layer}":
+            module.register_forward_pre_hook(_bring(place), with_kwargs=True)
 
 
 def _bring(place: str):
-    def hook(_module, args, kwargs):
-        def move(x):
-            return x.to(place) if isinstance(x, Tensor) else x
+    def move(x):
+        return x.to(place) if isinstance(x, Tensor) else x
 
+    def hook(_module, args, kwargs):
         return tree_map(move, args), {k: v if k in CACHE_NAMES else tree_map(move, v) for k, v in kwargs.items()}
 
     return hook

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from intervention_kit import loud_model
 from organisms import tiny_model
 from refusals import refused
 
@@ -21,9 +20,9 @@ GUARD = LoopGuard.paper(budget=12, anchors=2, monitor=Timed(window=16, warmup=0,
 
 def test_a_patch_a_policy_and_a_guard_act_together(tmp_path):
     """As if they were put together by hand."""
-    model, tokenizer, sites = loud_model()
+    model, tokenizer = tiny_model("llama")
     model.generation_config.eos_token_id = None
-    patch = SinkPatch(sites=sites)
+    patch = SinkPatch(sites=[(1, 3), (2, 0)])
     patch.save(tmp_path / "patch.json")
     settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
     got = generate(model, PROMPTS, patch=tmp_path / "patch.json", policy="streaming:16", guard=GUARD, **settings)
@@ -36,7 +35,7 @@ def test_a_patch_a_policy_and_a_guard_act_together(tmp_path):
 
 
 def test_sampling_follows_the_seed_whatever_else_is_drawn():
-    model, tokenizer, _ = loud_model()
+    model, tokenizer = tiny_model("llama")
 
     def drawn(seed: int) -> list[int]:
         return generate(model, PROMPTS[0], tokenizer=tokenizer, temperature=1.0, max_new_tokens=12, seed=seed)[0].tokens

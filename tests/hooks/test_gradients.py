@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from intervention_kit import listing_1
 from organisms import tiny_model
+from plain_hooks import inputs_edited
 from refusals import refused
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +25,13 @@ def gradients(model) -> list[torch.Tensor]:
 def test_gradients_flow_through_the_value_of_the_second_token():
     """Those of edits without a memory are drawn by the net (`tests/ways`)."""
     model = tiny_model("llama")[0]
-    with listing_1(model, [(1, 3), (1, 11)]):
+
+    def second(values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        values[:, 1:, [3, 11]] = values[:, 1:2, [3, 11]]
+        return values
+
+    with inputs_edited(model.model.layers[1].mlp.down_proj, second):
         want = gradients(model)
     with PATCH.on(model):
         assert_close(gradients(model), want)
@@ -62,15 +68,3 @@ def test_a_vector_is_trained_through_add():
         with torch.no_grad():
             vector -= 0.5 * want
         assert model(IDS, labels=IDS).loss < first  # the second call reads what the step made of it
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda number: ss.Ablate(layer=1, neurons=[3], value=number),
-        lambda number: ss.SinkPatch(layer=1, neurons=[3], calibrated={(1, 3): number}),
-    ],
-)
-def test_a_number_that_would_be_taken_for_a_constant_is_refused(make):
-    with refused("would be taken for a constant: give a plain number; a vector trains through Add"):
-        make(torch.tensor(0.5, requires_grad=True))

@@ -27,7 +27,6 @@ def generated(model) -> torch.Tensor:
         ("snapkv", "model.norm", 2, SystemExit),
         ("guard", "lm_head", 2, RuntimeError),
         ("loopserve", "model.layers.0", 1, GeneratorExit),
-        ("observe", "model.layers.2.mlp.down_proj", 4, KeyboardInterrupt),
     ],
 )
 def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, call, error):
