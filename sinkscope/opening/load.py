@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -152,12 +151,8 @@ def open_target(
         source = locate(model, revision)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         if not (whole or world_size() > 1 or model in (None, BUNDLED) or source.is_gguf):
-            with quiet(), loading_errors(source.name):
-                try:
-                    model = open_stream(Files(source.where, revision=source.revision), name=source.name, **options)
-                except Exception as error:  # its layers may be such that they cannot be made alone: it is loaded whole
-                    if isinstance(error, SinkscopeError | OSError) and not isinstance(error, UnsupportedError):
-                        raise
+            with quiet(), loading_errors(source.name), suppress(UnsupportedError):
+                model = _stream(Files(source.where, revision=source.revision), source.name, **options)
         if not isinstance(model, Target):
             model = load(model, revision=revision, **options)
     target = target_of(model, tokenizer)
@@ -170,48 +165,22 @@ LAYER_BYTES = 1 << 30
 """Layers of a streamed model stay in memory up to this size, so small models are read once."""
 
 
-def open_stream(
-    source: Files | str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    resident: int | None = None,
-    tokenizer: Any = None,
-    name: str | None = None,
-) -> Target:
+def _stream(files: Files, name: str, dtype: Any, device: Any, tokenizer: Any) -> Target:
     """Open a checkpoint as a model whose layers are read when they are called and freed afterwards.
 
-    Args:
-        source: A folder (a Path), a hub id (a str), or its files.
-        dtype: Dtype of the weights in memory. None uses that of the checkpoint, but float32 on a CPU.
-        device: Device on which layers are computed. None uses the first cuda device if there is one, else the CPU.
-        resident: Number of layers in memory at a time. None keeps as many as take a gigabyte.
-        tokenizer: Tokenizer of the Target. None uses that beside the weights.
-        name: Name of the Target; by default the name of the source.
-
     Raises:
-        SinkscopeError: The checkpoint is incomplete.
-        UnsupportedError: The checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
-            models must be loaded whole. Layers that cannot be made alone raise errors of other kinds.
+        SinkscopeError: The checkpoint is damaged.
+        UnsupportedError: It has to be loaded whole.
     """
-    place = parse_device(device)
-    if not isinstance(source, Files):
-        source = Files(source)
-    name = name or source.name
-    config = read_config(name, source.folder)
-    if not source.weight_map or is_quantised(config):
-        raise UnsupportedError(
-            f"the layers of {name} cannot be read one by one, because it is quantised or no safetensors: load it whole "
-            "with sinkscope.load(...)"
-        )
-    text = config.get_text_config()
-    own = torch.float32 if place.type == "cpu" else config.dtype or text.dtype  # half is slow there
+    place, config = parse_device(device), read_config(name, files.folder)
+    if not files.weight_map or is_quantised(config) or config is not config.get_text_config():
+        raise UnsupportedError(f"{name} is quantised, no safetensors, or has more than a text model")
+    own = torch.float32 if place.type == "cpu" else config.dtype  # half is slow there
     kind = parse_dtype(dtype) or own or torch.float32
-    # Two layers, while the adapter is proposed and proved.
-    store = LayerStore(source, text, device=place, dtype=kind, resident=max(resident or 2, 2))
-    target = _checked(store.causal, tokenizer or read_tokenizer(source.folder), name, store)
+    store = LayerStore(files, config, device=place, dtype=kind, resident=2)  # while the adapter is found
+    target = _checked(store.causal, tokenizer or read_tokenizer(files.folder), name, store)
     ids = torch.zeros(1, 4, dtype=torch.long)
     target.forward(ids, last_layer=max(kinds_of(target.layers)))  # a proof may be known from another object
     layer_bytes = kind.itemsize * sum(parameter.numel() for parameter in target.layers[-1].parameters())
-    store.resident = resident or max(1, LAYER_BYTES // max(layer_bytes, 1))
+    store.resident = max(1, LAYER_BYTES // max(layer_bytes, 1))
     return target

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError
-from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth
+from sinkscope.models.checkpoints.config import cpu_by_default
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.target import LayerInput, parts_of
 from sinkscope.models.weights import experts_of
@@ -61,6 +61,7 @@ Fields = dict[str, Any]
 """What was found of a layer, by the fields of an adapter; None of parts that it does not have."""
 NONE: Fields = dict.fromkeys(PATHS)
 _VOCABULARY = 64
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
 _MOST = {
     "intermediate_size|ffn_dim|ffn_hidden|n_inner|d_ff": 32,
     "sliding_window|window_size|attention_chunk_size|local_attention|index_topk$": 6,
@@ -235,8 +236,11 @@ def sample_of(hf: Any, depth: int) -> Any:
     config.distributed_config = None  # it is whole in every process
     config._attn_implementation = "eager"
     text = config.get_text_config()
-    cut_depth(text, range(depth))
-    text.vocab_size, text.pad_token_id = _VOCABULARY, 0
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = depth, _VOCABULARY, 0
+    for name in _PER_LAYER:
+        if isinstance(getattr(text, name, None), list):
+            with suppress(AttributeError):  # some compute theirs, from a period
+                setattr(text, name, getattr(text, name)[:depth])
     for name, value in list(vars(text).items()):
         for pattern, most in _MOST.items():
             if re.search(pattern, name) and isinstance(value, int) and value > most:

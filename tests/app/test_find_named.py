@@ -22,8 +22,8 @@ def test_find_sinks_streams_a_folder_that_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(setups, "fits", lambda *_: False)
     monkeypatch.setattr(opening, "LAYER_BYTES", 0)  # no layer stays in memory
     target = opening.open_target(tmp_path / "m")
-    reads, layer_of = Counter[int](), target.store._made
-    monkeypatch.setattr(target.store, "_made", lambda index: (reads.update([index]), layer_of(index))[1])
+    reads, tensors = Counter[str](), target.store.source.tensors
+    monkeypatch.setattr(target.store.source, "tensors", lambda names: reads.update(names) or tensors(names))
     streamed = find_sinks(target, text=text)
     assert max(reads.values()) <= 15
     assert streamed.needed == memory.needed and streamed.spikes[0].layers == memory.spikes[0].layers

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
-from sinkscope.opening.load import load, open_stream
+from sinkscope.opening.load import load, open_target
 
 Tensors = dict[str, Tensor]
 
@@ -63,7 +63,7 @@ def test_harmless_tensors_are_left_out(tmp_path):
     folder, model = changed(tmp_path / "m", also=HARMLESS), organism("llama", 3).model
     ids = torch.arange(5, 17)[None]
     assert_close(load(folder, device="cpu")(ids).logits, model(ids).logits)
-    assert_close(open_stream(folder).forward(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    assert_close(open_target(folder).forward(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
 def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path):

@@ -13,7 +13,7 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load, open_stream
+from sinkscope.opening.load import load, open_target
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_cannot_be_loaded_is_refused(model, settings, says):
 
 def test_soft_cap_is_computed_whatever_transformers_would_choose():
     """Some versions choose SDPA for Gemma 2, which drops the cap."""
-    for model in (load(checkpoint("gemma2")), open_stream(checkpoint("gemma2"))):
+    for model in (load(checkpoint("gemma2")), open_target(checkpoint("gemma2"))):
         assert target_of(model).config._attn_implementation == "eager"
 
 

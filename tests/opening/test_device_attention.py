@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.opening.live import misreads_last_query, target_of
-from sinkscope.opening.load import load, open_stream
+from sinkscope.opening.load import load, open_target
 
 IDS = torch.arange(65)[None] % 90
 
@@ -45,7 +45,7 @@ def fault(monkeypatch):
     monkeypatch.setattr(functional, "scaled_dot_product_attention", faulty)
 
 
-@pytest.mark.parametrize("opened", [load, open_stream], ids=["whole", "stream"])
+@pytest.mark.parametrize("opened", [load, open_target], ids=["whole", "stream"])
 def test_what_is_opened_attends_eagerly_there(opened, one_head, fault):
     assert_close(target_of(opened(one_head[0])).forward(IDS).last_hidden_state, one_head[2], atol=1e-4, rtol=1e-4)
 

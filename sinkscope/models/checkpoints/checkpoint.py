@@ -150,67 +150,53 @@ def is_quantised(config: Any) -> bool:
     return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
 
 
-def made(cls: Any, where: Path | None, name: str, config: Any, *, part: str = "", **options: Any) -> Any:
-    """Return a model in eval mode that transformers makes, with all its tensors, and none left out that it needs.
+def without_place(model: Any, names: Iterable[str]) -> list[str]:
+    """Return those of some tensors, which a model has not, that would change what its weights compute.
 
-    Whole parts that a model does not have are harmless: towers for images, heads of training, layers that predict
-    further tokens. A bias, a scale or an adapter of a weight that the model has changes what it computes.
-
-    Args:
-        cls: The class, or what finds it.
-        where: Folder of the weights. None: they are among the options.
-        name: Name of the model, for errors.
-        config: Its configuration. Of a quantised model, further tensors may belong to its parts.
-        part: Below which every tensor must be there.
-        options: What transformers takes beside these.
-
-    Raises:
-        UnsupportedError: A tensor is missing, or of another shape, or has no place.
+    Whole parts that it has not are harmless: towers for images, heads of training, layers that predict further tokens.
+    A bias, a scale or an adapter of a weight is not.
     """
-    model, info = cls.from_pretrained(
-        where, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
-    wrong = [key for key in sorted(info["missing_keys"]) if key.startswith(part)]
-    wrong += [key for key, *_ in sorted(info["mismatched_keys"])]
-    if wrong:
-        raise UnsupportedError(
-            f"{name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
-            "the weights belong to another config.json: download both from one revision"
-        )
     weighty = tuple(f"{path}." for path, module in model.named_modules() if path and module._parameters)
-    for tensor in sorted(info["unexpected_keys"]):
-        below = tensor.removeprefix(f"{model.base_model_prefix}.")
-        if (tensor.startswith(weighty) or below.startswith(weighty)) and not is_quantised(config):
-            raise UnsupportedError(
-                f"{name} has the tensor {tensor}, for which its configuration has no place, so "
-                "the model would run without it: config and weights are of different models, or the weights hold an "
-                "adapter or a quantisation; download both from one revision, or merge the adapter"
-            )
-    return model.eval()
+    prefix = f"{model.base_model_prefix}."
+    return [name for name in sorted(names) if f"{prefix}{name}".startswith(weighty) or name.startswith(weighty)]
 
 
 def model_with_weights(name: str, files: Files, config: Any, options: dict[str, Any]) -> Any:
-    """Return a model in eval mode, with the weights of the files.
+    """Return a model in eval mode, with the weights of the files: all its tensors, and none left out that it needs.
 
     Args:
         name: Its name, for errors.
         files: Its files; weights of a repo are downloaded.
-        config: Its configuration.
+        config: Its configuration. Of a quantised model, further tensors may belong to its parts.
         options: What transformers takes beside it.
 
     Raises:
-        SinkscopeError: The weights are missing, or do not belong to the configuration.
+        UnsupportedError: A tensor is missing, or of another shape, or has no place.
     """
     if files.gguf is None:
         files.fetch({*files.weight_map.values()})
         options = {**options, "use_safetensors": True}  # pickles could run code
     else:
         options = {**options, "gguf_file": files.gguf}
-    model = made(causal_class(config), files.folder, name, config, trust_remote_code=False, **options)
+    options |= {"config": config, "trust_remote_code": False, "ignore_mismatched_sizes": True}
+    model, info = causal_class(config).from_pretrained(files.folder, output_loading_info=True, **options)
+    wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if wrong:
+        raise UnsupportedError(
+            f"{name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
+            "the weights belong to another config.json: download both from one revision"
+        )
+    extra = without_place(model, info["unexpected_keys"])
+    if extra and not is_quantised(config):
+        raise UnsupportedError(
+            f"{name} has the tensor {extra[0]}, for which its configuration has no place, so "
+            "the model would run without it: config and weights are of different models, or the weights hold an "
+            "adapter or a quantisation; download both from one revision, or merge the adapter"
+        )
     quantizer = getattr(model, "hf_quantizer", None)
     if files.gguf is not None and quantizer is not None and not getattr(quantizer, "packed_modules", None):
         quantizer.remove_quantization_config(model)  # the weights are numbers now: they can be trained and saved
-    return model
+    return model.eval()
 
 
 @contextmanager

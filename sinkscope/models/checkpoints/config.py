@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,6 @@ from sinkscope.models.checkpoints.gguf_file import GgufHeader
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -117,13 +116,6 @@ def causal_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def new_model(config: Any, dtype: torch.dtype) -> Any:
-    """Return a causal language model of a configuration: random weights, or none inside `torch.device("meta")`."""
-    cls = causal_class(config)
-    make = getattr(cls, "from_config", None) or cls._from_config
-    return make(config, dtype=dtype)
-
-
 def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     """Read the configuration of a causal language model.
 
@@ -149,22 +141,6 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
     if text.num_hidden_layers < 1:
         raise SinkscopeError(f"{name} has no layers (num_hidden_layers is {text.num_hidden_layers} in its config.json)")
     return config
-
-
-def cut_depth(text: Any, layers: Sequence[int]) -> None:
-    """Set which layers a text configuration has, by number; further layers are like its last one.
-
-    Without layers, it still says of which kinds they were: rotary embeddings are made for each.
-    """
-    text.num_hidden_layers = len(layers)
-    for field in _PER_LAYER:
-        kinds = getattr(text, field, None)
-        if isinstance(kinds, list) and layers:
-            with suppress(AttributeError):  # some compute theirs, from a period
-                setattr(text, field, [kinds[min(layer, len(kinds) - 1)] for layer in layers])
-    dense = getattr(text, "first_k_dense_replace", None)
-    if dense is not None:
-        text.first_k_dense_replace = sum(layer < dense for layer in layers)
 
 
 def read_tokenizer(folder: Path, *, gguf: str | None = None) -> Any:

@@ -1,25 +1,22 @@
 """Decoder layers that are read from a checkpoint when they are called, so that memory does not grow with depth.
 
-transformers makes each layer, in a model of that layer alone, from its part of the checkpoint: its renames, fusions and
-dtypes apply. What is around the layers is such a model of none.
+The tensors of the checkpoint must be named as the parameters of the model. What transformers renames, fuses or converts
+while it loads (most mixtures of experts, text models behind an image tower, quantised weights) is loaded whole.
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from accelerate import init_empty_weights
+from torch import Tensor, nn
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import layers_at, stack_of
-from sinkscope.models.checkpoints.checkpoint import Files, made, quiet
-from sinkscope.models.checkpoints.config import check_finite, cut_depth, new_model
-
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
-_LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
+from sinkscope.models.checkpoints.checkpoint import Files, without_place
+from sinkscope.models.checkpoints.config import causal_class, check_finite, loading_errors
 
 
 class LayerStore:
@@ -27,29 +24,35 @@ class LayerStore:
 
     Attributes:
         source: The checkpoint.
-        causal: The model. Its layers are on the meta device until they are called.
+        causal: The model. The weights of its layers are on the meta device until they are called.
         resident: The number of layers that it holds in memory.
+
+    Raises:
+        UnsupportedError: The tensors of the checkpoint are not those of the model.
     """
 
     def __init__(self, source: Files, config: Any, *, device: torch.device, dtype: torch.dtype, resident: int) -> None:
-        self.source, self._config, self._device, self._dtype = source, config, device, dtype
-        self.resident = resident
+        self.source, self.resident, self._device = source, resident, device
         self._in_memory: set[int] = set()
-        with torch.device("meta"):
-            self.causal: Any = new_model(config, dtype)
-        self.causal.eval().requires_grad_(False)
-        prefix, stack = self.causal.base_model_prefix, stack_of(self.causal)
-        self._base_class = type(self.causal.base_model)
-        self._path = stack.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
-        self._layers = layers_at(self.causal, stack)
-        self._names = _by_layer(source.weight_map, self._path.rpartition(".")[2])
-        base = self._made(None)
+        cls = causal_class(config)
+        make = getattr(cls, "from_config", None) or cls._from_config
+        with init_empty_weights():  # but buffers are made, such as rotary frequencies
+            self.causal: Any = make(config, dtype=dtype)
+        base = self.causal.eval().requires_grad_(False).base_model
         for module in base.modules():
-            if hasattr(module, "config"):
-                module.config = config  # forward passes read the depth and the layer types from it
-        parent, _, leaf = self._path.rpartition(".")
-        setattr(base.get_submodule(parent), leaf, self.causal.get_submodule(stack))
-        setattr(self.causal, prefix, base)
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        prefix, stack = f"{self.causal.base_model_prefix}.", stack_of(self.causal)
+        self._path = f"{stack.removeprefix(prefix)}."  # of the layers, below the base
+        self._stored = {name.removeprefix(prefix): name for name in source.weight_map}
+        own = base.state_dict()
+        missing, further = own.keys() - self._stored, self._stored.keys() - own
+        kept = base._keep_in_fp32_modules or base._keep_in_fp32_modules_strict
+        if missing or without_place(base, further) or (kept and dtype != torch.float32):
+            raise UnsupportedError(f"{source.name} does not store its tensors as its model has them")
+        self._read(base, "", {name: own[name] for name in own if not name.startswith(self._path)})
+        self._layers = layers_at(self.causal, stack)
+        self._empty = [layer.state_dict() for layer in self._layers]
         for index, layer in enumerate(self._layers):
             layer.forward = self._reading(index, layer.forward)
 
@@ -69,37 +72,16 @@ class LayerStore:
             return
         for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
             if len(self._in_memory) >= self.resident:
-                self._layers[other].to_empty(device="meta")
+                self._layers[other].load_state_dict(self._empty[other], assign=True)
                 self._in_memory.remove(other)
-        alone = self._made(index).get_submodule(f"{self._path}.0")
-        self._layers[index].load_state_dict(alone.state_dict(), assign=True)
+        self._read(self._layers[index], f"{self._path}{index}.", self._empty[index])
         self._in_memory.add(index)
 
-    def _made(self, layer: int | None) -> nn.Module:
-        """An object of the base class with one layer, or with none and what is around the layers."""
-        config, part, what = copy.deepcopy(self._config), "", f"the part around the layers of {self.source.name}"
-        cut_depth(config, [] if layer is None else [layer])
-        if layer is not None:
-            config.vocab_size, config.pad_token_id = 1, 0
-            part, what = f"{self._path}.0", f"layer {layer} of {self.source.name}"
-        names = self._names.get(layer, {})
-        state = {names[stored]: tensor for stored, tensor in self.source.tensors(names).items()}
-        with quiet(), torch.random.fork_rng(devices=[]):
-            module = made(self._base_class, None, what, config, part=part, state_dict=state, dtype=self._dtype)
-        check_finite(module.get_submodule(part), f" of {what}")  # what is outside holds random numbers
-        return module.requires_grad_(False).to(self._device)
-
-
-def _by_layer(stored: Iterable[str], stack: str) -> dict[int | None, dict[str, str]]:
-    """The tensors of each layer, and of what is around them, by which name to load; without the unembedding."""
-    names: dict[int | None, dict[str, str]] = {}
-    is_nested = any(map(_LANGUAGE.match, stored))
-    for name in stored:
-        if _HEAD.search(name) or (is_nested and not _LANGUAGE.match(name)):
-            continue
-        key = _LANGUAGE.sub("model.", name) if is_nested else name
-        match = re.match(rf"((?:.*?\.)?{stack}\.)(\d+)(\..*)", key)
-        if match is not None:  # it is loaded into a model of one layer
-            key = f"{match[1]}0{match[3]}"
-        names.setdefault(match and int(match[2]), {})[name] = key
-    return names
+    def _read(self, module: nn.Module, path: str, own: Mapping[str, Tensor]) -> None:
+        """Read tensors of a module, of which `own` has the dtypes; `path` is before their names below the base."""
+        what = f"{path or 'what is around the layers'} of {self.source.name}"
+        tensors = self.source.tensors([self._stored[path + name] for name in own])
+        state = {name: tensors[self._stored[path + name]].to(self._device, own[name].dtype) for name in own}
+        with loading_errors(what):
+            module.load_state_dict(state, strict=False, assign=True)
+        check_finite(module, f" of {what}")
