@@ -55,7 +55,7 @@ Where layers share keys, as in Gemma 3n and some of Gemma 4, cache policies, gua
 | types | served | remarks |
 |---|---|---|
 """
-_NO_ROW = re.compile(r"model type '\w+(-\w+)*' has (no row, and its names propose none|(a|no) row, .+? is refused): ")
+_NO_ROW = re.compile(r"the parts of model type '[\w-]+' are not where names, or a row, say: ")
 _CLASS = re.compile(r" of \w+ForCausalLM")
 _TYPE = re.compile(r"a model of type '[\w-]+'")
 
@@ -92,7 +92,7 @@ def remark(found: Row) -> str:
         return found["scope"]
     shortened = []
     for reason in reasons:
-        short = reason.partition("; if it has these parts")[0].partition("; change what is wrong")[0]
+        short = reason.partition("; if it has them")[0]
         shortened.append(_TYPE.sub("it", _CLASS.sub("", _NO_ROW.sub("", short))).partition(": use another model")[0])
     return "; ".join(shortened).replace("|", "\\|")
 

@@ -83,21 +83,6 @@ def register(adapter: Adapter) -> Adapter:
     return adapter
 
 
-def row_of(model_type: str) -> Adapter | None:
-    """Return the row of an architecture, by `config.model_type`; None if names propose it."""
-    return ADAPTERS.get(model_type)
-
-
-def shown_row(adapter: Adapter) -> str:
-    """Return the row of an adapter as code, without the fields that are as in Llama."""
-    settings = [repr(adapter.model_type)]
-    for part in fields(Adapter):
-        value = getattr(adapter, part.name)
-        if part.name != "model_type" and value != part.default:
-            settings.append(f"{part.name}={value!r}")
-    return f"Adapter({', '.join(settings)})"
-
-
 DRAFT = Found("")
 """What a `Target` has until its adapter is known."""
 
@@ -113,7 +98,7 @@ def stack_of(hf: nn.Module) -> str:
         UnsupportedError: There is none.
     """
     model: Any = hf
-    row = row_of(model.config.model_type)
+    row = ADAPTERS.get(model.config.model_type)
     if row is not None:
         return row.layers
     text = model.config.get_text_config()
@@ -129,11 +114,16 @@ def stack_of(hf: nn.Module) -> str:
 
 
 def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
-    """Return the error for a model with a part that was not found; it shows the row to write."""
-    row = shown_row(draft)
+    """Return the error for a model with a part that is not where names, or a row, say; it shows the row to write."""
+    settings = [repr(draft.model_type)]
+    for part in fields(Adapter)[1:]:
+        value = getattr(draft, part.name)
+        if value != part.default:
+            settings.append(f"{part.name}={value!r}")
     return UnsupportedError(
-        f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts "
-        f"under other names, write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))"
+        f"the parts of model type {draft.model_type!r} are not where names, or a row, say: {error}; if it has them "
+        "elsewhere, write its row (docs/extending.md): sinkscope.models.adapters.register"
+        f"(Adapter({', '.join(settings)}, ...))"
     )
 
 

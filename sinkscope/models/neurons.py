@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
 from sinkscope.models.target import LayerInput, Target, has_shared_beside
 from sinkscope.models.weights import Experts, Routed, brought, input_columns
@@ -292,7 +293,14 @@ def _on_columns(edit: Edit, columns: list[int]) -> Edit:
 
 
 def heads_point(target: Target, layer: int, columns: list[int] | None = None) -> HookPoint:
-    """Return the outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
+    """Return the outputs of all heads of a layer, side by side (`hook_z`), or some columns of them.
+
+    Raises:
+        UnsupportedError: The heads of the layer could not be proved.
+    """
+    reason = dict(target.adapter.unproved).get(f"blocks.{layer}.attn.hook_z")
+    if reason is not None:
+        raise UnsupportedError(f"the heads of layer {layer} of {target.name} are not offered: {reason}")
     return HookPoint(target.sub(layer, "o"), "pre", columns)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn import functional
 
 from sinkscope.engine.stock import stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
@@ -64,38 +62,36 @@ def _inside(model: Any) -> tuple[Any, ModelKind]:
     )
 
 
-_LENGTH = 65  # the kernel takes 32 or 64 queries at a time, so that one is left
+_FAULTY = "cuda"
+"""Kind of device on which SDPA may show the last query only the first key, where query heads share one head of keys.
 
-
-def misreads_last_query(device: torch.device) -> bool:
-    """Return whether SDPA shows the last query only the first key, where query heads share one head of keys.
-
-    PyTorch's memory-efficient attention takes the first row of the mask if a single query is left for a program
-    (pytorch/pytorch#191937; seen with 2.11 on an H100). The device is asked, and not the version.
-    """
-    mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device=device).tril()
-    for dtype in (torch.float32, torch.bfloat16):
-        query = torch.zeros(1, 2, _LENGTH, 64, dtype=dtype, device=device)
-        key = query[:, :1].expand_as(query)
-        value = torch.linspace(0, 1, _LENGTH, dtype=dtype, device=device)[:, None].repeat(1, 64).expand_as(query)
-        mean = functional.scaled_dot_product_attention(query, key, value, mask)[0, :, -1]
-        if bool((mean - 0.5).abs().max() > 0.1):
-            return True
-    return False
+PyTorch's memory-efficient attention takes the first row of the mask if a single query is left for a program
+(pytorch/pytorch#191937; seen with 2.11 on an H100).
+"""
 
 
 def is_misread(target: Target) -> bool:
-    """Return whether a model runs with an attention that is wrong at the last token of a row on its device."""
+    """Return whether a model runs with an attention that may be wrong at the last token of a row on its device."""
     shares_one = target.n_heads > 1 and target.n_kv_heads <= target.processes
-    return shares_one and stock_of(target.config).kind == "sdpa" and misreads_last_query(target.device)
+    return shares_one and target.device.type == _FAULTY and stock_of(target.config).kind == "sdpa"
+
+
+def with_adapter(model: Any, hf: Any, kind: ModelKind, tokenizer: Any, name: str, store: Any = None) -> Target:
+    """Return a model as a Target, whose adapter names propose if it has no row; arguments as those of `Target`.
+
+    Raises:
+        UnsupportedError: The architecture is not known.
+    """
+    target = Target(model, hf, kind, DRAFT, tokenizer, name, store)
+    return replace(target, adapter=adapter_of(target))
 
 
 def target_of(model: object, tokenizer: Any = None) -> Target:
-    """View `model` as a Target (a Target is returned unchanged). Names propose its adapter if it has no row.
+    """View `model` as a Target (a Target is returned unchanged).
 
     Weights of a model of nnsight that was made by name are loaded.
 
-    Warns if the model runs with an attention that is wrong on its device.
+    Warns if the model runs with an attention that may be wrong on its device.
 
     Raises:
         SinkscopeError: `model` is no model, or holds no weights.
@@ -115,18 +111,17 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
     if tokenizer is not None and not callable(tokenizer):
         raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers")
     origin = getattr(hf, "sinkscope_name", None) or getattr(hf.config, "_name_or_path", "") or type(hf).__name__
-    label = str(origin).rstrip("/").split("/")[-1]
+    name = str(origin).rstrip("/").split("/")[-1]
     embedding = hf.get_input_embeddings()
     if next(embedding.parameters()).is_meta and not hasattr(embedding, "_hf_hook"):
         raise UnsupportedError(
-            f"{label} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
+            f"{name} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
             "make it with dispatch=True (nnsight)"
         )
-    target = Target(model, hf, kind, DRAFT, tokenizer, label)
-    target = replace(target, adapter=adapter_of(target))
+    target = with_adapter(model, hf, kind, tokenizer, name)
     if is_misread(target):
         warn(
-            f"{label} runs with SDPA attention, which PyTorch gets wrong on {target.device} at the last token of rows "
-            "of 1 + 32 n tokens; load it with attn_implementation='eager' or sinkscope.load"
+            f"{name} runs with SDPA attention, which PyTorch may get wrong on {target.device} at the last token of "
+            "rows of 1 + 32 n tokens; load it with attn_implementation='eager' or sinkscope.load"
         )
     return target

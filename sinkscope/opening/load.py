@@ -14,7 +14,6 @@ from sinkscope.engine.stock import set_attention
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.progress import world_size
-from sinkscope.models.adapters import DRAFT
 from sinkscope.models.checkpoints.checkpoint import (
     Files,
     fingerprint,
@@ -36,11 +35,12 @@ from sinkscope.models.checkpoints.locate import BUNDLED, locate
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target, check_divides
-from sinkscope.opening.live import is_misread, target_of
-from sinkscope.opening.parts import adapter_of, kinds_of
+from sinkscope.opening.live import is_misread, target_of, with_adapter
+from sinkscope.opening.parts import kinds_of
 
 
 @checks_arguments
+@torch.inference_mode(False)
 def load(
     x: Any = None,
     *,
@@ -105,8 +105,7 @@ def load(
 def _checked(hf: Any, tokenizer: Any, name: str, store: Any = None) -> Target:
     """A model that was just opened; it attends eagerly if its attention is wrong on its device."""
     check_vocabulary(tokenizer, hf)
-    target = Target(hf, hf, "hf", DRAFT, tokenizer, name, store)
-    target = replace(target, adapter=adapter_of(target))
+    target = with_adapter(hf, hf, "hf", tokenizer, name, store)
     if is_misread(target):
         for config in target.configs:
             set_attention(config, "eager")
