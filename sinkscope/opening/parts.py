@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import Context
@@ -34,7 +36,7 @@ from sinkscope.models.adapters import (
     stack_of,
 )
 from sinkscope.models.checkpoints.config import cpu_by_default
-from sinkscope.models.hooks import apart, evaluating, forward_parameters
+from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks
 from sinkscope.models.target import Target
 from sinkscope.opening.places import proposed, sample_of
 from sinkscope.opening.proof import EXPECTED_MODEL, Record, prove, read
@@ -123,7 +125,7 @@ def _read(target: Target, layers: set[int]) -> dict[int, Record]:
 
 
 def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
-    """Step 3: the proof of the user's own model.
+    """Step 3: the proof of the user's own model, without hooks of its user.
 
     Raises:
         UnsupportedError: It has parts at other places than its class, or computes something else.
@@ -136,14 +138,28 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
             f"the weights of {target.name} were made in inference mode, where nothing can be proved: make the model "
             "outside of torch.inference_mode()"
         )
+    own = target
+    if target.kind == "hf" and any(map(has_hooks, target.hf.modules())):
+        with suppress(Exception):  # somebody has put something into a module that cannot be copied
+            twin = _without_hooks(target.hf)
+            own = replace(target, model=twin, hf=twin)
     try:
-        with evaluating(target.hf), apart():
-            return Context().run(prove, target, numbers)  # in which no policy of a block sees attention
+        with evaluating(own.hf), apart():
+            return Context().run(prove, own, numbers)  # in which no policy of a block sees attention
     except NotInferredError as error:
         raise UnsupportedError(
-            f"{target.name} does not compute what its class {type(target.hf).__name__} does: {error}; take your hooks "
-            "off, and measure it without what was replaced in it, or with the change in its weights and configuration"
+            f"{target.name} does not compute what its class {type(target.hf).__name__} does: {error}; measure it "
+            "without what was replaced in it, or with the change in its weights and configuration"
         ) from None
+
+
+def _without_hooks(model: nn.Module) -> nn.Module:
+    """A model with the same weights in modules of its own, which have none of the hooks of its user."""
+    copies: dict[int, Any] = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            copies[id(vars(module)[name])] = OrderedDict()
+    return copy.deepcopy(model, copies)
 
 
 def _check_layers(target: Target) -> None:

@@ -357,8 +357,8 @@ def _of_attention(record: Record) -> dict[str, str]:
     for which in _ATTENDED:
         if not reads_heads(record, which):
             problems[f"attn.hook_{which}"] = "softmax attention is not seen to read its heads"
-    if not _stand_side_by_side(record, count):
-        problems["attn.hook_z"] = "the output projection is not seen to read the heads side by side"
+    if not _stand_side_by_side(record, rows):
+        problems["attn.hook_z"] = "the output projection does not read the heads side by side"
     return problems
 
 
@@ -392,10 +392,12 @@ def reads_heads(record: Record, which: str) -> bool:
     return False
 
 
-def _stand_side_by_side(record: Record, count: int) -> bool:
-    """Whether the output projection, if there is one, depends on the heads of the attention that is seen, in order."""
-    given = record.into("o")
-    if given is None or given.shape[-1] % count or record.call is None:
+def _stand_side_by_side(record: Record, rows: Tensor) -> bool:
+    """Whether the output projection reads the heads side by side, by their dependence on heads, or on unseen rows."""
+    given, count = record.into("o"), rows.shape[1]
+    if given is None or given.shape[-1] % count:
         return given is None
     parts = given.unflatten(-1, (count, -1)).unbind(-2)
+    if record.call is None:
+        return _is_by_head(parts, rows, lambda change: change.transpose(1, 2))
     return _is_by_head(parts, record.given, lambda change: change)

@@ -65,14 +65,17 @@ def test_a_model_in_training_is_opened_under_autocast_and_inference_mode():
 
 # -- planted wrong -----------------------------------------------------------------------------------------------------
 
+UNSEEN = {"attn.hook_q", "attn.hook_k", "attn.hook_v"}
+"""What attention outside transformers' interface reads is not offered."""
 RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
 ALL = {"all"}
 WRONG = [  # what a row says of a type, and what is then not offered
     ("llama", {"mid": "self_attn", "attn_out": "input_layernorm"}, ALL),
     ("llama", {"attn_factor": 0.5}, RESIDUAL),
     ("llama", {"k": "self_attn.v_proj", "v": "self_attn.k_proj"}, {"attn.hook_k", "attn.hook_v"}),
-    ("gpt_neox", {"qkv_layout": "beside"}, {f"attn.hook_{part}" for part in "qkv"}),
+    ("gpt_neox", {"qkv_layout": "beside"}, UNSEEN),
     ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
+    ("falcon", {"o": "mlp.dense_h_to_4h"}, {*UNSEEN, "attn.hook_z"}),
     ("llama", {"down": "mlp.up_proj", "up": "mlp.down_proj"}, ALL),
     ("llama", {"up": "mlp.gate_proj", "gate": "mlp.up_proj"}, ALL),  # exchanged factors: same shapes, same neuron
     ("llama", {"mlp": "self_attn", "down": "self_attn.o_proj", "up": "self_attn.v_proj", "gate": None}, ALL),
@@ -132,10 +135,11 @@ def test_experts_that_give_something_else_are_found(monkeypatch):
 
 
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
+    """It is opened without the hook of its user, for the first time."""
     model = model_of("llama", vocab_size=41)
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: 1 // 0)
-    with refused("class LlamaForCausalLM does: a forward pass raised ZeroDivisionError.*take your hooks off"):
-        target_of(model)
+    with pytest.raises(NotInferredError, match="a forward pass raised ZeroDivisionError"):
+        prove(target_of(model))
     handle.remove()
     assert count_hooks(model) == 0
 
