@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
@@ -27,8 +27,7 @@ Loading = Literal["stream", "whole", "fits"]
 
 TEXT_READ = "text_read"
 """The setting that two results share if they read the same texts."""
-_OPENING = parameters_of(Setup.open)
-_EDITING = parameters_of(edit_from_options)
+_EDITING = inspect.signature(edit_from_options).parameters
 
 
 @dataclass(eq=False, repr=False)
@@ -47,10 +46,14 @@ class Measurement(Generic[P, R]):
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
+        self.parameters = parameters_of(self.function)[1:]  # its own, without the Setup
         _, *own = inspect.signature(self.function).parameters.values()
-        shared = dict(inspect.signature(Setup.open).parameters)
-        if self.edits:
-            shared |= inspect.signature(edit_from_options).parameters
+        shared: dict[str, inspect.Parameter] = {}
+        self.all_parameters: dict[str, Parameter] = {}  # and those of all measurements
+        for source in (Setup.open, edit_from_options) if self.edits else (Setup.open,):
+            shared |= inspect.signature(source).parameters
+            self.all_parameters |= {parameter.name: parameter for parameter in parameters_of(source)}
+        self.all_parameters |= {parameter.name: parameter for parameter in self.parameters}
         for name in ("loading", *(parameter.name for parameter in own)):
             shared.pop(name, None)
         model, *common = shared.values()
@@ -61,30 +64,18 @@ class Measurement(Generic[P, R]):
         """Return what `help` puts above the documentation."""
         return f"<measurement {self.function.__name__}>"
 
-    @functools.cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The function's own parameters, without the `Setup`."""
-        return parameters_of(self.function)[1:]
-
-    @functools.cached_property
-    def all_parameters(self) -> dict[str, Parameter]:
-        """Its own parameters and those of all measurements, by name."""
-        known = {parameter.name: parameter for parameter in (*_OPENING, *_EDITING, *self.parameters)}
-        return {name: known[name] for name in self.__signature__.parameters}
-
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. `help` shows the arguments."""
-        arguments = self.__signature__.bind(*args, **kwargs).arguments
-        self.refuse(arguments)
-        own = _given(self.parameters, arguments)
-        editing = _given(_EDITING, arguments)
-        opening = {name: value for name, value in arguments.items() if name not in {**own, **editing}}
+        opening = dict(self.__signature__.bind(*args, **kwargs).arguments)
+        self.refuse(opening)
+        own = {each.name: opening.pop(each.name) for each in self.parameters if each.name in opening}
+        editing = {name: opening.pop(name) for name in _EDITING if name in opening}
         with ProgressBar() as bar:
             if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
                 opening["progress"] = bar
-            edit = edit_from_options(**editing) if editing else None
+            edit = edit_from_options(**editing)
             setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
             setup.record(**{name: str(value) for name, value in editing.items() if value})
             return self._measured(setup, own)
@@ -119,11 +110,6 @@ class Measurement(Generic[P, R]):
         about = {"bos": setup.bos is not None, "texts": len(setup.ids), "seed": setup.seed, TEXT_READ: setup.text_read}
         settings = about | asked | setup.settings
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
-
-
-def _given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some arguments that are for these parameters."""
-    return {parameter.name: arguments[parameter.name] for parameter in parameters if parameter.name in arguments}
 
 
 def measurement(

@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import Any, Literal
 
 from sinkscope.results.notation import percent
-from sinkscope.results.tables import Table, cell
+from sinkscope.results.tables import Table, strings
 
 Kind = Literal["share", "count", "number"]
 """What a number is: a share of a whole, which is said in per cent; a count of things; or any other number."""
@@ -131,12 +131,9 @@ def table_of(rows: Iterable[Row]) -> Table:
     return [{name: columns.get(name) for name in names} for columns in made]
 
 
-def columns_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+def columns_of(rows: Iterable[Row]) -> dict[str, list[str]]:
     """Return rows as columns of cells, each number with its margin; a column that is empty in every row is left out."""
-    columns: dict[str, list[str]] = {name: [cell(getattr(row, name)) for row in rows] for name in WORDS}
-    for name in dict.fromkeys(name for row in rows for name in row.numbers):
-        columns[name] = [str(row.numbers.get(name, "-")) for row in rows]
-    return {name: cells for name, cells in columns.items() if any(cells)}
+    return strings([{name: getattr(row, name) for name in WORDS} | row.numbers for row in rows])
 
 
 # --- cards ---

@@ -92,11 +92,11 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
     """Return columns of strings; those that are empty in every row are dropped.
 
     Args:
-        rows: One mapping per row, with the same keys in all.
+        rows: One mapping per row; a key that it lacks is None.
         percent: Columns shown in per cent.
     """
-    names = [name for name in (rows[0] if rows else ()) if any(row[name] is not None for row in rows)]
-    return {name: [cell(row[name], percent=name in percent) for row in rows] for name in names}
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value not in (None, ""))
+    return {name: [cell(row.get(name), percent=name in percent) for row in rows] for name in names}
 
 
 def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
