@@ -95,8 +95,9 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
         rows: One mapping per row; a key that it lacks is None.
         percent: Columns shown in per cent.
     """
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if value not in (None, ""))
-    return {name: [cell(row.get(name), percent=name in percent) for row in rows] for name in names}
+    names = dict.fromkeys(name for row in rows for name in row)
+    shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    return {name: [cell(row.get(name), percent=name in percent) for row in rows] for name in shown}
 
 
 def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
