@@ -1,4 +1,4 @@
-"""Headless Chromium over its own protocol, one page at a time."""
+"""Headless Chromium, one page at a time."""
 
 from __future__ import annotations
 
@@ -27,38 +27,35 @@ def chromium() -> Iterator[Browser]:
 
     with sync_playwright() as steering:
         running = steering.chromium.launch(executable_path=found(), args=["--no-sandbox"])
-        yield Browser(running.new_context())
+        yield Browser(running.new_page())
         running.close()
 
 
 class Browser:
     """One page. `errors` gathers what the console said of warnings and errors, and exceptions; `asked` addresses."""
 
-    def __init__(self, context: Any):
+    def __init__(self, page: Any):
         self.errors = []
         self.asked = []
-        self._page = context.new_page()
-        self._protocol = context.new_cdp_session(self._page)
-        self._page.on("request", lambda request: self.asked.append(request.url))
-        self._page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self._page.on("console", self._note)
+        self.page = page
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", self._note)
 
     def _note(self, message: Any):
         if message.type in ("error", "warning", "assert"):
             self.errors.append(message.text)
 
-    def open(self, page: Path | str, width: int = 1400, *, dark: bool = False, phone: bool = False):
+    def open(self, page: Path | str, width: int = 1400):
         """Load a file or an address in a window of this width, and wait until it is loaded."""
-        size = {"width": width, "height": 900, "mobile": phone, "deviceScaleFactor": 1 + phone}
-        self._protocol.send("Emulation.setDeviceMetricsOverride", size)
-        self._page.emulate_media(color_scheme="dark" if dark else "light")
-        self._page.goto(page if isinstance(page, str) else page.resolve().as_uri())
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.goto(page if isinstance(page, str) else page.resolve().as_uri())
 
     def reopen(self):
         """Open the address that the page has now, as a link."""
-        address = self._page.url
-        self._page.goto("about:blank")
-        self._page.goto(address)
+        address = self.page.url
+        self.page.goto("about:blank")
+        self.page.goto(address)
 
     def click(self, selector: str):
         """Click on what a selector finds, and let the page draw."""
@@ -67,7 +64,7 @@ class Browser:
 
     def texts(self, selector: str) -> list[str]:
         """The texts of all that a selector finds."""
-        return self._page.locator(selector).all_text_contents()
+        return self.page.locator(selector).all_text_contents()
 
     def text(self, selector: str) -> str:
         """The text of the one that a selector finds."""
@@ -76,12 +73,8 @@ class Browser:
 
     def wait(self, condition: str):
         """Wait until an expression is true."""
-        self._page.wait_for_function(f"() => {condition}", polling=20)
-
-    def press(self, key: str):
-        """Press a key."""
-        self._page.keyboard.press(key)
+        self.page.wait_for_function(f"() => {condition}", polling=20)
 
     def run(self, script: str):
         """The value of an expression, awaited."""
-        return self._page.evaluate(script)
+        return self.page.evaluate(script)

@@ -5,18 +5,72 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from sample_results import sample_find_sinks, share, with_rows, writer
+from sample_results import NEEDED, sample_find_sinks, share, with_rows, writer
+from scipy import stats
 
 import sinkscope as ss
 from sinkscope.app.card import CardPart, SinkCard
-from sinkscope.app.compare import CAME, CHANGED, SAME, WENT, expanded
+from sinkscope.app.compare import CAME, CHANGED, SAME, UNJUDGED, WENT, expanded, merge
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean, row_of
+from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.result import FindSinks
 
+# --- rows ---
+
+
+def one(value: float = 1.0, about: str = "", **more) -> Row:
+    return Row("t", "x", {"n": Mean(value, **more)}, about=about)
+
+
+def test_a_change_is_the_mean_of_paired_differences_with_students_interval():
+    """Texts are paired by their names and not by their order; a text that one result lacks counts in neither."""
+    before = Row("t", "x", {"n": Mean(5.0, 14.0, (30.0, 34.0, 20.0, 9.0))}, texts=tuple("abcd"))
+    after = Row("t", "x", {"n": Mean(7.0, 14.0, (90.0, 17.0, 33.0, 29.0))}, texts=tuple("ecba"))
+    (row,) = merge([before], [after])
+    differences = np.array([-1.0, -1.0, -3.0])
+    half = stats.t.ppf(0.975, 2) * differences.std(ddof=1) / np.sqrt(3)
+    said = [row.get(number) for number in ("change", "before", "after", "texts")]
+    assert [*said, row.margin("change")] == pytest.approx([differences.mean(), 28.0, 79 / 3, 3, half])
+    assert row.table == SAME  # three texts are few
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "margins", "verdict"),
+    [
+        (1.0, 1.4, (0.3, 0.4), SAME),  # the margin is that of both together
+        (1.0, 1.6, (0.3, 0.4), CHANGED),
+        (1.0, 9.0, (None, 0.4), UNJUDGED),
+        (100.0, 100.9, (0.1, 0.1), SAME),  # by less than 1 %
+        (100.0, 101.1, (0.1, 0.1), CHANGED),
+    ],
+)
+def test_without_texts_a_change_is_judged_by_both_margins(before, after, margins, verdict):
+    (row,) = merge([one(before, margin=margins[0])], [one(after, margin=margins[1])])
+    assert row.table == verdict
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "partner"),
+    [
+        ("Spike at 29 places, layers 2-8", "Spike at 30 places, layer 8", 0),
+        ("Spike at 29 places, layers 2-8", "Spike at 9 places, layers 9-12", None),
+        ("layers 2-8", ("layers 7-11", "layers 2-9"), 1),  # by most common layers
+    ],
+)
+def test_subjects_are_the_same_by_their_names_but_for_numbers_and_by_common_layers(before, after, partner):
+    names = [after] if isinstance(after, str) else after
+    rows = merge([one(1.0, before)], [one(float(number), name) for number, name in enumerate(names)])
+    assert [row.get("after") for row in rows if row.about == before] == ([] if partner is None else [partner])
+    assert [row.table for row in rows if not row.numbers] == (
+        [CAME, WENT] if partner is None else [CAME] * (len(names) - 1)
+    )
+
+
+# --- results ---
+
 BEFORE, AFTER = (30.0, 34.0, 32.0, 32.0, 20.0, 40.0), (27.0, 33.0, 29.0, 30.0, 16.0, 38.0)
-HEADS = "the first token: heads"
 
 
 def with_heads(by_text: tuple[float, ...], name: str = "tiny") -> FindSinks:
@@ -26,61 +80,52 @@ def with_heads(by_text: tuple[float, ...], name: str = "tiny") -> FindSinks:
     return replace(found, attention=(readers, *found.attention[1:]), model=replace(found.model, name=name))
 
 
-def test_the_change_of_the_heads_stands_in_the_conclusion():
-    """The margins of both counts, 14 heads each, would hide it; paired text by text it is seen."""
-    found = ss.compare(with_heads(BEFORE, "base"), with_heads(AFTER, "tuned"))
-    (row,) = found.results[0].moved
-    assert (row.name, row.get("texts")) == (HEADS, 6)
-    said = f"{HEADS} -2.5 ± {row.margin('change'):.3g}."
-    assert found.conclusion().startswith("tuned against base: 1 of ") and found.conclusion().endswith(said)
-    card = dict(found.cards()[0].rows)
-    assert card[HEADS].startswith("31.33 -> 28.83 (-2.5 ± ") and "sink rate" in card[SAME]
+def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(tmp_path, typed):
+    """The margins of both counts, 14 heads each, would hide the change; paired text by text it is seen."""
+    for step, by_text in ((9, BEFORE), (100, AFTER), (20, BEFORE)):
+        with_heads(by_text).save(tmp_path / f"step{step}.json")
+    typed(f"compare {tmp_path} --json {tmp_path}/out/c.json")
+    found = Result.load(tmp_path / "out/c.json")
+    assert (found.first, [one.name for one in found.results]) == ("step9", ["step20", "step100"])
+    assert found.results[0].moved == []
+    (row,) = found.results[1].moved
+    assert (row.name, row.get("texts")) == ("the first token: heads", 6)
+    said = found.conclusion()
+    assert said.startswith("step100 against step9: 1 of ")
+    assert said.endswith(f"; the first token: heads -2.5 ± {row.margin('change'):.3g}.")
+    (line,) = found.figure().data
+    assert [*line.x] == ["step20", "step100"] and [*line.y] == pytest.approx([0, -2.5])
+    assert line.error_y.array[1] == row.margin("change")
 
 
 def test_neurons_that_come_go_and_change_and_places_are_named():
     base = sample_find_sinks()
     spike, stop = base.spikes
-    rows = writer("L2.N412", 0.73, 0.3, "needed", 0.01), writer("L3.N9", 0.2, 0.5, "needed")
+    spike = with_rows(spike, writer("L2.N77", 0.14, 0.9, "needed"), writer("L2.N3", 0.001, 1.0, "backup"))
+    rows = writer(NEEDED, 0.73, 0.3, "needed", 0.01), writer("L3.N9", 0.2, 0.5, "needed")
     tuned = replace(base, spikes=(with_rows(replace(spike, layers=(2, 5)), *rows, without=("writers",)),))
-    found = ss.compare(base, tuned)
-    verdicts = {(row.about, row.name): row.table for row in found.results[0].rows}
-    name = "Spike at the first token, layers 2-4"
-    assert verdicts[name, "L2.N412: share"] == CHANGED
-    assert (verdicts[name, "L3.N9"], verdicts[name, "L2.N77"]) == (CAME, WENT)
-    assert (name, "L2.N3") not in verdicts  # it wrote a thousandth: the search decides whether it is listed
-    assert verdicts["", f"Spike at {stop.place.words}, layers 2-4"] == WENT
-    (card,) = [dict(card.rows) for card in found.cards() if card.title.startswith("Spike at the first")]
-    assert card["L2.N412: share"] == "83.0% -> 73.0% (-10.0 points ± 1.4)"
-    assert card["layers"] == "2-4 -> 2-5" and card["L3.N9"].startswith("came: share 20%")
-
-
-def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(tmp_path, typed):
-    for step, by_text in ((9, BEFORE), (100, AFTER), (20, BEFORE)):
-        with_heads(by_text, f"step{step}").save(tmp_path / f"step{step}.json")
-    typed(f"compare {tmp_path} --json {tmp_path}/out/c.json --html {tmp_path}/out/c.html")
-    found = Result.load(tmp_path / "out/c.json")
-    assert (found.first, [one.name for one in found.results]) == ("step9", ["step20", "step100"])
-    assert found.results[0].moved == []
-    (line,) = found.figure().data
-    assert [*line.x] == ["step20", "step100"] and [*line.y] == pytest.approx([0, -2.5])
-    assert line.error_y.array[1] == found.results[1].moved[0].margin("change")
+    found = ss.compare(replace(base, spikes=(spike, stop)), tuned)
+    name = "Spike at the first token, layers 1-5"
+    cards = {card.title.partition(": ")[0]: dict(card.rows) for card in found.cards()}
+    card = cards[name]
+    assert card[f"{NEEDED}: share"] == "100.0% -> 73.0% (-27.0 points ± 1.0)"
+    assert card["layers"] == "1-5 -> 2-5" and card["L3.N9"].startswith("came: share 20%")
+    assert card["L2.N77"].startswith("went: ") and "L2.N3" not in card  # a thousandth: the search lists it, or not
+    assert (WENT, f"Spike at {stop.place.words}, layers 1-5") in [
+        (row.table, row.name) for row in found.results[0].rows
+    ]
 
 
 def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, typed):
-    path = with_heads(BEFORE, "base").save(tmp_path / "base.json")
+    path = with_heads(BEFORE).save(tmp_path / "base.json")
     whole = json.loads(path.read_text())
     (tmp_path / "circuit.json").write_text(json.dumps(whole | {"kind": "why-sink"}))
-    (tmp_path / "before.json").write_text(json.dumps(whole | {"schema": 5}))
     (tmp_path / "seed.json").write_text(json.dumps(whole | {"settings": whole["settings"] | {"seed": 1}}))
-    (tmp_path / "empty").mkdir()
     for other, says in {
         "circuit.json": "base holds find-sinks, and circuit holds why-sink: give results of one kind",
-        "before.json": "schema 5, and this version reads 6: run the command again",
         "seed.json": "base and seed were measured with other settings or texts (seed was 0, now 1): measure both",
-        "empty": "empty holds no results and no checkpoints",
     }.items():
         assert says in typed(f"compare {path} {tmp_path}/{other}", 2).err
-    assert "1 result to compare: give two or more" in typed(f"compare {path}", 2).err
 
 
 def test_cards_are_compared_by_their_parts(tmp_path):

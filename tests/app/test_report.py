@@ -8,28 +8,25 @@ import shutil
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import ClassVar
 
-from sample_results import FIRST, sample_find_sinks, spike, with_rows, writer
+from sample_results import sample_find_sinks, with_rows, writer
 
 import sinkscope as ss
 from sinkscope import loops
 from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
-from sinkscope.files.provenance import ModelInfo
 from sinkscope.opening.load import load
 from sinkscope.results.result import Result
 
-BAD = "<img src=x onerror=alert(1)>&lt;"
-WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"
+WORSE = "<img src=x onerror=alert(1)>&lt;</script><script>alert(2)</script><!--<script>\u2028"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Result):
-    """A result of a user: it has no figure, and no conclusion if its share is NaN."""
+    """A result of a user: it has no figure, and no conclusion without a share."""
 
-    kind: ClassVar[str] = "test-plain"
+    kind = "test-plain"
 
     word: str
     share: float = 0.125
@@ -41,13 +38,11 @@ class Plain(Result):
 def fill(folder: Path, text: str) -> Path:
     """Results of three forms, with `text` wherever a tokenizer or a file could have put it."""
     (folder / "below").mkdir(parents=True)
-    found = sample_find_sinks(
-        model=ModelInfo(text.replace("/", ""), text, 6, 64, 512, text),
-        settings={text: text, "list": [text]},
-        spikes=(with_rows(spike(FIRST, 9.0), *(writer(f"L9.N{n}", 0.1, 0.9, "lowers") for n in range(30))),),
-        provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
-    )
-    found.save(folder / "sinks.json")
+    found = sample_find_sinks(settings={text: text, "list": [text]})
+    many = with_rows(found.spikes[0], *(writer(f"L9.N{n}", 0.1, 0.9, "lowers") for n in range(30)))
+    model = replace(found.model, name=text.replace("/", ""), family=text, fingerprint=text)
+    made = replace(found.provenance, argv=("sinkscope", text))
+    replace(found, model=model, spikes=(many,), provenance=made).save(folder / "sinks.json")
     # The loop is prose, whatever the text is: of markup, fewer are loops.
     loops.check([f"{text} " + "and the same again here " * 300, text], name=text).save(folder / "loops.json")
     Plain(word=text, settings={text: text}).save(folder / "below/plain.json")
@@ -55,18 +50,15 @@ def fill(folder: Path, text: str) -> Path:
 
 
 class Reader(HTMLParser):
-    """What a browser makes of the report of a folder: its tags, their attributes, and what is read."""
+    """What a browser makes of a page: its tags with the names of their attributes, and what is read."""
 
     def __init__(self, page: Path):
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
+        self.tags, self.text = [], ""
         self.feed(page.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
-        self.tags.append(tag)
-        self.attributes += attrs
+        self.tags.append((tag, [name for name, _ in attrs]))
 
     def handle_data(self, data: str):
         self.text += "" if self.cdata_elem == "script" else data
@@ -80,23 +72,16 @@ def report_of(folder: Path) -> Reader:
 def test_markup_from_files_is_text_and_nothing_is_fetched(tmp_path):
     attacked, plain = report_of(fill(tmp_path / "a", WORSE)), report_of(fill(tmp_path / "b", "wo/rd"))
     assert attacked.tags == plain.tags
-    assert {name for name, _ in attacked.attributes} == {name for name, _ in plain.attributes}
     assert attacked.text.count(visible(WORSE)) > 10
-    said = [value or "" for name, value in attacked.attributes if name == "content"]
-    assert any(value.startswith("default-src 'none'; ") for value in said)
-    addresses = [value or "" for name, value in attacked.attributes if name in ("src", "href", "action", "srcset")]
-    assert addresses and all(address.startswith("#") for address in addresses)
+    assert "content=\"default-src 'none'; " in (tmp_path / "a/report.html").read_text().replace("&#39;", "'")
 
 
 def test_damaged_and_foreign_files_are_left_out_and_listed(tmp_path, typed):
-    folder = fill(tmp_path / "results", WORSE)
+    folder, page = fill(tmp_path / "results", WORSE), tmp_path / "new/all.html"
     whole = json.loads((folder / "below/plain.json").read_text())
-    strange = f"{BAD}\n\x1b[2J.json"
+    strange = f"{WORSE[:28]}\n\x1b[2J.json"
     damaged = {
-        "cut.json": (json.dumps(whole)[:200], "is not a JSON file"),
         "foreign.json": ('{"a": 1}', "is not a result of sinkscope: expected an object with schema, kind and result"),
-        "older.json": (json.dumps(whole | {"schema": 1}), "has schema 1, and this version reads 6"),
-        "unknown.json": (json.dumps(whole | {"kind": BAD}), f"holds the unknown kind {BAD!r}"),
         "failing.json": (json.dumps(whole | {"result": {"word": "x", "share": None}}), "it failed (ValueError: "),
         strange: ("{", "is not a JSON file"),
     }
@@ -104,14 +89,12 @@ def test_damaged_and_foreign_files_are_left_out_and_listed(tmp_path, typed):
         (folder / name).write_text(content)
     (folder / "notes.txt").write_text("not JSON")
     (folder / ".hidden.json").write_text("{")
-    page = tmp_path / "new/all.html"
-    assert typed(f"report {folder} --out {page}").out == f"{page}: 3 results, 6 left out\n"
+    assert typed(f"report {folder} --out {page}").out == f"{page}: 3 results, 3 left out\n"
     shown = re.findall(r"<h2>.*? <small>(.*?)</small></h2>", page.read_text())
     assert sorted(shown) == ["below/plain.json", "loops.json", "sinks.json"]
-    left = Reader(page).text.rpartition("6 files left out")[2]
+    left = Reader(page).text.rpartition("3 files left out")[2].replace("\n", "")
     for name, (_, reason) in damaged.items():
-        assert visible(name).replace("\n", "") in left.replace("\n", "") and reason in left
-    assert not (folder / "report.html").exists()
+        assert visible(name).replace("\n", "") in left and reason in left
 
 
 def test_folders_of_runs_are_their_tables(tmp_path):

@@ -1,22 +1,13 @@
-"""Figures: as wide as their frame, and bars of rows."""
+"""Figures of answers: bars of rows."""
 
 from __future__ import annotations
 
-import pytest
-from repository import FIGURES
 from sample_results import sample_find_sinks, with_rows
 
-from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, row_of
 from sinkscope.results.style import BLUE, GREY
 from sinkscope.sinks.spikes.records import ONE_OTHER, PURPOSE_CONTROLS
 from sinkscope.sinks.spikes.result import WhySink
-
-
-@pytest.mark.parametrize("name", ["find_sinks", "barcode", "lines"])
-def test_a_figure_is_as_wide_as_its_frame(name):
-    layout = Result.load(FIGURES / f"{name}.json").figure().layout
-    assert layout.width is None and layout.height >= 300
 
 
 def test_answers_are_bars_of_rows_with_their_controls_in_grey():
