@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,35 +17,19 @@ from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
 from sinkscope.opening.load import load
-from sinkscope.results.result import Result
 
 WORSE = "<img src=x onerror=alert(1)>&lt;</script><script>alert(2)</script><!--<script>\u2028"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plain(Result):
-    """A result of a user: it has no figure, and no conclusion without a share."""
-
-    kind = "test-plain"
-
-    word: str
-    share: float = 0.125
-
-    def conclusion(self) -> str:
-        return f"The word is {self.word}, {int(self.share)}."
-
-
 def fill(folder: Path, text: str) -> Path:
-    """Results of three forms, with `text` wherever a tokenizer or a file could have put it."""
-    (folder / "below").mkdir(parents=True)
+    """Results of two forms, with `text` wherever a tokenizer or a file could have put it."""
     found = sample_find_sinks(settings={text: text, "list": [text]})
     many = with_rows(found.spikes[0], *(writer(f"L9.N{n}", 0.1, 0.9, "lowers") for n in range(30)))
     model = replace(found.model, name=text.replace("/", ""), family=text, fingerprint=text)
     made = replace(found.provenance, argv=("sinkscope", text))
-    replace(found, model=model, spikes=(many,), provenance=made).save(folder / "sinks.json")
+    replace(found, model=model, spikes=(many,), provenance=made).save(folder / "below/sinks.json")
     # The loop is prose, whatever the text is: of markup, fewer are loops.
     loops.check([f"{text} " + "and the same again here " * 300, text], name=text).save(folder / "loops.json")
-    Plain(word=text, settings={text: text}).save(folder / "below/plain.json")
     return folder
 
 
@@ -78,20 +62,21 @@ def test_markup_from_files_is_text_and_nothing_is_fetched(tmp_path):
 
 def test_damaged_and_foreign_files_are_left_out_and_listed(tmp_path, typed):
     folder, page = fill(tmp_path / "results", WORSE), tmp_path / "new/all.html"
-    whole = json.loads((folder / "below/plain.json").read_text())
+    whole = json.loads((folder / "below/sinks.json").read_text())
+    empty = {"of": "x", "first": "x", "results": []}
     strange = f"{WORSE[:28]}\n\x1b[2J.json"
     damaged = {
         "foreign.json": ('{"a": 1}', "is not a result of sinkscope: expected an object with schema, kind and result"),
-        "failing.json": (json.dumps(whole | {"result": {"word": "x", "share": None}}), "it failed (ValueError: "),
+        "failing.json": (json.dumps(whole | {"kind": "compare", "result": empty}), "it failed (IndexError: "),
         strange: ("{", "is not a JSON file"),
     }
     for name, (content, _) in damaged.items():
         (folder / name).write_text(content)
     (folder / "notes.txt").write_text("not JSON")
     (folder / ".hidden.json").write_text("{")
-    assert typed(f"report {folder} --out {page}").out == f"{page}: 3 results, 3 left out\n"
+    assert typed(f"report {folder} --out {page}").out == f"{page}: 2 results, 3 left out\n"
     shown = re.findall(r"<h2>.*? <small>(.*?)</small></h2>", page.read_text())
-    assert sorted(shown) == ["below/plain.json", "loops.json", "sinks.json"]
+    assert sorted(shown) == ["below/sinks.json", "loops.json"]
     left = Reader(page).text.rpartition("3 files left out")[2].replace("\n", "")
     for name, (_, reason) in damaged.items():
         assert visible(name).replace("\n", "") in left and reason in left

@@ -30,9 +30,12 @@ def said_of(count: int, loss: float, busiest: float, random: float, note: str = 
         ((1, 0.34, 0.01, -0.9), "L0 suffices: it costs 0.34 (± 0.14), the busiest others 0.01."),
         ((2, 0.34, 0.1, 0.3), "L0 and L1 suffice: they cost 0.34 (± 0.14), random others as much (0.30)."),
         ((9, -0.004, -2.0, -3), "L0 and 8 more suffice: they cost 0.00 (± 0.14), the busiest others -2.00."),
-        ((1, 0.34, 0.1, 0, NO_EQUAL), "L0 suffices: it costs 0.34 (± 0.14), no set of others writes as much (busiest: 0.10)."),
+        (
+            (1, 0.3, 0.1, 0, NO_EQUAL),
+            "L0 suffices: it costs 0.30 (± 0.14), no set of others writes as much (busiest: 0.10).",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_conclusion_names_the_fewest_neurons_and_the_strongest_control(given, words):
     assert said_of(*given) == words
 
