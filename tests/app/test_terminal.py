@@ -80,3 +80,13 @@ def test_notes_and_the_bar_of_a_download_each_leave_one_line(monkeypatch):
         note("note: another")
     first, download, last = seen(terminal.text()).split("\n")
     assert (first, last) == ("note: a word", "note: another") and download.startswith("download: 100%")
+
+
+def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    with ProgressBar() as progress:
+        progress("layers", 1, 2)
+        progress.end()
+        before = terminal.text()
+        progress("layers", 2, 2)
+    assert "1/2" in before and terminal.text() == before

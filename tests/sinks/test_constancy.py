@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+import plain_hooks as plain
 import pytest
 import torch
-from plain_hooks import blocks, reading
+from torch.nn.functional import normalize
 
 from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions
@@ -15,57 +16,51 @@ from sinkscope.sinks.spikes.find import sinks_of
 
 
 @pytest.fixture(scope="module")
-def spike(bundled):
-    return sinks_of(bundled).spikes[0].reported
-
-
-@pytest.fixture(scope="module")
-def found(spike):
-    return of_table(constancy_of(spike, spike.layers[0], ("alone",), 0), "constant")
+def read(bundled):
+    """The spike, the texts and their ordinary positions, what is said, and the layers before and after the spike."""
+    spike = sinks_of(bundled).spikes[0].reported
+    ids = spike.survey.ids[:TEXTS]
+    found = of_table(constancy_of(spike, spike.layers[0], ("alone",), 0), "constant")
+    return spike, ids, ordinary_positions(ids, 0), found, [*map(int, re.findall(r"\d+", found["state"].note))]
 
 
 @torch.no_grad()
-def test_states_are_those_of_plain_masks(spike, found):
-    model, ids, rows = spike.survey.target.hf, spike.survey.ids[:TEXTS], torch.arange(TEXTS)
-    at, length = ordinary_positions(ids, 0), ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril().expand(TEXTS, -1, -1)
+def test_states_are_those_of_plain_masks(bundled, read):
+    spike, ids, at, found, (_, after, before) = read
+    rows, positions, length = torch.arange(TEXTS), torch.arange(ids.shape[1]), ids.shape[1]
+    causal = torch.ones(TEXTS, 1, length, length, dtype=torch.bool).tril()
     alone = causal.clone()
-    alone[rows, at] = torch.arange(length) == at[:, None]
-    states = []
-    for mask in (alone, causal):
-        added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[:, None]
-        seen = model(ids, attention_mask=added, output_hidden_states=True, use_cache=False).hidden_states
-        states.append(torch.stack(seen)[:, rows, at])  # what enters each layer
-    has = spike.along(states[0][spike.peak + 1]) >= 0.5
-    assert int(has.sum()) < TEXTS  # some do not become such a place, and are left out
-    _, after, before = map(int, re.findall(r"\d+", found["state"].note))
-    for own, number in zip(states, ("", "ordinary_"), strict=True):
-        unit = torch.nn.functional.normalize(own[:, has], dim=-1)
-        pairs = torch.triu_indices(unit.shape[1], unit.shape[1], 1)
-        between = (unit[:, pairs[0]] * unit[:, pairs[1]]).sum(-1).mean(1)
-        assert found["state"].get(f"{number}before") == pytest.approx(float(between[before]), abs=1e-4)
-        assert found["state"].get(f"{number}after") == pytest.approx(float(between[after]), abs=1e-4)
+    alone[rows, 0, at] = positions == at[:, None]
+    has = None
+    for mask, kind in ((alone, ""), (causal, "ordinary_")):
+        seen = bundled.target.hf(ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
+        states = torch.stack(seen)[:, rows, at]  # what enters each layer
+        has = spike.along(states[spike.peak + 1]) >= 0.5 if has is None else has
+        unit = normalize(states[:, has], dim=-1)
+        count = unit.shape[1]
+        assert 1 < count < TEXTS  # some do not become such a place, and are left out
+        between = ((unit @ unit.mT).sum((1, 2)) - count) / (count * (count - 1))
+        numbers = [found["state"].get(f"{kind}{when}") for when in ("before", "after")]
+        assert numbers == pytest.approx(between[[before, after]].tolist(), abs=1e-4)
 
 
 @torch.no_grad()
-def test_values_are_those_of_plain_projections(spike, found):
-    model, ids, rows = spike.survey.target.hf, spike.survey.ids[:TEXTS], torch.arange(TEXTS)
-    reads = spike.survey.received(spike.place.mask).nanmean(-1) > 0.3
-    said, after = map(int, re.findall(r"\d+", found["state"].note)[:2])
-    last = min(spike.layers[1] + 1, len(reads) - 1)
-    heads = [(layer, head) for layer, head in reads.nonzero().tolist() if after <= layer <= last]
-    with reading([block.self_attn.v_proj for block in blocks(model)], "output") as values:
+def test_values_are_those_of_plain_projections(bundled, read):
+    spike, ids, at, found, (said, after, _) = read
+    model, rows = bundled.target.hf, torch.arange(TEXTS)
+    reads = plain.attention(model, spike.survey.ids)[..., 1:, 0].mean((1, 3)) > 0.3
+    heads = [(layer, head) for layer, head in reads.nonzero().tolist() if after <= layer <= spike.layers[1] + 1]
+    assert len(heads) == said
+    with plain.reading([block.self_attn.v_proj for block in plain.blocks(model)], "output") as values:
         model(ids)
-    at = ordinary_positions(ids, 0)
-    for where, number in ((torch.zeros_like(at), "after"), (at, "ordinary_after")):
+    for where, number in ((0 * at, "after"), (at, "ordinary_after")):
         of_value = []
         for layer, head in heads:
             norms = values[layer].unflatten(-1, (-1, model.config.head_dim)).norm(dim=-1)
             norms = norms[..., head * norms.shape[2] // reads.shape[1]]
-            of_value.append(norms[rows, where] / norms[:, 1:].median(1).values)
-        assert found["value"].get(number) == pytest.approx(float(torch.stack(of_value).mean()), abs=1e-3)
-    assert len(heads) == said
+            of_value.append((norms[rows, where] / norms[:, 1:].median(1).values).mean())
+        assert found["value"].get(number) == pytest.approx(float(sum(of_value)) / said, abs=1e-3)
 
 
-def test_where_nothing_makes_another_such_place_nothing_is_said(spike):
-    assert constancy_of(spike, spike.layers[0], (), 0) == []
+def test_where_nothing_makes_another_such_place_nothing_is_said(read):
+    assert constancy_of(read[0], read[0].layers[0], (), 0) == []

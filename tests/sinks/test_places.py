@@ -3,63 +3,46 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from sinkscope.sinks.spikes.spike import split_by_label
 
-TEXTS, LENGTH, VOCAB = 48, 40, 60
-BOS, COMMA = 1, 7
+SHAPE, COMMA = (48, 40), 7
+AT = torch.arange(SHAPE[1]).expand(SHAPE)
 
 
-def texts(seed: int = 0, bos: bool = True) -> Tensor:
-    ids = torch.randint(10, VOCAB, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(seed))
-    if bos:
-        ids[:, 0] = BOS
-    return ids
+def drawn(seed: int) -> torch.Tensor:
+    return torch.rand(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
-def decode(ids: list[int]) -> str:
-    return " ".join(f"t{token}" for token in ids)
-
-
-def put(ids: Tensor, token: int, often: int, seed: int = 0) -> Tensor:
-    """A token at random positions after the first of every text."""
-    generator = torch.Generator().manual_seed(seed)
-    for row in ids:
-        row[1 + torch.randperm(LENGTH - 1, generator=generator)[:often]] = token
-    return ids
-
-
-def said(ids: Tensor, there: Tensor) -> str | None:
-    found = split_by_label(ids, there, decode)
-    return " and ".join(place.label.words for place in found) or None
+def split(ids, there):
+    return split_by_label(ids, there, lambda ids: " ".join(f"t{token}" for token in ids))
 
 
 def test_the_simplest_words_are_taken():
-    ids = put(texts(), COMMA, 2)
-    at = torch.arange(LENGTH).expand_as(ids)
-    comma = ids == COMMA
+    ids = (10 + 50 * drawn(0)).long()
+    comma = (drawn(1) < 0.05) & (AT > 1)
+    ids[comma], ids[:, 1] = COMMA, 2
     first_comma = comma & (comma.cumsum(1) == 1)
-    assert said(ids, at == 0) == "the first token"
-    assert said(ids, at == 3) == "position 3 (any token)"
-    assert said(ids, comma) == "'t7' wherever it stands"
-    assert said(ids, first_comma) == "the first 't7' of a text"
-    assert said(ids, (at == 0) | comma) == "the first token and 't7' wherever it stands"
-    assert said(ids, torch.isin(ids, torch.tensor([11, 12, 13]))).endswith("wherever they stand")
-    assert said(ids, torch.zeros_like(comma)) is None
-    ids[:, 1] = 2
-    assert said(ids, at == 1) == "'t2' at position 1"
+    several = torch.isin(ids, torch.tensor([11, 12, 13])) & (AT > 1)
+    for there, words in {
+        (AT == 0): "the first token",
+        (AT == 3): "position 3 (any token)",
+        (AT == 1): "'t2' at position 1",
+        comma: "'t7' wherever it stands",
+        first_comma: "the first 't7' of a text",
+        (AT == 0) | comma: "the first token and 't7' wherever it stands",
+        (comma & ~comma): "",
+    }.items():
+        assert " and ".join(place.label.words for place in split(ids, there)) == words
+    (place,) = split(ids, several)
+    assert place.label.words.endswith("wherever they stand")
 
 
 def test_what_no_words_mean_are_pieces_first_tokens_apart_and_few_are_left_over():
-    ids = texts(bos=False)
-    first = (ids < 30) & (torch.arange(LENGTH) == 0)
-    there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
-    there[:, 0] = False
-    some, others = split_by_label(ids, there | first, decode)
+    ids = (10 + 50 * drawn(0)).long()
+    first, there = (ids < 30) & (AT == 0), (drawn(3) < 0.02) & (AT > 0)
+    some, others = split(ids, there | first)
     assert some.is_first and some.label.words.startswith("some first tokens (") and some.mask.equal(first)
     assert others.mask.equal(there) and not others.matches(ids).any()
     assert others.label.words == f"{int(there.sum())} other positions (most often {others.label.token!r})"
-    few = torch.zeros_like(there)
-    few[0, 9] = True
-    assert split_by_label(ids, few, decode) == []
+    assert split(ids, (AT == 9) & (torch.arange(48)[:, None] == 0)) == []

@@ -31,8 +31,8 @@ def test_what_was_planted_is_said(kind, family):
         (spike,) = [one for one in found.spikes if words in one.place.words and one.layers == layers]
         check(planted, spike)
     assert " 0 of 0 " not in found.text() and "-0%" not in found.text()
-    given = plain.attention(o.model, sinks_of(setup).report.ids)[:, :, :, 1:, 0].mean((1, 3))
-    torch.testing.assert_close(torch.tensor(found.heads), given, atol=1e-3, rtol=1e-3)
+    given = plain.attention(o.model, sinks_of(setup).report.ids)[..., 1:, 0].mean((1, 3))
+    torch.testing.assert_close(torch.tensor(found.heads).float(), given, atol=1e-3, rtol=1e-3)
     assert bool(found.readers.get("heads")) == (kind not in ("none", "spike_only"))
 
 
@@ -40,21 +40,16 @@ def check(planted: PlantedSpike, spike: SpikeResult) -> None:
     marks, writers, components = (spike.table(name) for name in ("marks", "writers", "components"))
     assert spike.held_out and spike.needed and frozenset(spike.needed) in planted.needs
     assert spike.named("spike", "needed").get("left") == pytest.approx(0, abs=0.25)
-    written = set[str]()
-    for name, row in components.items():  # the embedding writes what is there before the first layer
-        layer = 0 if name == "embedding" else int(name.split()[1])
-        if abs(row.get("share")) >= 0.1 and layer >= spike.layers[0]:
-            written.add(name)
-    assert written == set(planted.writers) and set(spike.table("erasers")) == set(planted.erasers)
+    start = {"embedding"} if spike.layers[0] else set()  # which writes what is there before the first layer
+    written = {name for name, row in components.items() if abs(row.get("share")) >= 0.1}
+    early = {name for name in written if name[-1].isdigit() and int(name.split()[1]) < spike.layers[0]}
+    assert written - start - early == set(planted.writers) and set(spike.table("erasers")) == set(planted.erasers)
     assert sum(row.get("share") for row in components.values()) == pytest.approx(1, abs=0.05)
     assert planted.backups <= {name for name, row in writers.items() if row.note in ("needed", "backup")}
     assert bool(spike.table("effects")) == (spike.like is None) == bool(spike.table("controls"))
-    if "embedding" in spike.needed:
-        assert not marks  # what has the spike itself marks nothing
-    elif planted.marks:
-        assert next(iter(marks)) in planted.marks
-    else:
-        assert set(next(iter(marks)).split(" and ")) == {"attention 0", "embedding"}
+    first = next(iter(marks), "")  # what has the spike itself marks nothing
+    expected = planted.marks or {"attention 0 and embedding", "embedding and attention 0"}
+    assert first in ({""} if "embedding" in spike.needed else expected)
 
 
 CASES = [
@@ -69,14 +64,14 @@ CASES = [
 @pytest.mark.parametrize(("kind", "enough", "without"), CASES)
 def test_the_cause_that_was_planted_is_said(kind, enough, without):
     _, _, found = measured_spikes(why_sink, kind)
-    taken = {cause: found.answered.table("conditions").get(name) for cause, name in TAKEN.items()}
+    conditions = found.answered.table("conditions")
     assert sufficient(found.answered.rows) == enough
-    needs = [cause for cause, row in taken.items() if row is not None and row.get("left") + row.margin("left") < 0.25]
-    assert needs == without
+    taken = {cause: conditions[name] for cause, name in TAKEN.items() if name in conditions}
+    assert [cause for cause, row in taken.items() if row.get("left") + row.margin("left") < 0.25] == without
     words = {"its token": "carries '<s>'", "alone": "sees only itself"}
     first = found.conclusion().partition(" becomes the sink")[0]
     assert all(words[cause] in first for causes in enough for cause in causes)
-    assert (" or " in first) == (kind == "saturated") and (" and " in first) == (kind == "attention_spike")
+    assert (" or " in first, " and " in first) == (len(enough) > 1, len(enough[0]) > 1)
 
 
 @few_texts
