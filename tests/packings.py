@@ -30,10 +30,8 @@ def gauged(model: Any, seed: int = 0) -> tuple[Any, dict[str, str]]:
         put(mlp.up_proj, mlp.up_proj.weight[order] * scale[:, None])
         put(mlp.down_proj, mlp.down_proj.weight[:, order] / scale)
         names |= {f"L{number}.N{old}": f"L{number}.N{now}" for now, old in enumerate(order.tolist())}
-        of_groups = torch.randperm(groups, generator=generator)
-        of_heads = torch.arange(heads).view(groups, -1)[of_groups].flip(1).flatten()
-        for linear, own in ((attn.q_proj, of_heads), (attn.k_proj, of_groups), (attn.v_proj, of_groups)):
-            put(linear, linear.weight.unflatten(0, (-1, width))[own].flatten(0, 1))
+        of_heads = torch.arange(heads).view(groups, -1).flip(1).flatten()  # within the heads of a group
+        put(attn.q_proj, attn.q_proj.weight.unflatten(0, (heads, width))[of_heads].flatten(0, 1))
         put(attn.o_proj, attn.o_proj.weight.unflatten(1, (heads, width))[:, of_heads].flatten(1))
         names |= {f"L{number}.H{old}": f"L{number}.H{now}" for now, old in enumerate(of_heads.tolist())}
     return new, names

@@ -34,12 +34,8 @@ def table(tmp_path):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("method", [None, 5, []]),
-        ("prompt", [None, 5, {}]),
         ("turn", ["1", None, 1.5]),
-        ("set", [None, 3]),
         ("tokens", ["x", None, ["x"], {}]),
-        ("ended", ["x", 5, None]),
         ("metrics", [None, [1], {"score": "x"}, {"score": math.nan}]),
         ("events", ["x", [1], {"a": [1]}]),
         ("steps", [None, {"kl": "x"}]),

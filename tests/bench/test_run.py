@@ -30,15 +30,13 @@ def test_answers_are_those_of_generate_after_right_answers():
     model, tokenizer = tiny()
     records = run(["full", "h2o:16"])
     assert len(records) == 2 * 2 * 2
-    for record in (record for record in records if record.turn):
-        first, second = dialogues()[int(record.prompt[1:])].turns
-        text = "\n\n".join([first.text, first.answers[0], second.text])
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        length, is_full = ids.shape[1], record.method == "full"
+    for record in records[1::2]:  # of the second turn
+        (first, second), is_full = dialogues()[int(record.prompt[1:])].turns, record.method == "full"
+        ids = tokenizer("\n\n".join([first.text, first.answers[0], second.text]), return_tensors="pt")["input_ids"]
         with nullcontext() if is_full else H2O(budget=16).on(model):
-            written = model.generate(ids, max_new_tokens=6, do_sample=False)[0, length:]
-        assert list(record.tokens) == written.tolist() and record.ended == "cap"
-        costs = [record.metrics[name] for name in ("prompt_tokens", "read", "cached_peak")]
+            written = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        assert record.turn and list(record.tokens) == written.tolist() and record.ended == "cap"
+        costs, length = [record.metrics[name] for name in ("prompt_tokens", "read", "cached_peak")], ids.shape[1]
         # Of H2O after decoding steps; the prompt took more.
         assert costs == [length, *([length + 3, length + 5] if is_full else [17, 17])]
 

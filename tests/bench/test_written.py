@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
-from bench_kit import tiny
 from refusals import refused
 
-import sinkscope.bench.task as registry
-from sinkscope.bench.answer import answer_rows
 from sinkscope.bench.methods import make_method, read_method, read_methods
-from sinkscope.bench.record import Prompt, Turn, read_prompts
+from sinkscope.bench.record import read_prompts
 from sinkscope.bench.scores import score
-from sinkscope.bench.task import PromptFile, Size, Task, read_task, task_class
+from sinkscope.bench.task import PromptFile, read_task, task_class
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.kv import StreamingLLM
-from sinkscope.opening.live import target_of
 
 MINE = """
 from transformers import DynamicCache
@@ -28,7 +22,7 @@ class Mine(StreamingLLM):
     pass
 
 def policy(budget):
-    return StreamingLLM(budget)
+    return Mine(budget)
 
 def whole():
     return DynamicCache()
@@ -60,20 +54,14 @@ def bleu(metric: str) -> float:
         (made, "h20", "method 'h20': expected one of adakv, full"),
         (made, "streaming:sinks=3", "'sinks=3' is no setting, or is given twice: it has"),
         (made, "full:0.5", "'budget=0.5' is no setting, or is given twice: it has none"),
-        (made, "h2o:0.5:budget=8", "'budget=8' is no setting, or is given twice"),
-        (made, "h2o:0.0", "budget=0.0: expected a number of tokens from 1, or a fraction"),
-        (made, "h2o:recent=many", "recent='many'"),
         (made, "", "no method is given: choose from adakv, full"),
         (made, "mine_policies:needs:3", "method mine_policies:needs:3 cannot be made: needs() got an unexpected"),
         (made, "mine_policies:three", "method mine_policies:three cannot be made: 'int' object is not callable"),
-        (made, "mine_policies:missing", "has no attribute 'missing'"),
         (made, "mine_policies:whole", "method mine_policies:whole is a DynamicCache, no policy: check-cache"),
         (read_task, "recal", "--task 'recal': expected file, loops, recall, text, or a path of prompts"),
         (read_task, "recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, lengths"),
-        (read_task, "recall:positions=front", "'front'"),
         (read_task, "recall:samples=0", "--task recall: samples=0: expected a whole number from 1"),
         (bleu, "bleu", "expected f1, contains or"),
-        (bleu, "no.such:thing", "expected f1, contains or"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(read, text, says):
@@ -87,8 +75,6 @@ def test_what_is_wrong_is_said_in_one_line(read, text, says):
         ([1], "line 2: [1]: expected an object: give JSON lines with"),
         ({"text": "a"}, "line 2: turns[0].prompt is missing: give JSON lines with"),
         ({"prompt": " "}, "line 2: turns[0].prompt=' ': expected a text: give JSON lines with"),
-        ({"prompt": "a", "answers": "b"}, "line 2: turns[0].answers='b': expected a valid array"),
-        ({"turns": [3]}, "line 2: turns[0]=3: expected an object"),
     ],
 )
 def test_a_damaged_line_of_prompts_is_named(tmp_path, row, says):
@@ -99,13 +85,9 @@ def test_a_damaged_line_of_prompts_is_named(tmp_path, row, says):
 
 
 def test_a_class_and_a_function_of_the_budget_are_methods():
-    def told(method: str) -> list[tuple[object, ...]]:
-        answers = answer_rows(target_of(*tiny()), [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8]], 8, make_method(method))
-        return [(one.tokens, one.metrics["read"], one.metrics["cached_peak"]) for one in answers]
-
-    assert told("mine_policies:policy:6") == told("mine_policies:Mine:6") == told("streaming:6") != told("full")
+    one, other = (make_method(f"mine_policies:{name}:6") for name in ("policy", "Mine"))
+    assert one == other and isinstance(one, StreamingLLM) and one.budget == 6
     assert read_method("mine_policies:policy", 0.5) == "mine_policies:policy:0.5"
-    assert make_method("mine_policies:policy:6") == StreamingLLM(6)
     assert read_methods(["tova:8", "full", "tova:8"]) == ("tova:8", "full")
 
 
@@ -114,7 +96,6 @@ def test_a_class_and_a_function_of_the_budget_are_methods():
     [
         ("f1", "the red Fox!", ["red fox", "x"], 1.0),
         ("f1", "red fox ran", ["a red cat"], 0.4),  # one word of three, and of two
-        ("f1", "red red", ["red"], 2 / 3),
         ("f1", "", ["red"], 0.0),
         ("contains", "It is 42 or 43", ["7", "43"], 1.0),
         ("experiments.loopserve.scores:accuracy", "cat and dog", ["cat", "dog"], 0.5),
@@ -124,23 +105,7 @@ def test_scores_of_each_metric(metric, text, answers, wanted):
     assert score(metric, text, answers) == pytest.approx(wanted)
 
 
-def test_a_task_is_found_by_its_name(monkeypatch):
-    monkeypatch.setattr(registry, "TASKS", dict(registry.TASKS))
-
-    @dataclass(frozen=True, kw_only=True)
-    class Echo(Task):
-        """Says a word, and wants it back."""
-
-        name: ClassVar[str] = "echo"
-        words: Size = 2
-
-        def prompts(self, target):
-            return [Prompt("0", (Turn("again " * self.words, ("again",)),), "echo")]
-
-    assert read_task("echo:words=3") == Echo(words=3)
-    assert task_class("echo") is Echo and task_class("recall") is Recall
-    assert task_class("a name in old records") is PromptFile
+def test_a_task_is_found_by_its_name():
+    assert task_class("recall") is Recall and task_class("a name in old records") is PromptFile
     with refused("two tasks are called 'recall'"):
-
-        class Other(Echo):
-            name: ClassVar[str] = "recall"
+        type("Other", (PromptFile,), {"name": "recall"})

@@ -11,6 +11,7 @@ from right_caches import stock
 from transformers import DynamicCache
 
 import sinkscope as ss
+from sinkscope.conformance.recorder import held_bytes
 
 FAULTY = "faulty_caches:crop_does_nothing"
 CHANGES = "with_room_for_everything_it_changes_nothing"
@@ -78,3 +79,10 @@ def test_a_cache_that_needs_a_gpu_where_there_is_none_is_not_checked(monkeypatch
     result = ss.check_cache(offloaded, only=("it_raises_no_error_and_leaves_nothing_behind", CHANGES))
     assert {one.verdict for one in result.checks} == {"does not apply"} and result.exit_code == 1
     assert result.conclusion().startswith("No check applies to offloaded: it needs a GPU, and there is none here")
+
+
+def test_bytes_that_two_views_keep_alive_count_once():
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 10, 4), torch.zeros(1, 2, 10, 4), 0)
+    cache.layers[0].values = cache.layers[0].keys[:, :, 5:]
+    assert held_bytes(cache) == 2 * 10 * 4 * 4

@@ -10,11 +10,10 @@ import torch
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from refusals import refused
-from transformers import DynamicCache
 
 from sinkscope.generation.conversation import Conversation, Turn
 from sinkscope.hooks.edit import SinkPatch
-from sinkscope.kv import H2O, StreamingLLM
+from sinkscope.kv import StreamingLLM
 from sinkscope.sparse.serve import LoopServe
 
 SMALL = LoopServe(alpha=0.8, budget=12, shortest=0, sample=12, dense_rows=2, begin=1, first=0, interval=4)
@@ -30,11 +29,6 @@ def said(turn: int) -> list[int]:
 
 def heard(chat: Conversation, turn: int, **more) -> Turn:
     return chat.ask(said(turn), max_new_tokens=NEW, **more)
-
-
-def held(layers) -> list[list[float]]:
-    """All that layers of a cache hold, in numbers."""
-    return [part.flatten().tolist() for layer in layers for part in (layer.keys, layer.pos, layer.extra("h2o"))]
 
 
 @pytest.mark.parametrize(("family", "edit"), [("llama", WHOLE), ("mistral", None)])
@@ -54,39 +48,11 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit):
     assert chat.ids == ids
 
 
-def test_leaving_and_entering_changes_nothing_for_a_policy(model):
-    """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
-    policy = SinkPatch(sites=["L1.N3"], calibrated={"L1.N3": 0.5}) | H2O(budget=20)
-    chat, cache, ids = Conversation(model, policy), DynamicCache(), []
-    turns = [heard(chat, number) for number in range(2)]
-    with policy.on(model):
-        for number, turn in enumerate(turns):
-            ids += said(number)
-            given = torch.tensor([ids])
-            settings = {"attention_mask": torch.ones_like(given), "past_key_values": cache, "do_sample": False}
-            made = model.generate(given, max_new_tokens=NEW, **settings)
-            assert made[0, len(ids) :].tolist() == list(turn.ids)
-            cache.crop(-(NEW - 1))
-            ids += turn.ids
-    assert held(chat._layers) == held(cache.layers)  # pyright: ignore[reportPrivateUsage]
-
-
 def test_a_patch_that_needs_the_second_token_needs_calibrated_values_in_a_later_turn(model):
     chat = Conversation(model, SinkPatch(layer=1, neurons=[3]))
     heard(chat, 0)
     with refused("the first 40 tokens were read before this run was entered.*give calibrated values"):
         heard(chat, 1)
-
-
-def test_a_given_answer_leaves_the_cache_that_it_would_have_left(model):
-    asked, told, other = (Conversation(model, H2O(budget=20)) for _ in range(3))
-    first = heard(asked, 0)
-    gold = heard(told, 0, answer=first.ids)
-    assert (gold.ids, gold.read, gold.queries) == (first.ids, first.read, first.queries)
-    assert held(asked._layers) == held(told._layers)  # pyright: ignore[reportPrivateUsage]
-    assert heard(asked, 1).ids == heard(told, 1).ids
-    heard(other, 0, answer=[7] * NEW)
-    assert other.ids == [*said(0), *[7] * NEW]
 
 
 def test_the_end_token_is_not_in_the_text():

@@ -27,8 +27,7 @@ def test_processors_are_asked_of_the_text_as_it_is():
     assert run is not None
     (act,) = run.events  # a guard that had forgotten the text would meet the loop as a new one
     width, lengths = len(prompt[0]), [len(row) for row in seen]
-    assert act.data["taken_back"]
+    assert act.data["taken_back"] and len(lengths) > NEW, "what was taken back is chosen again"
     assert lengths.count(width) == 1, "the first token is chosen once"
     assert {*lengths} == {*range(width, width + NEW)}
-    assert len(lengths) > NEW, "what was taken back is chosen again"
     assert len(text) == NEW and text[:-1] in [row[width:] for row in seen], "before its last token was chosen"

@@ -28,10 +28,8 @@ def test_an_edit_inside_the_block_and_an_intervention_both_act(traced):
     """At every generated token; the user's edit adds 1 to the output of an MLP, by a plain hook in the plain model."""
     edit, model = ABLATE | ss.kv.H2O(12), organism("llama", 3).model
     unedited = torch.stack(model.generate(IDS, **GENERATE).logits)
-    handle = model.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output + 1)
-    with edit.on(model):
+    with edit.on(model), model.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output + 1):
         wanted = torch.stack(model.generate(IDS, **GENERATE).logits)
-    handle.remove()
     with edit.on(traced), traced.generate(IDS, **GENERATE) as tracer:
         for _step in tracer.iter[0:4]:
             traced.model.layers[1].mlp.output = traced.model.layers[1].mlp.output + 1
@@ -40,7 +38,6 @@ def test_an_edit_inside_the_block_and_an_intervention_both_act(traced):
         plain = tracer.result.save()  # nothing stays
     assert_close(torch.stack(both.logits), wanted, atol=1e-4, rtol=1e-4)
     assert_close(torch.stack(plain.logits), unedited, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(wanted, unedited, atol=1e-3)
 
 
 @torch.no_grad()

@@ -69,6 +69,10 @@ class Slow:
         layer.reorder_cache(torch.tensor(order))
         self.rows = [copy.deepcopy(self.rows[row]) for row in order]
 
+    def repeat(self, layer: CacheLayer, random: Random) -> None:
+        layer.batch_repeat_interleave(2)
+        self.rows = [copy.deepcopy(row) for row in self.rows for _ in range(2)]
+
     def reset(self, layer: CacheLayer, random: Random) -> None:
         layer.reset()
         self.__init__(random.randint(1, 3))
@@ -101,7 +105,7 @@ class Slow:
         assert not layer.gapless or not layer.holes().any()  # what lets a call go without a mask
 
 
-OPERATIONS = ("settle", "crop", "reset", "note", "reorder", "evict", "part", "update", "update", "fork")
+OPERATIONS = ("settle", "crop", "reset", "note", "reorder", "repeat", "evict", "part", "update", "update", "fork")
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -25,7 +25,7 @@ from sinkscope.generation.decode import forced_answers
 from sinkscope.generation.generate import generate
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.loops.guard import DRY, LoopGuard, Steer, ranges_of, tokens_to_keep
+from sinkscope.loops.guard import DRY, LoopGuard, Steer, tokens_to_keep
 from sinkscope.loops.guard.cut import Retention
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text import monitor as watching
@@ -58,20 +58,11 @@ def test_plans_are_those_by_hand(held, bad, recent, level, kept):
     assert [Retention(recent=256).recent_tokens(level) for level in (0, 3, 4)] == [128, 16, 16], "the paper's sizes"
 
 
-def test_guard_keeps_the_plan(model):
-    """In each row by its own tokens, and fewer with each act."""
+def test_each_act_soon_after_another_keeps_fewer_tokens(model):
     always = LoopGuard.paper(24, anchors=4, monitor=Timed(window=16, every=9, warmup=0, cooldown=0))
-    prompt, mask = prompts([14, 9])
     with always.on(model) as run:
-        feed(model, prompt, mask, torch.tensor([[*LOOP * 3, *range(20, 29)]] * 2))
-    for row, length in enumerate((14, 9)):
-        held = [*range(length + 9)]
-        for level, event in enumerate(event for event in run.events if event.row == row):
-            seen, data = length + 9 * level + 9, event.data
-            made = tokens_to_keep(held, seen, range(*(data["bad"] or [(0, 0)])[-1]), always.retention(length), level)
-            assert (event.position, data["level"], data["kept"]) == (seen - 1, level, ranges_of(made))
-            held = [*made, *range(seen, seen + 9)]
-    assert run.summary().endswith("It gave 4 alarms in all, in rows 0 and 1.")
+        feed(model, *prompts([14]), torch.arange(20, 47)[None])
+    assert [(event.data["level"], event.data["kept_count"]) for event in run.events] == [(0, 15), (1, 12), (2, 10)]
 
 
 @pytest.mark.parametrize(

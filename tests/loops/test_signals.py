@@ -70,27 +70,29 @@ def test_counters_are_the_repetitions_of_a_text_in_which_all_numbers_are_one(ids
         assert (tail is None) == (start is None) and (tail is None or (tail.start, tail.exact) == (start, False))
 
 
-def test_ratios_of_ids_in_any_form():
-    ids = [1, 2, 1, 1, 300]
-    packed = struct.pack("<5I", *ids)
-    for form in (ids, np.array(ids), torch.tensor(ids)):
-        assert type_token_ratio(form) == 3 / 5
-        assert compression_ratio(form) == len(zlib.compress(packed, 9)) / len(packed)
-        assert tail_period(form) is None and not is_loop(form, None)
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+def test_ratios_of_ids_in_any_form(form):
+    ids = form([1, 2, 1, 1, 300])
+    packed = struct.pack("<5I", 1, 2, 1, 1, 300)
+    assert type_token_ratio(ids) == 3 / 5 and compression_ratio(ids) == len(zlib.compress(packed, 9)) / len(packed)
+    assert tail_period(ids) is None and not is_loop(ids, None)
     assert math.isnan(type_token_ratio([])) and math.isnan(compression_ratio([])) and not is_loop([], None)
 
 
-def test_loop_rule_at_its_thresholds(monkeypatch):
-    """Eq. 7 has <= and >=; the default length is 2,480 of 2,500."""
+def test_loop_rule_at_its_lengths():
+    """The default length is 2,480 of 2,500."""
     loop = [3, 4, 5, 6] * 625
     assert is_loop(loop[:2480]) and not is_loop(loop[:2479]) and is_loop(loop[:2479], None)
     assert is_loop(loop[:992], 1000) and not is_loop(loop[:991], 1000)
+
+
+@pytest.mark.parametrize(("ttr", "below", "found"), [(0.2, 0.0, True), (0.2, 1e-9, False), (0.19, 0.0, False)])
+def test_loop_rule_at_its_thresholds(ttr, below, found, monkeypatch):
+    """Eq. 7 has <= and >=."""
     ids = [*range(20)] * 5
-    ratio = compression_ratio(ids)
-    for ttr, cr, found in ((0.2, ratio, True), (0.2, ratio - 1e-9, False), (0.19, ratio, False)):
-        monkeypatch.setattr(signals, "THETA_TTR", ttr)
-        monkeypatch.setattr(signals, "THETA_CR", cr)
-        assert is_loop(ids, None) == found
+    monkeypatch.setattr(signals, "THETA_TTR", ttr)
+    monkeypatch.setattr(signals, "THETA_CR", compression_ratio(ids) - below)
+    assert is_loop(ids, None) == found
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +44,7 @@ def test_planted_causes_are_found():
     made = kept_loop(("copies", "sink"))
     found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48)
     assert (found.kept_by, found.goes_on) == (("copies", "sink"), 1.0)
-    said = "Remove one of the copies and the sink, and this loop stops in 100% of 3 cases"
-    assert found.conclusion().startswith(said) and list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
+    assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
     alone = {tried.without: tried.goes_on for tried in found.tried if tried.without != FROM_START}
     assert alone == {"copies": 0, "sink": 0, "context": 0}
 
@@ -52,26 +52,23 @@ def test_planted_causes_are_found():
 @pytest.mark.usefixtures("_few_tokens")
 def test_why_explains_a_given_answer():
     made = kept_loop(("sink",))
-    options = {"tokenizer": made.tokenizer, "cuts": 3}
-    given = why_loop(made.model, made.turn, answer=made.cycle * 4, **options)
+    explain = partial(why_loop, made.model, tokenizer=made.tokenizer, cuts=3)
+    given = explain(made.turn, answer=made.cycle * 4)
     assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
     (hidden,) = [tried for tried in given.tried if tried.without == FROM_START]
-    text = LoopedText(SETUP, list(given.ids), 1, Tail(given.period, 40, 9.0))  # type: ignore[arg-type]
-    written: list[bool] = []  # by `generate` with the first token hidden from the start
-    for cut in given.cuts:
+    text, written = LoopedText(SETUP, list(given.ids), 1, Tail(6, 40, 9.0)), list[bool]()
+    for cut in given.cuts:  # by `generate` with the first token hidden from the start
         with Knockout([0]).on(made.model):
             out = made.model.generate(torch.tensor([given.ids[:cut]]), max_new_tokens=24, do_sample=False)
         written.append(text.goes_on(out[0, cut:].tolist()))
     assert hidden.goes_on == sum(written) / 3
     # The model does not write this loop: nothing is concluded of what it does without a cause.
-    other = why_loop(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
+    other = explain(made.turn, answer=[300, 301, 302, 303, 304, 305] * 6)
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0% of 3")
-    walk = why_loop(made.model, made.turn[:20], answer=made.turn[:20], **options)
+    walk = explain(made.turn[:20], answer=made.turn[:20])
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop." and walk.rows() == []
     with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
-        why_loop(made.model, made.cycle * 169, answer=made.cycle, **options)
-    with refused("cuts=2: expected a whole number from 3"):
-        why_loop(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
+        explain(made.cycle * 169, answer=made.cycle)
 
 
 @pytest.mark.usefixtures("_few_tokens")
@@ -94,30 +91,29 @@ def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text(
 )
 def test_removals_are_the_named_tokens_or_as_many_random_ones_before_the_loop(before: int, controlled: list[str]):
     removals, earlier = (looped(before).removals(before + more) for more in (9, 8))
-    named = {name: removals.pop(name) for name in ("sink", "copies", "context", "nothing")}
     wanted = {"sink": [0], "copies": [*range(max(1, before), before + 9)], "context": [*range(1, before + 9)]}
-    assert named == wanted | {"nothing": []} and list(removals) == [f"random {one}" for one in controlled]
+    for name, places in (wanted | {"nothing": []}).items():
+        assert removals.pop(name) == places
+    assert list(removals) == [f"random {one}" for one in controlled]
     for name, places in removals.items():
         assert len({*places}) == len(wanted[name.split()[1]]) and {*places} <= {*range(1, before)}
     assert before < 40 or removals["random copies"][:6] != earlier["random copies"][:6], "others at each cut"
 
 
-def test_a_loop_goes_on_from_any_of_its_tokens():
-    assert all(looped().goes_on([9, *(CYCLE * 22)[begin : 48 + begin]]) for begin in range(3))
-    assert not looped().goes_on([5, 7, 6] * 22) and not looped().goes_on(CYCLE * 2), "another loop, and too short"
-
-
-def test_the_conclusion_says_what_the_table_says():
+def test_effects_and_what_the_conclusion_says_of_them():
     loop, other = CYCLE * 22, [8] * 66
-    written = {"nothing": [loop, loop], "copies": [other, other], "random copies": [loop, other]}
-    assert looped().effect_of("copies", written) == RemovalEffect("copies", 0.0, 1.0, 0.5, True)
-    copies, sink = RemovalEffect("copies", 0.0, 1 / 3, 1.0, True), RemovalEffect("sink", 0.1, 1.0, 0.8, True)
-    context = RemovalEffect("context", 0.0, 0.0, None, False)
+    written = {"nothing": [loop, loop[1:]], "copies": [other, [5, 7, 6] * 22], "random copies": [loop, CYCLE * 2]}
+    copies = RemovalEffect("copies", 0.0, 1.0, 0.5, True)
+    assert looped().effect_of("copies", written) == copies
+    sink, context = RemovalEffect("sink", 0.1, 1.0, 0.8, True), RemovalEffect("context", 0.0, 0.0, None, False)
     both = WhyLoop(prompt_tokens=1, period=3, cuts=(9, 10, 11), goes_on=1.0, tried=(copies, sink, context))
     for kept_by, words in (
-        (("copies",), "stops in 100% of 3 cases, but another follows in 33% (random changes: 0%)"),
-        (("copies", "sink"), "stops in 90% of 3 cases, but another follows in 100% (random changes: 20%)"),
+        (("copies",), "Remove the copies, and this loop stops in 100% of 3 cases, but another follows in 100% (random"),
+        (
+            ("copies", "sink"),
+            "Remove one of the copies and the sink, and this loop stops in 90% of 3 cases, but",
+        ),
         ((), "Undecided, try another prompt: the loop of period 3 goes on in 0% without the copies, 10% without"),
     ):
         said = replace(both, kept_by=kept_by).conclusion()
-        assert words in said and len(said.split()) <= 30
+        assert said.startswith(words) and len(said.split()) <= 30

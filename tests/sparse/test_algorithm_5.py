@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from pkgutil import resolve_name
-
 import pytest
 import torch
 from lines_kit import dense, drawn_scores, lines_of
-from repository import ROOT
 from torch import Tensor
 
 from sinkscope.sparse.attention import Scores, sample_queries
@@ -89,16 +84,3 @@ def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(select):
     scores.key[0, 3] = torch.nan
     attended = select(scores, 0.3).attended()
     assert (attended[:2] == 1).all() and (attended[2:] < 1).all()
-
-
-@pytest.mark.parametrize(
-    ("page", "numbers"),
-    [("loopguard", {"section 5.3", *(f"Eq. {number}" for number in range(5, 12))}), ("loopserve", {"4", "5", "6"})],
-)
-def test_the_table_of_a_paper_names_a_function_for_each_equation(page, numbers):
-    text = (ROOT / f"docs/papers/{page}.md").read_text()
-    rows = re.findall(r"^\| (Eq\. \d+|section 5\.3|[456]), [^|]+ \| `([\w.]+)` \|$", text, re.MULTILINE)
-    assert {number for number, _ in rows} == numbers
-    for number, name in rows:
-        found = resolve_name(name)
-        assert page == "loopserve" or number.rpartition(" ")[2] in inspect.getsource(found), f"{name}: no {number}"

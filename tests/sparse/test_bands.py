@@ -52,10 +52,9 @@ def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, s
     assert torch.equal(chosen.rows(past + torch.arange(queries)), found)
     assert_close(chosen.attended(), found.sum((1, 2)) / chosen.grid.cells)
     assert torch.equal(replace(chosen, dense_rows=0).cells(), seen(replace(chosen, dense_rows=0)).sum((1, 2)))
-    grid = chosen.grid
-    every = torch.eye(grid.blocks, dtype=torch.bool)
-    one_band = Lines(torch.zeros(grid.blocks, grid.keys, dtype=torch.bool), every, grid)
-    assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device)[2])
+    every = torch.eye(chosen.grid.blocks, dtype=torch.bool)
+    one_band = Lines(torch.zeros(len(every), queries + past, dtype=torch.bool), every, chosen.grid)
+    assert torch.equal(seen(one_band).sum((1, 2)), lengths_of(chosen.grid, every.device)[2])
 
 
 @given(
@@ -94,21 +93,19 @@ def test_the_threshold_is_the_highest_to_four_percent(thresholds, monkeypatch):
 
 def test_planted_lines_are_found_and_little_else():
     """Head 0 attends to two marked keys, head 1 to the key 200 positions before, in two bands; head 2 to everything."""
-    n, marked = 2000, [0, 700]
-    angle = torch.arange(n)[:, None] * 0.7 ** torch.arange(8)
-    turned = torch.cat([angle.cos(), angle.sin()], 1)
-    before = torch.arange(n)[:, None] * 0.7 ** torch.arange(8) - 200 * 0.7 ** torch.arange(8)
+    n, marked, turns = 2000, [0, 700], 0.7 ** torch.arange(8)
+    here, before = torch.arange(n)[:, None] * turns, (torch.arange(n)[:, None] - 200) * turns
     query, key = torch.zeros(3, n, 17), torch.zeros(3, n, 17)
-    key[0, marked, 16] = 1.0
-    query[0, :, 16] = 30.0
-    key[1, :, :16], query[1, :, :16] = turned, 8 * torch.cat([before.cos(), before.sin()], 1)
+    key[0, marked, 16], query[0, :, 16] = 1.0, 30.0
+    key[1, :, :16], query[1, :, :16] = (torch.cat([angle.cos(), angle.sin()], 1) for angle in (here, before))
+    query[1] *= 8
     chosen = select_bands(Scores(query, key, 1.0), 0.9, begin=0)
-    assert chosen.columns[0].nonzero().flatten().tolist() == marked
-    assert not chosen.offsets[0, NEAR:].any()
-    wanted = set(range(200 // BAND, (200 + TILE) // BAND + 2))  # bands that offset 200 crosses
-    found = set(chosen.offsets[1, NEAR:].add(0).nonzero().flatten().add(NEAR).tolist())
-    assert found <= wanted | set(range(NEAR, 200 // BAND)) and len(found & wanted) >= PER
-    assert chosen.attended()[2] > 0.8 and (chosen.attended()[:2] < 0.2).all()
+    assert chosen.columns[0].nonzero().flatten().tolist() == marked and not chosen.offsets[0, NEAR:].any()
+    wanted = {*range(200 // BAND, (200 + TILE) // BAND + 2)}  # bands that offset 200 crosses
+    found = {*chosen.offsets[1].nonzero().flatten().tolist()} - {*range(200 // BAND)}
+    assert found <= wanted and len(found) >= PER
+    shares = chosen.attended()
+    assert shares[2] > 0.8 and (shares[:2] < 0.2).all()
 
 
 def test_heads_above_the_limit_are_dense_and_others_are_not():

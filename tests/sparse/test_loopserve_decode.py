@@ -49,15 +49,12 @@ def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family, name):
 
 def test_steps_hold_the_copy_and_turns_see_everything(model):
     """Between selections a layer is as long as the copy; a second turn and the time after see all tokens."""
-    policy = Progressive(budget=8, every=4, after=0)
-    ids, _ = prompts([20], 16)
-    cache, slots = DynamicCache(config=model.config), []
-    with policy.on(model) as run, torch.no_grad():
-        for at, step in [(0, 20), *[(i, 1) for i in range(20, 27)], (27, 5), *[(i, 1) for i in range(32, 36)]]:
-            model(input_ids=ids[:, at : at + step], past_key_values=cache, use_cache=True)
+    (ids, _), cache, slots = prompts([36]), DynamicCache(config=model.config), list[int]()
+    with Progressive(budget=8, every=4, after=0).on(model) as run, torch.no_grad():
+        for part in ids.split([20, *[1] * 7, 5, *[1] * 4], 1):
+            model(input_ids=part, past_key_values=cache, use_cache=True)
             slots.append(cache.layers[0].keys.shape[2])
-        assert cache.get_seq_length() == 36
-        steps = slots[1:8] + slots[9:]
-        assert run.usage[0].mean_read == [pytest.approx(sum(steps) / len(steps))]
-    assert slots == [20, 9, 10, 11, 12, 9, 10, 11, 32, 9, 10, 11, 12]
+    steps = [9, 10, 11, 12, 9, 10, 11], [9, 10, 11, 12]
+    assert slots == [20, *steps[0], 32, *steps[1]]
+    assert run.usage[0].mean_read == [pytest.approx(sum(map(sum, steps)) / 11)]
     assert all(layer.keys.shape[2] == 36 for layer in cache.layers)

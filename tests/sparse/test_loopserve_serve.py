@@ -20,8 +20,8 @@ from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.serve import SHORTEST, LoopServe
 from sinkscope.sparse.shapes import AShape
 
-SHORT = f"fewer than {SHORTEST['cpu']} keys"
 SPARSE = {"alpha": 0.5, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3, "begin": 1}
+SERVE = LoopServe(**SPARSE, decode=False)
 
 
 def every_head(family: str = "llama"):
@@ -77,11 +77,11 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
 
 def test_short_prompts_are_left_to_the_model_and_heads_that_need_much_to_pytorch(model):
     ids, mask = prompts([40, 25], 20)
-    plain = decode(model, ids, mask, 40)
+    plain, short = decode(model, ids, mask, 40), f"fewer than {SHORTEST['cpu']} keys"
     with LoopServe(budget=100, first=0, interval=4).on(model) as run:
         assert torch.equal(decode(model, ids, mask, 40), plain)
-    assert {event.data["dense"] for event in run.events} == {SHORT}
-    said = f"LoopServe computed 100% of the attention of prompts; what the model's own attention read: {SHORT}."
+    assert {event.data["dense"] for event in run.events} == {short}
+    said = f"LoopServe computed 100% of the attention of prompts; what the model's own attention read: {short}."
     assert run.summary().startswith(said)
     with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:
         close(decode(model, ids, mask, 40), plain)
@@ -92,33 +92,27 @@ def test_short_prompts_are_left_to_the_model_and_heads_that_need_much_to_pytorch
     ("family", "why"), [("mistral", "sliding window"), ("gemma2", "soft cap"), ("gpt_oss", "learned sinks")]
 )
 def test_layers_that_need_their_own_attention_keep_it_and_say_so(family, why):
-    model = model_of(family)
-    ids, mask = prompts([40, 30], 4)
+    model, (ids, mask) = model_of(family), prompts([40, 30])
     plain = decode(model, ids, mask, 40)
-    with LoopServe(**SPARSE, decode=False).on(model) as run:
+    with SERVE.on(model) as run:
         close(decode(model, ids, mask, 40), plain)
     assert why in {event.data["dense"] for event in run.events}
 
 
-def test_prompts_under_other_masks_and_in_caches_that_lost_tokens_are_refused():
-    model = model_of("llama")
-    ids, mask = prompts([40, 30], 4)
-    serve = LoopServe(**SPARSE, decode=False)
-    with (Knockout([3]) | serve).on(model), torch.no_grad(), refused("LoopServe reads prompts under causal masks"):
-        model(ids, attention_mask=mask)
-    cache = DynamicCache(config=model.config)
+def test_prompts_under_other_masks_and_in_caches_that_lost_tokens_are_refused(model):
+    ids, cache = prompts([24])[0], DynamicCache(config=model.config)
+    with (Knockout([3]) | SERVE).on(model), torch.no_grad(), refused("LoopServe reads prompts under causal masks"):
+        model(ids)
     with (StreamingLLM(budget=12) | AShape(first=4, local=8)).on(model), torch.no_grad():
-        model(ids[:1, :20], past_key_values=cache)
-        model(ids[:1, 20:21], past_key_values=cache)  # now tokens are evicted
+        for part in (ids[:, :20], ids[:, 20:21]):  # now tokens are evicted
+            model(part, past_key_values=cache)
         with refused("AShape reads prompts along lines of all tokens, and the cache has lost some: begin a new cache"):
-            model(ids[:1, 21:], past_key_values=cache)
+            model(ids[:, 21:], past_key_values=cache)
 
 
-def test_a_row_of_padding_alone_changes_nothing_for_the_others():
-    model = model_of("llama")
+def test_a_row_of_padding_alone_changes_nothing_for_the_others(model):
     ids, mask = prompts([40, 30])
-    serve = LoopServe(**SPARSE, decode=False)
-    with serve.on(model), torch.no_grad():
+    with SERVE.on(model), torch.no_grad():
         alone = model(ids[:1], attention_mask=mask[:1]).logits
         mask[1] = 0
         close(model(ids, attention_mask=mask).logits[:1], alone)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.head_lines import select_lines
+from sinkscope.sparse.bands import Lines
 from sinkscope.sparse.sparse import line_attention
 
 
@@ -44,9 +44,9 @@ def inputs(
 )
 def test_on_bands_it_equals_attention_under_the_mask(queries, past, dense_rows, dtype, seed):
     scores, value = inputs(4, 2, queries, queries + past, seed, dtype)
-    chosen = random_bands(4, queries, queries + past, seed, dense_rows)
-    out = line_attention(scores, value, chosen)
-    wanted = dense(scores, chosen.rows(past + torch.arange(queries))) @ per_head(value, 4)
+    bands = random_bands(4, queries, queries + past, seed, dense_rows)
+    out = line_attention(scores, value, bands)
+    wanted = dense(scores, bands.rows(past + torch.arange(queries))) @ per_head(value, 4)
     assert_close(out.double(), wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
     assert out.dtype == dtype
 
@@ -72,46 +72,34 @@ def test_on_lines_it_equals_attention_under_the_mask(queries, past, vertical, sl
     assert_close(lines.attended(), cells.sum((1, 2)) / cells.new_ones(queries, queries + past).tril(past).sum())
 
 
-def test_gradients_are_refused_where_they_would_be_lost():
-    scores, value = inputs(4, 1, 300, 300)
-    scores.query.requires_grad_()
-    for use in (
-        lambda: line_attention(scores, value, select_lines(scores, 0.5)),
-        lambda: line_attention(scores, value, random_bands(4, 300, 300, 0)),
-    ):
-        with refused(r"under torch\.no_grad"):
-            use()
-
-
 def test_heads_in_threads_are_the_same_and_leave_no_trace():
     scores, value = inputs(4, 2, 300, 300)
-    chosen = random_bands(4, 300, 300, 0)
-    one = line_attention(scores, value, chosen)
+    bands = random_bands(4, 300, 300, 0)
+    one = line_attention(scores, value, bands)
     torch.set_num_threads(3)
     try:
         with torch.inference_mode():
-            three = line_attention(scores, value, chosen)
-        threads = torch.get_num_threads()
+            three = line_attention(scores, value, bands)
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(1)
-    assert threads == 3
     assert_close(three.clone(), one, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("kv", "values", "heads", "keys"), [(3, 6, 4, 6), (2, 5, 4, 6), (2, 6, 3, 6), (2, 6, 4, 7)])
-def test_values_and_lines_of_other_shapes_are_refused(kv, values, heads, keys):
-    scores, _ = inputs(4, 2, 6, 6)
-    lines, bands = drawn(heads, keys, 6, 0.1, 0.1), random_bands(heads, 6, keys, 0)
-    for chosen in (lines, bands):
-        with refused("expected the same positions"):
-            line_attention(scores, torch.rand(kv, values, 12), chosen)
+def chosen(kind: str, heads: int, keys: int) -> Lines:
+    return drawn(heads, keys, 6, 0.1, 0.1) if kind == "lines" else random_bands(heads, 6, keys, 0)
 
 
-def test_lines_without_the_main_diagonal_and_bands_without_their_tile_are_refused():
+@pytest.mark.parametrize("kind", ["lines", "bands"])
+def test_what_lines_do_not_fit_is_refused(kind):
     scores, value = inputs(4, 2, 6, 6)
-    lines, bands = drawn(4, 6, 6, 0.1, 0.1), random_bands(4, 6, 6, 0)
-    lines.offsets[-1, :1] = False
-    bands.offsets[-1] = False
-    for chosen in (lines, bands):
-        with refused("main diagonal"):
-            line_attention(scores, value, chosen)
+    for kv, values, heads, keys in ((3, 6, 4, 6), (2, 5, 4, 6), (2, 6, 3, 6), (2, 6, 4, 7)):
+        with refused("expected the same positions"):
+            line_attention(scores, torch.rand(kv, values, 12), chosen(kind, heads, keys))
+    without = chosen(kind, 4, 6)
+    without.offsets[-1, :1] = False
+    with refused("main diagonal"):
+        line_attention(scores, value, without)
+    scores.query.requires_grad_()
+    with refused(r"under torch\.no_grad"):
+        line_attention(scores, value, chosen(kind, 4, 6))
