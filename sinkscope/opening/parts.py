@@ -102,7 +102,7 @@ def _of_class(target: Target, numbers: list[int], row: Adapter | None) -> tuple[
     base = stack = stack_of(target.hf)  # which a wrapper of the object lends
     while base and "input_ids" not in forward_parameters(type(target.hf.get_submodule(base))):
         base = base.rpartition(".")[0]
-    settings = {"model_type": str(target.hf.config.model_type), "layers": stack, "base": base}
+    settings: dict[str, Any] = {"model_type": str(target.hf.config.model_type), "layers": stack, "base": base}
     adapter = Found(**(vars(row or DRAFT) | settings))
     try:
         with evaluating(target.hf), apart():

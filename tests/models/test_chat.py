@@ -67,7 +67,7 @@ def test_a_template_that_says_nothing_is_refused_with_the_option_that_exists(tem
 
 @pytest.mark.parametrize(
     ("trim", "answer", "end"),
-    [("", "Ġthe", "</s>"), ("", "Ġthe Ġc at", "</s>"), (" | trim", "Ġ t h e Ċ", "</s>"), ("", "Ġ t h e </s>", "")],
+    [("", "Ġthe Ġc at", "</s>"), (" | trim", "Ġ t h e Ċ", "</s>"), ("", "Ġ t h e </s>", "")],
 )
 def test_a_turn_goes_on_from_an_answer_in_other_tokens_than_the_tokenizer_would_make(trim, answer, end):
     """A model may write a word in pieces, end by itself, and write a newline that the template trims."""

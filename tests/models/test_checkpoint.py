@@ -46,14 +46,12 @@ def linked(folder: Path, name: str, end: str) -> None:
 
 
 OUTSIDE = {
-    "by its path": lambda f: named(f, str(f.parent / "other/w.safetensors")),
     "and back": lambda f: (shutil.copy(f / WEIGHTS, f / "w"), named(f, "../model/w")),
     "by two links": lambda f: (linked(f, "a", "../other/w.safetensors"), linked(f, "w", "a"), named(f, "w")),
     "list": lambda f: (
         linked(f, "a", "../other/w.safetensors"),
         setting(f, "tokenizer_config.json", fast_tokenizer_files=["a"]),
     ),
-    "weights": lambda f: setting(f, "config.json", transformers_weights="../other/w.safetensors"),
 }
 
 
@@ -89,14 +87,8 @@ def test_what_ends_inside_or_is_not_there_is_no_reason_to_refuse(change, folder)
 
 REFUSED = {  # what is wrong with a file, and what is said
     "pipe": (lambda f: os.mkfifo(f / "own.jinja"), "cannot read own.jinja: .* not a regular file"),
-    "device": (
-        lambda f: linked(f, "tokenizer.model", "/dev/zero"),
-        "tokenizer.model: .* not a regular file",
-    ),
     "broken link": (lambda f: linked(f, "vocab.json", "nowhere"), "cannot read vocab.json: no such file"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no file named model.safetensors.*files are whole"),
     "pickles": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
-    "no shard": (lambda f: named(f, "w-2"), "could not be loaded: .*w-2.*files are whole"),
     "index": (
         lambda f: (f / INDEX).write_text("[]"),
         "model.safetensors.index.json is no JSON object; download it",
@@ -112,24 +104,18 @@ def test_what_is_missing_or_no_file_is_named(change, says, folder):
         ss.load(folder)
 
 
-DAMAGES = [b"", b"null", b'{"a": "\xff\xfe"}', b"[" * 100_000]
-FILES = {"generation_config.json": "^generation_config", "tokenizer.json": "tokenizer"}
-
-
-@pytest.mark.parametrize(("name", "says"), FILES.items())
-def test_a_damaged_file_beside_the_weights_is_refused(name, says, folder):
-    for damage in DAMAGES:
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
+def test_a_damaged_file_beside_the_weights_is_refused(name, folder):
+    for damage in (b"", b'{"a": "\xff\xfe"}', b"[" * 100_000):
         (folder / name).write_bytes(damage)
         for use in (ss.load, ss.find_sinks):  # which reads layer by layer
-            with refused(says):
+            with refused(name.partition(".")[0]):
                 use(folder)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "x.gguf"])
-def test_a_fingerprint_changes_with_the_weights(name, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+def test_a_fingerprint_changes_with_the_weights(folder):
     found = []
     for number in (0.0, 1e-3, 0.0):
-        save_file({"w": torch.full((1 << 11, 1 << 10), number)}, tmp_path / name)
-        found.append(fingerprint(Files(tmp_path / name if name == "x.gguf" else tmp_path)))
+        save_file({"w": torch.full((1 << 11, 1 << 10), number)}, folder / WEIGHTS)
+        found.append(fingerprint(Files(folder)))
     assert found[0] == found[2] != found[1]

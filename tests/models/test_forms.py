@@ -1,4 +1,4 @@
-"""Forms of checkpoints that would be read wrongly in silence: quantised weights, tensors without a place, adapters."""
+"""Forms of checkpoints that would be read wrongly in silence: quantised weights, tensors without a place."""
 
 from __future__ import annotations
 
@@ -15,37 +15,27 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.opening.load import load, open_target
 
-Tensors = dict[str, Tensor]
+PROJECTION = "model.layers.3.mlp.down_proj."
 
 
-def changed(folder: Path, form: str = "", also: Tensors | None = None) -> Path:
-    """The organism in a folder, with other tensors beside its own, or projections in another form."""
+def changed(folder: Path, also: dict[str, Tensor], without: str = "") -> Path:
+    """The organism in a folder, with other tensors beside its own, or without one."""
     organism("llama", 3).save(folder)
-    tensors = dict(also or {})
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if form == "fp8" and name.endswith("proj.weight"):
-            tensors |= {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 2)}
-        elif form == "four bits" and name.endswith("proj.weight"):
-            tensors[name.replace("weight", "qweight")] = torch.zeros(4, 4, dtype=torch.int32)
-        else:
-            tensors[name] = weight
+    tensors = load_file(folder / "model.safetensors") | also
+    tensors.pop(without, None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-BIAS, LORA = "model.layers.3.mlp.down_proj.bias", "model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
 @pytest.mark.parametrize(
-    ("form", "also", "words"),
+    ("also", "without", "words"),
     [
-        ("fp8", {}, ["m has the tensor", "weight_scale_inv", "no place", "quantisation"]),
-        ("four bits", {}, ["m lacks 42 tensors", "proj.weight"]),
-        *(("", {tensor: torch.ones(4)}, [tensor, "no place"]) for tensor in (BIAS, LORA)),
+        ("qweight", f"{PROJECTION}weight", ["m lacks 1 tensors", f"{PROJECTION}weight"]),
+        ("lora_A.weight", "", ["m has the tensor", f"{PROJECTION}lora_A.weight", "no place", "quantisation"]),
     ],
 )
-def test_what_would_change_the_model_is_not_left_out(tmp_path, form, also, words):
-    folder = changed(tmp_path / "m", form, also)
+def test_what_would_change_the_model_is_not_left_out(tmp_path, also, without, words):
+    folder = changed(tmp_path / "m", {PROJECTION + also: torch.ones(4)}, without)
     for read in (load, ss.find_sinks):
         with refused(words=words):
             read(str(folder))
@@ -60,17 +50,9 @@ HARMLESS = {  # what released checkpoints hold beside the weights of a text mode
 
 
 def test_harmless_tensors_are_left_out(tmp_path):
-    folder, model = changed(tmp_path / "m", also=HARMLESS), organism("llama", 3).model
+    folder, model = changed(tmp_path / "m", HARMLESS), organism("llama", 3).model
     ids = torch.arange(5, 17)[None]
     assert_close(load(folder, device="cpu")(ids).logits, model(ids).logits)
-    assert_close(open_target(folder).forward(ids).last_hidden_state, model.model(ids).last_hidden_state)
-
-
-def test_an_adapter_says_what_it_is_and_how_to_load_it(tmp_path):
-    """Also beside a whole model."""
-    folder = changed(tmp_path / "m")
-    (folder / "adapter_config.json").write_text("{}")
-    words = ["holds an adapter", "sinkscope.load(", "peft.PeftModel.from_pretrained(base", "without the adapter"]
-    for read in (load, ss.find_sinks):
-        with refused(words=[str(folder), *words]):
-            read(str(folder))
+    streamed = open_target(folder)
+    assert not streamed.resident
+    assert_close(streamed.forward(ids).last_hidden_state, model.model(ids).last_hidden_state)

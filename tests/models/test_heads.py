@@ -31,8 +31,6 @@ def test_states_attention_and_edits_are_served_and_logits_refused(kind):
     for use in (
         lambda: ss.trace(model, IDS, "logits"),
         lambda: ss.generate(model, IDS.tolist(), max_new_tokens=4, **KNOWN),
-        lambda: ss.why_loop(model, IDS[0].tolist(), **KNOWN),
-        lambda: ss.barcode(model, IDS[0].tolist(), **KNOWN),
     ):
         with refused(f"a {kind.__name__} has no language head"):
             use()

@@ -1,4 +1,4 @@
-"""What a model is given to read: every form gives the same numbers, and what is none is refused in one line."""
+"""What a model is given to read: one look-up of its tokenizer, and what is no input is refused in one line."""
 
 from __future__ import annotations
 
@@ -6,24 +6,13 @@ import pytest
 import torch
 from organisms import tiny_model
 from refusals import refused
-from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.generation.generate import generate
 from sinkscope.hooks.trace import trace
 
-SITES = ["blocks.2.hook_resid_post", "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
-TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-
-
-def test_rows_of_several_lengths_are_what_they_are_alone():
-    model, tokenizer = tiny_model("gpt2")
-    together = trace(model, TEXTS, SITES, tokenizer=tokenizer, batch_size=2)
-    for i, text in enumerate(TEXTS):
-        for site, want in trace(model, [tokenizer(text)["input_ids"]], SITES).items():
-            within = (i, *(slice(size) for size in want.shape[1:]))  # without what stands there for padding
-            assert_close(together[site][within], want[0], atol=1e-5, rtol=1e-4)
+SITES = "logits"
 
 
 def test_one_look_up_of_the_tokenizer(tmp_path):

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from sinkscope.hooks.edit.edits import Ablate
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.neurons import columns, view_layer
+from sinkscope.models.neurons import columns, norms_of, view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.spikes.survey import read_survey
@@ -28,6 +28,10 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(model_type):
     every = columns(target, 1, torch.arange(view.post.shape[1]))
     assert view.post.shape[1] == 4 * target.width(1, 0) + target.width(1)
     assert_close(view.post @ every, view.mlp, atol=2e-6, rtol=1e-4)
+
+
+def test_norms_are_summed_in_float32():
+    assert float(norms_of(torch.full((4,), 5e4, dtype=torch.float16))) == pytest.approx(1e5, rel=1e-3)
 
 
 @torch.no_grad()

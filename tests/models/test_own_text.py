@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
 from refusals import refused
-from tokenizers.processors import TemplateProcessing
 
 import sinkscope as ss
 from sinkscope.measure import Setup
@@ -56,7 +54,6 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
 @pytest.mark.parametrize(
     ("rows", "name", "field", "says"),
     [
-        (DATA, "a.jsonl", "summary", r"holds no text that is known, but .*abstract.*field"),
         (DATA, "a.jsonl", None, r"holds no text that is known, but .*abstract.*field"),
         (CHATS, "a.txt", None, r"a\.txt holds JSON: name it \.json or \.jsonl"),
         ("Prose.", "a.txt", "body", "--field body: a.txt is one text without fields"),
@@ -82,12 +79,3 @@ def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(w
     assert said in typed(f"lines --text {written(rows)} --count 2 --length 48").out
     with refused("no text is given whose field it is"):
         ss.lines(field="text")
-
-
-def test_a_result_says_whether_its_bos_is_one_that_the_tokenizer_puts_there():
-    model = ss.load()
-    silent = copy.deepcopy(model.tokenizer)
-    silent.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
-    for tokenizer, is_added in ((model.tokenizer, False), (silent, True)):
-        made = Setup.open(model, tokenizer=tokenizer).provenance()
-        assert made.bos and made.bos_added is is_added and made.first_ids[0] == silent.bos_token_id

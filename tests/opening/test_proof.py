@@ -46,11 +46,6 @@ def test_huge_and_empty_parts_are_no_false_alarm():
         zeros_(model.model.layers[1].mlp.get_submodule(path).weight)
     constant_(model.model.layers[0].mlp.down_proj.weight[:, 0], 3e4)
     prove(target_of(model))
-    model = model_of("olmo2")
-    for name, weight in model.named_parameters():
-        if "mlp.gate" in name or "mlp.up" in name:
-            weight.data.normal_(std=0.3)
-    prove(target_of(model.half()))
 
 
 def test_a_model_in_training_is_opened_under_autocast_and_inference_mode():
@@ -78,17 +73,13 @@ WRONG = [  # what a row says of a type, and what is then not offered
     ("falcon", {"o": "mlp.dense_h_to_4h"}, {*UNSEEN, "attn.hook_z"}),
     ("llama", {"down": "mlp.up_proj", "up": "mlp.down_proj"}, ALL),
     ("llama", {"up": "mlp.gate_proj", "gate": "mlp.up_proj"}, ALL),  # exchanged factors: same shapes, same neuron
-    ("llama", {"mlp": "self_attn", "down": "self_attn.o_proj", "up": "self_attn.v_proj", "gate": None}, ALL),
-    ("llama", {"post_mlp_norm": "post_attention_layernorm"}, ALL),
     ("llama", {"down": "mlp.nope"}, ALL),
     ("llama", {"attn": ""}, ALL),
     ("phi3", {"fused_gate_up": False}, ALL),
     ("mixtral", {"experts": "mlp.gate"}, ALL),
     ("qwen2_moe", {"down": "mlp.shared_expert.up_proj"}, ALL),
-    ("falcon", {"attn": "mlp"}, ALL),
     ("granite", {"write_factor": 1.0}, ALL),
     ("falcon_h1", {"down_factor": 1.0}, ALL),
-    ("axk1", {"post_mlp_norm": None}, ALL),
     ("llama4_text", {"mlp": "feed_forward.shared_expert"}, ALL),
     ("gemma4_text", {"adds": True}, ALL),
 ]
