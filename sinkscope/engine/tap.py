@@ -285,8 +285,8 @@ def of_all_heads(target: Target, fn: Shown) -> Shown:
         return fn
 
     def show(rows: AttentionRows) -> None:
-        pos = None if rows.pos is None else target.whole_heads(rows.pos, target.n_kv_heads)
-        fn(replace(rows, probs=target.whole_heads(rows.probs, target.n_heads), pos=pos))
+        pos = None if rows.pos is None else target.shards.gather(rows.pos, target.n_kv_heads, 1)
+        fn(replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), pos=pos))
 
     return show
 

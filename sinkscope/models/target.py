@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -129,13 +129,15 @@ def _skipped(layer: nn.Module, wrapped: bool) -> Iterator[None]:
         hidden = hidden_of(args, kwargs)
         return (hidden,) if wrapped else hidden
 
-    before = {name: attributes[name] for name in attributes.keys() & {"forward"}}  # some libraries replace it as well
+    before = attributes.get("forward")  # some libraries replace it as well
     attributes["forward"] = forward  # not by setattr: a bridge hands what is set on it to the module inside
     try:
         yield
     finally:
-        del attributes["forward"]
-        attributes.update(before)
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -190,8 +192,6 @@ class Target:
         self.resident: bool = self.store is None
         self.shards: Shards = shards_of(split_weight(self.hf))
         self.processes: int = self.shards.size
-        if self.processes > 1:
-            check_divides(self.hf.config, self.name, self.processes)
         if self.adapter is DRAFT:
             return
         adapter, config = self.adapter, self.hf.config.get_text_config()
@@ -244,10 +244,8 @@ class Target:
 
         A vision or audio tower beside the decoder attends in its own way.
         """
-        path = self.adapter.base.split(".")
-        around = [self.hf.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
-        configs: dict[int, Any] = {}
-        for module in (*around, *self.base.modules()):
+        configs = {id(self.hf.config): self.hf.config}
+        for module in self.base.modules():
             config = getattr(module, "config", None)
             if hasattr(config, "model_type"):
                 configs[id(config)] = config
@@ -366,16 +364,6 @@ class Target:
             self.store.load(layer)
             return nullcontext()
         return brought(self.layers[layer])
-
-    def whole_heads(self, tensor: Shaped[Tensor, ...], count: int, dim: int = 1) -> Shaped[Tensor, ...]:
-        """Return a tensor of all heads, in each process, from those of the heads that this process holds.
-
-        Args:
-            tensor: The tensor; it may be whole already.
-            count: Number of all heads, `n_heads` or `n_kv_heads`.
-            dim: Its dimension of heads.
-        """
-        return self.shards.gather(tensor, count, dim)
 
     @torch.no_grad()
     def forward(

@@ -299,9 +299,9 @@ def scores_of(target: Target, call: Attention) -> Scores:
         raise UnsupportedError(
             "lines are of causal attention, with or without a window; this mask is neither: leave out what hides keys"
         )
-    query = target.whole_heads(call.query[0], target.n_heads, 0)
-    key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
-    sinks = None if call.sinks is None else target.whole_heads(call.sinks, target.n_heads, 0)
+    query = target.shards.gather(call.query[0], target.n_heads, 0)
+    key = target.shards.gather(call.key[0], target.n_kv_heads, 0)
+    sinks = None if call.sinks is None else target.shards.gather(call.sinks, target.n_heads, 0)
     return Scores(query, key, call.scaling, None if window == keys else window, call.softcap, sinks)
 
 

@@ -77,7 +77,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
     def see(seen: AttentionRows) -> None:
         assert seen.call is not None
         here = values_of(seen.call, keys).to(target.device)  # of the heads that this process holds
-        values[seen.layer] = target.whole_heads(here, target.n_heads).cpu()
+        values[seen.layer] = target.shards.gather(here, target.n_heads, 1).cpu()
 
     with attention_rows(target, see, layers=[first, *reading]):
         target.forward(ids, last_layer=depth - 1)

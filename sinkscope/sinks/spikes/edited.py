@@ -247,7 +247,7 @@ def other_value(target: Target, layers: Sequence[int], position: int, *, mean: b
         assert rows.call is not None
         heads = rows.call.query.shape[1]  # those that this process holds
         here = per_query_head(rows.call.value, heads).expand(-1, heads, -1, -1)
-        values = target.whole_heads(here, target.n_heads)
+        values = target.shards.gather(here, target.n_heads, 1)
         new = values[:, :, ORDINARY:].mean((0, 2)) if mean else values.new_zeros(())
         given = rows.probs[..., position].clone()
         given[..., : position + 1] = 0
