@@ -79,7 +79,7 @@ def app() -> None:
 @app.command("models")
 @click.option("--out", type=FOLDER, required=True, help="A new folder.")
 def make_models(out: Path) -> None:
-    """Write six organisms and the inputs of all models. The same call writes the same files."""
+    """Write five organisms and the inputs of all models. The same call writes the same files."""
     sys.path.insert(0, str(HERE.parents[1] / "tests"))
     import torch
     from loop_texts import prose
@@ -90,7 +90,6 @@ def make_models(out: Path) -> None:
         "llama": organism("llama", 0),
         "llama-none": organism("llama", 2, kind="none"),
         "llama-no-bos": organism("llama", 7, bos=False),
-        "llama-spread": organism("llama", 8, kind="spread"),
         "mixtral": organism("mixtral", 6),
     }
     for name, o in made.items():

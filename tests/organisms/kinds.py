@@ -70,7 +70,7 @@ def _built(family: str, seed: int, kind: str, n_layers: int | None, bos: bool) -
     truth = replace(
         truth,
         marking_layer=plan.marking_layer,
-        group_heads={group: tuple(sorted(h for h, own, _ in plan.slots if own == group)) for _, group, _ in plan.slots},
+        group_heads={group: (head,) for head, group, _ in plan.slots},
         groups=plan.groups,
         repeats_expected=round(6 * plan.odds),  # a neuron is half on at .86 of the mark
     )
@@ -117,16 +117,13 @@ def delimiter_of(b: Body) -> int:
 # --- the textbook case, and what varies in it ------------------------------------------------------------------------
 
 
-def textbook(b: Body, *, up: bool = False) -> Truth:
+def textbook(b: Body) -> Truth:
     """Heads mark the first token, up to three neurons write a dimension each, and later heads read it."""
     b.mark_first()
     sizes = torch.tensor([b.rng.uniform(0.55, 0.6) for _ in b.plan.neurons])
     sizes = sizes / sizes.norm()
     axes = torch.stack([b.way, b.side, b.feature])[: len(sizes)]
-    gate, const = b.on(b.at, b.mark)
-    rows = (gate, const)
-    if up:  # as in the paper's listing: the linear factor carries the mark, and has no threshold
-        rows = (2 * const, 2 * unit(b.mark, b.mlp_input(b.at)))
+    rows = b.on(b.at, b.mark)
     size = b.size(b.at)
     sites = list[Site]()
     for neuron, axis, share in zip(b.plan.neurons, axes, sizes.tolist(), strict=True):
@@ -140,17 +137,6 @@ def textbook(b: Body, *, up: bool = False) -> Truth:
 
 @kind()
 def _sink(b: Body) -> Truth:
-    return textbook(b)
-
-
-@kind()
-def _up(b: Body) -> Truth:
-    return textbook(b, up=True)
-
-
-@kind(per_group=2)
-def _spread(b: Body) -> Truth:
-    """Two heads mark each group, of which neither suffices."""
     return textbook(b)
 
 
@@ -180,14 +166,6 @@ def _no_norm(b: Body) -> Truth:
     b.mark_first()
     b.read(range(1, b.plan.n_layers), b.mark)
     return Truth(places=(FIRST,))
-
-
-@kind(count=1)
-def _spike_only(b: Body) -> Truth:
-    """Nothing reads the spike."""
-    b.calm()
-    b.mark_first()
-    return truth_of(planted(b, b.fire(b.mark, b.way)))
 
 
 @kind()
@@ -289,17 +267,3 @@ def _two_delimiters(b: Body) -> Truth:
     b.read(b.behind, b.side, where=where)
     spikes = [planted(b, site, place=place, marks=("embedding",)) for place in two]
     return truth_of(*spikes, delimiters=two)
-
-
-@kind(count=1)
-def _two_sinks(b: Body) -> Truth:
-    """The first token by a head, a delimiter by its embedding, each with its own neuron."""
-    place = delimiter_of(b)
-    where = b.flag(place)
-    b.mark_first()
-    one = b.fire(b.mark, b.way)
-    two = b.fire(b.feature, b.side, neuron=b.plan.spare[0], where=where)
-    b.read(b.behind, b.way)
-    b.read(b.behind, b.side, where=where, other=True)
-    other = planted(b, two, place=place, marks=("embedding",))
-    return truth_of(planted(b, one), other, delimiters=(place,))

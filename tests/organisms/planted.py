@@ -155,34 +155,32 @@ def make_plan(
     *,
     n_layers: int | None = None,
     layers: tuple[int, int] = (5, 8),
-    behind: tuple[int, int] = (2, 3),  # layers after the sink layer, least and most
     at: int | None = None,  # the sink layer, where it is not to be drawn
     count: int | None = None,  # of sink neurons
     share: float | None = None,  # of the tokens that are marked where they stand first
-    per_group: int = 1,
     late: bool = False,  # heads that are not in layer 0 mark
 ) -> SimpleNamespace:
     """Make every random choice that decides a shape or a place, before a weight is written."""
-    heads, kv, head_dim = rng.choice([shape for shape in SHAPES if n_slots(shape) >= 3 * per_group])
+    heads, kv, head_dim = rng.choice(SHAPES)
+    ratio = heads // kv
     depth = n_layers or rng.randint(*layers)
     marking = rng.randint(1, 2) if late else 0
     vocab = rng.randint(64, 200)
-    n_groups = rng.randint(3, min(5, n_slots((heads, kv, head_dim)) // per_group))
+    n_groups = rng.randint(3, min(5, kv * min(2, ratio)))
     pairs = [  # heads that share a key head take different rotary pairs, two at most
-        (key * heads // kv + member, pair)
+        (key * ratio + member, pair)
         for key in range(kv)
-        for pair, member in enumerate(rng.sample(range(heads // kv), min(2, heads // kv)))
+        for pair, member in enumerate(rng.sample(range(ratio), min(2, ratio)))
     ]
     rng.shuffle(pairs)
-    slots = tuple((head, i // per_group, pair) for i, (head, pair) in enumerate(pairs[: n_groups * per_group]))
     share = share or (0.9 if bos else 1.0)
     groups = {}
     for token in range(vocab):
         groups[token] = rng.randrange(n_groups - bos) if rng.random() < share else -1
     if bos:  # it is alone in the last group
         groups |= {BOS: n_groups - 1, 0: -1, EOS: -1, PAD: -1}
-    count = rng.randint(1, 3) if count is None else count
-    neurons = rng.sample(range(3 * heads * head_dim), count + 2)
+    count = count or rng.randint(1, 3)
+    spare, other, *neurons = rng.sample(range(3 * heads * head_dim), count + 2)
     return SimpleNamespace(
         mixture=mixture,
         bos=bos,
@@ -194,20 +192,15 @@ def make_plan(
         vocab=vocab,
         groups=groups,  # of each token
         n_groups=n_groups,
-        slots=slots,  # head, group, and which rotary pair, of the heads that mark
-        per_group=per_group,
+        slots=[(head, group, pair) for group, (head, pair) in enumerate(pairs[:n_groups])],  # of the heads that mark
         marking_layer=marking,
-        sink_layer=max(marking + 1, depth - 1 - rng.randint(*behind)) if at is None else at,
+        sink_layer=max(marking + 1, depth - 1 - rng.randint(2, 3)) if at is None else at,
         expert=rng.randrange(4) if mixture else 0,
-        neurons=tuple(neurons[2:]),
-        spare=(neurons[0], neurons[1]),  # neurons that carry nothing, in any layer
+        neurons=neurons,
+        spare=(spare, other),  # neurons that carry nothing, in any layer
         odds=math.exp(rng.uniform(math.log(8), math.log(60))),  # how many of its own group balance one other token
         spike=rng.uniform(25, 50),  # over the typical norm
     )
-
-
-def n_slots(shape: tuple[int, int, int]) -> int:
-    return shape[1] * min(2, shape[0] // shape[1])
 
 
 def make_model(plan: SimpleNamespace) -> PreTrainedModel:
@@ -235,33 +228,23 @@ def make_model(plan: SimpleNamespace) -> PreTrainedModel:
     return model.eval()
 
 
-@dataclass
-class Layer:
+def views_of(module: nn.Module, head_dim: int) -> SimpleNamespace:
     """Views of the weights of a layer: heads are [head, dim, d_model], neurons [expert, neuron, d_model]."""
-
-    module: nn.Module
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    router: Tensor | None = None
-
-    @classmethod
-    def of(cls, module: nn.Module, head_dim: int) -> Layer:
-        attn, mlp = module.self_attn, module.mlp
-        q, k, v = (
-            projection.weight.unflatten(0, (-1, head_dim)) for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
+    attn, mlp = module.self_attn, module.mlp
+    views = SimpleNamespace(module=module, router=None)
+    for name in "qkv":
+        setattr(views, name, attn.get_submodule(f"{name}_proj").weight.unflatten(0, (-1, head_dim)))
+    views.o = attn.o_proj.weight.unflatten(1, (-1, head_dim)).permute(1, 2, 0)
+    if hasattr(mlp, "experts"):
+        views.gate, views.up = mlp.experts.gate_up_proj.chunk(2, 1)
+        views.down, views.router = mlp.experts.down_proj.transpose(1, 2), mlp.gate.weight
+    else:
+        views.gate, views.up, views.down = (
+            mlp.gate_proj.weight[None],
+            mlp.up_proj.weight[None],
+            mlp.down_proj.weight.T[None],
         )
-        o = attn.o_proj.weight.unflatten(1, (-1, head_dim)).permute(1, 2, 0)
-        if hasattr(mlp, "experts"):
-            gate, up = mlp.experts.gate_up_proj.chunk(2, 1)
-            return cls(module, q, k, v, o, gate, up, mlp.experts.down_proj.transpose(1, 2), mlp.gate.weight)
-        return cls(
-            module, q, k, v, o, mlp.gate_proj.weight[None], mlp.up_proj.weight[None], mlp.down_proj.weight.T[None]
-        )
+    return views
 
 
 class Body:
@@ -278,7 +261,7 @@ class Body:
         self.groups = axes[5 : 5 + plan.n_groups]
         self.content = axes[5 + plan.n_groups :].argmax(1)
         self.model = make_model(plan)
-        self.layers = [Layer.of(module, plan.head_dim) for module in self.model.model.layers]
+        self.layers = [views_of(module, plan.head_dim) for module in self.model.model.layers]
         self.fill()
         self.tokens = mixed(plan.vocab, plan.groups, plan.bos, *SEEN, self.rng.getrandbits(30))
         if not plan.bos:  # what a marked token reads and writes is measured where one stands first
@@ -356,9 +339,6 @@ class Body:
         """Layers that can read what the sink layer writes."""
         return range(self.at + 1, self.plan.n_layers)
 
-    def site(self, layer: int, neuron: int) -> Site:
-        return (layer, self.plan.expert, neuron) if self.plan.mixture else (layer, neuron)
-
     # --- what is planted ---
 
     def mark_first(self) -> None:
@@ -377,7 +357,7 @@ class Body:
             layer.k[kv, slow[pair]] = self.const / const - 2 * own
             layer.v[kv, pair] = own
             layer.o[head] = 0.0
-            layer.o[head, pair] = MARK / plan.per_group * self.mark
+            layer.o[head, pair] = MARK * self.mark
 
     def flag(self, token: int, at: int = 5) -> Tensor:
         """Give the embedding of a token a feature; it now stands at a position of the rows to measure on. BOS is first.
@@ -407,20 +387,19 @@ class Body:
         *,
         where: Tensor | None = None,
         route: Tensor | None = None,
-        shares: Sequence[float] | None = None,
     ) -> list[Site]:
-        """Let neurons that read `rows` write shares of `size` along `way`; `route` is what goes to their expert."""
+        """Let neurons that read `rows` write `size` along `way` together; `route` is what goes to their expert."""
         view, expert = self.layers[layer], self.plan.expert
         if view.router is not None:
             view.router[expert] += 12.0 * unit(self.mark if route is None else route, self.mlp_input(layer, where))
-        for neuron, share in zip(neurons, shares or [1 / len(neurons)] * len(neurons), strict=True):
+        for neuron in neurons:
             view.gate[expert, neuron], view.up[expert, neuron] = rows
             written: list[float] = []
             for factor in (0.0, 1.0):
                 view.down[expert, neuron] = factor * way
                 written.append(float(self.seen(view.module.mlp, where) @ way))
-            view.down[expert, neuron] = way * share * size / (written[1] - written[0])
-        return [self.site(layer, neuron) for neuron in neurons]
+            view.down[expert, neuron] = way * size / len(neurons) / (written[1] - written[0])
+        return [(layer, expert, neuron) if self.plan.mixture else (layer, neuron) for neuron in neurons]
 
     def fire(self, mark: Tensor, way: Tensor, *, layer: int | None = None, neuron: int | None = None, **more) -> Site:
         """A neuron that is on where `mark` is, and writes a spike along `way`."""
@@ -432,18 +411,17 @@ class Body:
         )
         return site
 
-    def read(self, layers: Iterable[int], way: Tensor, *, where: Tensor | None = None, other: bool = False) -> None:
-        """Half of the heads of layers, or the `other` half, attend to where `way` is as large as at some positions."""
+    def read(self, layers: Iterable[int], way: Tensor, *, where: Tensor | None = None) -> None:
+        """Half of the heads of layers attend to where `way` is as large as at some positions."""
         plan, ratio, dim = self.plan, self.plan.n_heads // self.plan.n_kv, self.plan.head_dim // 2 - 1
         for number in layers:
             layer = self.layers[number]
             order = random.Random(f"reading {number}").sample(range(plan.n_kv), plan.n_kv)
-            half = max(1, plan.n_kv // 2)
             normed = self.leaving(layer.module.input_layernorm)
             full = (normed[:, 0] if where is None else normed[where]).mean(0)
             const = float((normed[:, 1:] @ self.const).median())
             score = self.rng.uniform(8, 9) * math.sqrt(plan.head_dim)
-            for kv in order[half:] if other else order[:half]:
+            for kv in order[: max(1, plan.n_kv // 2)]:
                 heads = slice(kv * ratio, (kv + 1) * ratio)
                 layer.k[kv, dim] = unit(way, full)
                 layer.q[heads] = 0.0

@@ -13,7 +13,7 @@ from transformers import (
 )
 from ways.model_copies import Original
 
-from .tokens import BOS, EOS, PAD, tokenizer_for
+from .tokens import BOS, EOS, PAD, word_tokenizer
 
 _SIZES = {
     "vocab_size": 96,
@@ -84,7 +84,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides) -> tuple[PreTrainedM
     if key not in _MADE:
         _MADE[key] = Original(_made(model_type, seed, overrides))
     model = _MADE[key].copy()
-    return model, tokenizer_for(model_type, model.config.vocab_size)
+    return model, word_tokenizer(model.config.vocab_size)
 
 
 _MADE: dict[tuple[str, int, str], Original] = {}

@@ -16,9 +16,9 @@ from sinkscope.sinks.spikes.marks import heads_that_mark, marking_heads
 pytestmark = pytest.mark.few_texts
 
 
-@pytest.mark.parametrize("kind", ["sink", "late_mark", "spread"])
+@pytest.mark.parametrize("kind", ["sink", "late_mark"])
 def test_planted_heads_are_recovered(kind, tmp_path):
-    """One head a group, heads that are not in layer 0, and two heads a group of which neither suffices."""
+    """Also heads that are not in layer 0."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")  # seen where this fails
     o = organism(seed=seed, kind=kind, bos=seed % 2 == 0)

@@ -25,7 +25,7 @@ def plain(model, row: torch.Tensor) -> torch.Tensor:
     return there
 
 
-@pytest.mark.parametrize("kind", ["no_norm", "spike_only", "two_delimiters", "two_sinks", "none"])
+@pytest.mark.parametrize("kind", ["no_norm", "two_delimiters", "sink", "none"])
 def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(kind):
     o = organism(kind=kind)
     ids = o.natural(4, 48)
@@ -34,7 +34,7 @@ def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(kind):
     assert torch.equal(mask, torch.stack([plain(o.model, row) for row in ids]))
 
 
-@pytest.mark.parametrize(("kind", "side"), [("no_norm", "left"), ("two_sinks", "right")])
+@pytest.mark.parametrize(("kind", "side"), [("no_norm", "left"), ("two_delimiters", "right")])
 def test_padding_is_no_sink_and_changes_none(kind, side):
     o = organism(kind=kind)
     ids = o.natural(4, 48)

@@ -13,7 +13,7 @@ from sinkscope.sinks.spikes.find import sinks_of, why_sink
 from sinkscope.sinks.spikes.records import TAKEN, SpikeResult, sufficient
 
 few_texts = pytest.mark.few_texts
-PLANTED = [(kind, "llama") for kind in KINDS if kind not in ("up", "late_mark", "spread", "some_first_tokens")]
+PLANTED = [(kind, "llama") for kind in KINDS if kind not in ("late_mark", "some_first_tokens")]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_was_planted_is_said(kind, family):
     assert " 0 of 0 " not in found.text() and "-0%" not in found.text()
     given = plain.attention(o.model, sinks_of(setup).report.ids)[..., 1:, 0].mean((1, 3))
     torch.testing.assert_close(torch.tensor(found.heads).float(), given, atol=1e-3, rtol=1e-3)
-    assert bool(found.readers.get("heads")) == (kind not in ("none", "spike_only"))
+    assert bool(found.readers.get("heads")) == (kind != "none")
 
 
 def check(planted: PlantedSpike, spike: SpikeResult) -> None:
