@@ -40,8 +40,6 @@ install("sinkscope")
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
 MISSING = {name for name in ("transformer_lens", "nnsight", "gguf") if find_spec(name) is None}
-OF_PARAMETER = {"bridge": "transformer_lens", "nnsight": "nnsight"}
-"""The library that a test needs which has this word in a parameter."""
 
 
 def needed(error: BaseException | None) -> str | None:
@@ -53,14 +51,13 @@ def needed(error: BaseException | None) -> str | None:
     return None
 
 
-def skipping_what_is_missing() -> Generator[None, None, None]:
-    """Skip a test, or what prepares it, when it needs a library that this machine does not have."""
-    try:
-        return (yield)
-    except Exception as error:
-        if (name := needed(error)) is not None:
-            pytest.skip(f"{name} is not installed")
-        raise
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, pytest.TestReport]:
+    """A test that fails because it, or what prepares it, needs a library that this machine does not have is skipped."""
+    report = yield
+    if report.failed and (name := needed(call.excinfo.value)) is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"{name} is not installed")
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,22 +67,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
         if item.get_closest_marker("few_texts") and not item.get_closest_marker("slow"):
             patch.setattr("sinkscope.sinks.spikes.survey.SURVEYED", 4)
         return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Skip a test whose parameter or fixture needs what is missing."""
-    words = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    said = {word for text in words if isinstance(text, str) for word in text.split()}
-    for library in {OF_PARAMETER[word] for word in said & OF_PARAMETER.keys()} & MISSING:
-        pytest.skip(f"{library} is not installed")
-    return (yield from skipping_what_is_missing())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Skip a test that comes to need what is missing while it runs."""
-    return (yield from skipping_what_is_missing())
 
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.

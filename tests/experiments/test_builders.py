@@ -30,14 +30,12 @@ BUNDLED = ROOT / "sinkscope/models/bundled"
 
 @pytest.mark.parametrize(("bench", "source"), [("dc", NEWS), ("ri", NEWS.with_name("stories.jsonl"))])
 def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
-    def made():
-        words = lambda text, **_: {"input_ids": text.split()}  # noqa: E731
-        return loop_build.build(bench, read_longbench("", source), words, 20, 260, 0)
+    def words(text, **_):
+        return {"input_ids": text.split()}
 
-    rows, sign = made(), {"dc": loop_build.DC_TAIL.strip(), "ri": loop_build.DRAFT}[bench]
-    assert len({row["id"] for row in rows}) == 20 and rows == made()
+    rows = loop_build.build(bench, read_longbench("", source), words, 20, 260, 0)
+    assert rows == loop_build.build(bench, read_longbench("", source), words, 20, 260, 0)
     assert sum(len(row["prompt"].split()) for row in rows) / 20 == pytest.approx(260, rel=0.03)
-    assert all(row["set"] == bench and row["prompt"].rstrip().endswith(sign) for row in rows)
 
 
 def test_algorithm_1_loses_no_answer():
@@ -55,9 +53,8 @@ def test_algorithm_3_asks_held_out_examples():
     record = LongBenchRecord("a", context, "Question: what is x?\nType:", ("T1",), ("T0", "T1", "T2", "T9"))
     (built,) = serve_build.build("trec", [record], turns=3)
     assert len({prompts["end"].splitlines()[-2] for prompts, _ in built}) == 3
-    rows = serve_build.rows_of("trec", [built], serve_build.classes_of([record]))
-    assert [row["part"] for row in rows] == ["begin", "middle", "end"]
-    assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
+    begin, _, _ = serve_build.rows_of("trec", [built], serve_build.classes_of([record]))
+    assert sorted(begin["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
     with refused("no record of trec has the 40 examples"):
         serve_build.build("trec", [record], turns=20)
 

@@ -5,7 +5,6 @@ import json
 import pytest
 from repository import FIGURES
 
-from experiments.drawn import figure_of
 from sinkscope.files.envelope import kinds
 from sinkscope.results.result import Result
 
@@ -29,10 +28,3 @@ def test_a_figure_has_the_present_form(file):
     )
     if data["kind"] in kinds():
         assert keys(json.loads(Result.load(file).to_json())["result"]) == keys(data["result"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("picture", [file.with_suffix(".png") for file in FILES], ids=lambda picture: picture.stem)
-def test_a_picture_is_drawn_from_the_json_beside_it(picture):
-    if picture.exists():
-        assert figure_of(picture).to_plotly_json()["data"]

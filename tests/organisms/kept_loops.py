@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
 
 CODE, HEAD_DIM, N_HEADS, D_MODEL, VOCAB = 48, 96, 4, 256, 512
+SCALE = math.sqrt(HEAD_DIM)
 HALF, FAST = HEAD_DIM // 2, 16  # rotary pairs; those of them that tell positions apart
 SLOW = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # the others, slowest first
 THETA = 1e10
@@ -97,6 +98,7 @@ class KeptLoop:
         return (first + self.cycle * count)[:count]
 
 
+@torch.no_grad()
 def kept_loop(
     causes: tuple[str, ...] = ("copies",), seed: int = 0, *, period: int = 6, reach: float | None = None
 ) -> KeptLoop:
@@ -104,12 +106,34 @@ def kept_loop(
     rng = random.Random(f"kept {seed}")
     words = list(range(N_SPECIAL + 3, VOCAB))
     ring = rng.sample(words, len(words) // period * period)
+    generator = torch.Generator().manual_seed(rng.getrandbits(40))
+    codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
+    place = torch.arange(len(ring))
+    back = place // period * period + (place + 1) % period  # the next of the block, where blocks begin at multiples
     model = _empty_llama()
-    locking = _write(model, rng, ring, causes, period, reach)
-    return KeptLoop(model, word_tokenizer(VOCAB), causes, period, ring, locking)
+    embed, logits = model.model.embed_tokens.weight, model.lm_head.weight
+    embed[:, SHARED] = CONST
+    embed[BOS, FIRST] = 1.0
+    embed[ring, OWN], embed[ring, FOLLOWING], embed[ring, IN_BLOCK] = codes, codes.roll(-1, 0), codes[back]
+    logits[ring, FOLLOWING], logits[ring, COPIED] = BASE * codes, COPY * codes
+    first, second = model.model.layers
+    looking, previous = rng.sample(range(N_HEADS), 2)
+    matching = rng.sample(range(N_HEADS), 2) if "copies" in causes else []
+    if matching:
+        _previous(*_head(first, previous))
+    for number in matching:
+        _matching(*_head(second, number), reach)
+    if "sink" in causes:
+        _looking(*_head(first, looking))
+    # The gate: each cause counts one.
+    total = 0.5 if causes == ("weights",) else 0.5 - max(1, len(causes))
+    second.mlp.gate_proj.weight[:, [COPIES, SINK]] = SHARP
+    second.mlp.gate_proj.weight[:, SHARED] = SHARP * total / CONST
+    second.mlp.up_proj.weight[:, IN_BLOCK] = torch.eye(CODE)
+    second.mlp.down_proj.weight[COPIED] = 2 / SHARP * torch.eye(CODE)
+    return KeptLoop(model, word_tokenizer(VOCAB), causes, period, ring, {(1, number) for number in matching})
 
 
-@torch.no_grad()
 def _empty_llama() -> LlamaForCausalLM:
     """A Llama in which nothing is written: norms that pass on a constant, and zeros."""
     config = LlamaConfig(
@@ -131,94 +155,51 @@ def _empty_llama() -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         model = LlamaForCausalLM(config).float().eval()
     for name, weight in model.named_parameters():
-        weight.fill_(CONST / math.sqrt(D_MODEL)) if "norm" in name else weight.zero_()
+        weight.fill_(CONST / math.sqrt(D_MODEL) if "norm" in name else 0.0)
     return model
 
 
-@torch.no_grad()
-def _write(
-    model: LlamaForCausalLM,
-    rng: random.Random,
-    ring: list[int],
-    causes: tuple[str, ...],
-    period: int,
-    reach: float | None,
-) -> set[tuple[int, int]]:
-    """Write the circuit; return the heads that find copies."""
-    generator = torch.Generator().manual_seed(rng.getrandbits(40))
-    codes = (torch.randint(0, 2, (len(ring), CODE), generator=generator) * 2.0 - 1) / math.sqrt(CODE)
-    place = torch.arange(len(ring))
-    back = place // period * period + (place + 1) % period  # the next of the block, where blocks begin at multiples
-    embed, head = model.model.embed_tokens.weight, model.lm_head.weight
-    embed[:, SHARED] = CONST
-    embed[BOS, FIRST] = 1.0
-    embed[ring, OWN], embed[ring, FOLLOWING], embed[ring, IN_BLOCK] = codes, codes.roll(-1, 0), codes[back]
-    head[ring, FOLLOWING], head[ring, COPIED] = BASE * codes, COPY * codes
-    layers = [layer.self_attn for layer in model.model.layers]
-    looking, previous = rng.sample(range(N_HEADS), 2)
-    matching = rng.sample(range(N_HEADS), 2) if "copies" in causes else []
-    if matching:
-        _previous(layers[0], previous)
-    for one in matching:
-        _matching(layers[1], one, reach)
-        layers[1].o_proj.weight[COPIES, one * HEAD_DIM] = 1 / len(matching)
-    if "sink" in causes:
-        _looking(layers[0], looking)
-    # The gate: each cause counts one.
-    mlp = model.model.layers[1].mlp
-    total = 0.5 if causes == ("weights",) else 0.5 - max(1, len(causes))
-    mlp.gate_proj.weight[:, [COPIES, SINK]] = SHARP
-    mlp.gate_proj.weight[:, SHARED] = SHARP * total / CONST
-    mlp.up_proj.weight[:, IN_BLOCK] = torch.eye(CODE)
-    mlp.down_proj.weight[COPIED] = 2 / SHARP * torch.eye(CODE)
-    return {(1, one) for one in matching}
+def _head(layer: torch.nn.Module, head: int) -> list[Tensor]:
+    """Views [head_dim, d_model] of the weights of the query, key, value and output of a head."""
+    attention, rows = layer.self_attn, slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+    read = [one.weight[rows] for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    return [*read, attention.o_proj.weight.T[rows]]
 
 
-def _looking(attention: torch.nn.Module, head: int) -> None:
+def _looking(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
     """Attend to BOS, and write 1 where it is there."""
-    query, key, value = _parts(attention, head)
-    query[SLOW[0], SHARED], key[SLOW[0], FIRST] = MATCH * math.sqrt(HEAD_DIM) / CONST, 1.0
-    value[0, FIRST] = 1.0
-    attention.o_proj.weight[SINK, head * HEAD_DIM] = 1.0
+    query[SLOW[0], SHARED], key[SLOW[0], FIRST] = MATCH * SCALE / CONST, 1.0
+    value[0, FIRST] = out[0, SINK] = 1.0
 
 
-def _previous(attention: torch.nn.Module, head: int) -> None:
+def _previous(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
     """Attend one position back by rotary phase alone, and write the code of that token.
 
     The key is constant on the fast rotary pairs, and the query is that constant turned by one position. The peak
     scores 0, and BOS half way to the keys beside it: where the token before is gone, nothing is found.
     """
-    query, key, value = _parts(attention, head)
     angles = THETA ** (-torch.arange(FAST) / HALF)
-    amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
+    amplitude = PREVIOUS * SCALE / CONST
     query[:FAST, SHARED] = amplitude * torch.cos(angles)
     query[HALF : HALF + FAST, SHARED] = -amplitude * torch.sin(angles)
     query[SLOW[2], SHARED] = -amplitude * FAST
     query[SLOW[0], SHARED] = amplitude * (FAST - 0.38)
-    key[:FAST, SHARED], key[:FAST, FIRST] = 1 / CONST, -1.0
-    key[SLOW[0], FIRST], key[SLOW[2], SHARED] = 1.0, 1 / CONST
-    value[:CODE, OWN] = torch.eye(CODE)
-    attention.o_proj.weight[BEFORE, head * HEAD_DIM : head * HEAD_DIM + CODE] = torch.eye(CODE)
+    key[:FAST, SHARED] = key[SLOW[2], SHARED] = 1 / CONST
+    key[:FAST, FIRST], key[SLOW[0], FIRST] = -1.0, 1.0
+    value[:CODE, OWN] = out[:CODE, BEFORE] = torch.eye(CODE)
 
 
-def _matching(attention: torch.nn.Module, head: int, reach: float | None) -> None:
-    """Attend to what followed an earlier copy of the current token, else to BOS; its value is 1 where there is one."""
-    scale = math.sqrt(HEAD_DIM)
-    query, key, value = _parts(attention, head)
-    query[SLOW[4 : 4 + CODE], OWN], key[SLOW[4 : 4 + CODE], BEFORE] = scale * MATCH * torch.eye(CODE), torch.eye(CODE)
+def _matching(query: Tensor, key: Tensor, value: Tensor, out: Tensor, reach: float | None) -> None:
+    """Attend to what followed an earlier copy of the current token, else to BOS; two heads write 1 for one."""
+    codes = SLOW[4 : 4 + CODE]
+    query[codes, OWN], key[codes, BEFORE] = SCALE * MATCH * torch.eye(CODE), torch.eye(CODE)
     # The slowest of the fast pairs turns so little that its cosine is a parabola: at `reach` a match loses to BOS.
     near = 0.0 if reach is None else MATCH / 2 * (reach * THETA ** (-FAST / HALF)) ** -2
     # A token is CONST and four unit vectors here, and BOS has one: that much more its norm takes away.
     flat = math.sqrt((CONST**2 + 4) / (CONST**2 + 1))
-    query[FAST, SHARED], key[FAST, SHARED], key[FAST, FIRST] = scale * near / CONST, flat / CONST, -flat
-    query[SLOW[0], SHARED], key[SLOW[0], FIRST] = scale * (0.75 * MATCH + near) / CONST, 1.0
-    value[0, SHARED], value[0, FIRST] = 1 / CONST, -1.0
-
-
-def _parts(attention: torch.nn.Module, head: int) -> list[Tensor]:
-    """Views [head_dim, d_model] of the weights of the query, key and value of a head."""
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return [one.weight[head * HEAD_DIM : (head + 1) * HEAD_DIM] for one in projections]
+    query[FAST, SHARED], key[FAST, SHARED], key[FAST, FIRST] = SCALE * near / CONST, flat / CONST, -flat
+    query[SLOW[0], SHARED], key[SLOW[0], FIRST] = SCALE * (0.75 * MATCH + near) / CONST, 1.0
+    value[0, SHARED], value[0, FIRST], out[0, COPIES] = 1 / CONST, -1.0, 0.5
 
 
 CASES = [*(((cause,), seed) for cause in (*CAUSES, "weights") for seed in (0, 1)), (CAUSES, 0)]

@@ -107,12 +107,6 @@ def _made(model_type: str, seed: int, overrides: dict[str, Any]) -> PreTrainedMo
 
 
 def attention_names(model) -> list[str]:
-    """The attention that a model and each configuration inside its own select, and that modules read."""
-    configs = {}
-    waiting = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "model_type")]
-    while waiting:
-        config = waiting.pop()
-        configs[id(config)] = config
-        inside = [getattr(config, name, None) for name in config.sub_configs]
-        waiting += [one for one in inside if one is not None]
-    return [config._attn_implementation for config in configs.values()]
+    """The attention that the configurations of a model and of the modules inside select."""
+    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "model_type")]
+    return [config._attn_implementation for config in configs]

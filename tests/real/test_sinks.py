@@ -8,7 +8,6 @@ import plain_hooks as plain
 import pytest
 import torch
 
-import sinkscope as ss
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.sinks.spikes.find import find_sinks, why_sink
 
@@ -114,10 +113,3 @@ def test_the_patch_keeps_copies_from_becoming_sinks_and_leaves_nothing(smollm2):
     intact, patched = norms
     assert intact[-1] > 0.5 * intact[0] > 10 * patched[-1] and patched[0] == intact[0]
     assert torch.equal(plain.norms(smollm2.model, ids)[11, 0], intact)
-
-
-def test_a_mask_of_a_site_has_no_position_with_an_ordinary_norm(smollm2):
-    ids = pieces(smollm2.tokenizer, "choose")[:4]
-    size = plain.norms(smollm2.model, ids)[14]
-    stands_out = size > 3 * size[:, 1:].median(1, keepdim=True).values
-    assert torch.equal(ss.sink_mask(smollm2.model, ids, site="blocks.14.hook_resid_post"), stands_out)
