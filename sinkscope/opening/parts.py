@@ -133,15 +133,15 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
     _check_layers(target)
     if target.processes > 1:  # transformers has split plain modules, and each process has a part of the heads
         return {}
-    if any(weight.is_inference() for weight in target.hf.parameters()):
+    own, made_apart = target, any(weight.is_inference() for weight in target.hf.parameters())
+    if target.kind != "hf" and made_apart:
         raise UnsupportedError(
-            f"the weights of {target.name} were made in inference mode, where nothing can be proved: make the model "
-            "outside of torch.inference_mode()"
+            f"the weights of {target.name} were made in inference mode, where nothing of the wrapper around it can be "
+            "proved: make the model outside of torch.inference_mode(), or give it without the wrapper"
         )
-    own = target
-    if target.kind == "hf" and any(map(has_hooks, target.hf.modules())):
+    if target.kind == "hf" and (made_apart or any(map(has_hooks, target.hf.modules()))):
         with suppress(Exception):  # somebody has put something into a module that cannot be copied
-            twin = _without_hooks(target.hf)
+            twin = _twin(target.hf)
             own = replace(target, model=twin, hf=twin)
     try:
         with evaluating(own.hf), apart():
@@ -153,9 +153,13 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
         ) from None
 
 
-def _without_hooks(model: nn.Module) -> nn.Module:
-    """A model with the same weights in modules of its own, which have none of the hooks of its user."""
-    copies: dict[int, Any] = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+def _twin(model: nn.Module) -> nn.Module:
+    """A model with the same weights in modules of its own, which have none of the hooks of its user.
+
+    Weights that were made in inference mode, and have no gradients, are copied.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    copies: dict[int, Any] = {id(weight): weight for weight in weights if not weight.is_inference()}
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             copies[id(vars(module)[name])] = OrderedDict()
