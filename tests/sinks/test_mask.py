@@ -34,21 +34,19 @@ def test_the_mask_is_what_was_planted_and_what_plain_hooks_say(kind):
     assert torch.equal(mask, torch.stack([plain(o.model, row) for row in ids]))
 
 
-@pytest.mark.parametrize(("kind", "side"), [("no_norm", "left"), ("two_delimiters", "right")])
-def test_padding_is_no_sink_and_changes_none(kind, side):
+@pytest.mark.parametrize(("kind", "left"), [("no_norm", True), ("two_delimiters", False)])
+def test_padding_is_no_sink_and_changes_none(kind, left):
     o = organism(kind=kind)
-    ids = o.natural(4, 48)
-    lengths = [48, 30, 41, 30]
-    padded = torch.full((4, 52), int(ids[mask_of(o.truth.places, ids)][-1]))  # the padding looks like a sink
-    expected, real = torch.zeros(4, 52, dtype=torch.bool), torch.zeros(4, 52, dtype=torch.long)
-    for number, length in enumerate(lengths):
-        where = slice(0, length) if side == "right" else slice(52 - length, 52)
-        padded[number, where], real[number, where] = ids[number, :length], 1
-        expected[number, where] = plain(o.model, ids[number, :length])
+    rows = [row[:length] for row, length in zip(o.natural(4, 48), (48, 30, 41, 30), strict=True)]
+    looks_like_one = int(rows[0][mask_of(o.truth.places, rows[0][None])[0]][-1])
+    padded, expected = torch.full((4, 52), looks_like_one), torch.zeros(4, 52, dtype=torch.bool)
+    real = torch.zeros(4, 52, dtype=torch.long)
+    for number, row in enumerate(rows):
+        where = slice(52 - len(row), 52) if left else slice(0, len(row))
+        padded[number, where], real[number, where], expected[number, where] = row, 1, plain(o.model, row)
     assert expected.sum() >= 4
     assert torch.equal(ss.sink_mask(o.model, padded, attention_mask=real), expected)
-    ragged = ss.sink_mask(o.model, [ids[number, :length].tolist() for number, length in enumerate(lengths)])
-    assert ragged.shape == (4, 48) and ragged.sum() == expected.sum()
+    assert ss.sink_mask(o.model, [row.tolist() for row in rows]).sum() == expected.sum()
 
 
 @pytest.mark.parametrize(

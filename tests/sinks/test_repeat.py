@@ -1,4 +1,4 @@
-"""`repeat` of norms and of attention: against planted truth and against the long way; what is refused."""
+"""`repeat` of norms and of attention: against planted truth and against the long way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from organisms import Organism, organism
 from plain_hooks import attention, residuals
 
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.repeat import TAIL, Repeat, contrasts, half_reached, repeat, stopped_after
+from sinkscope.sinks.repeat import TAIL, contrasts, half_reached, repeat, stopped_after
 from sinkscope.sinks.spikes.find import spike_of
 
 pytestmark = pytest.mark.few_texts
@@ -18,10 +18,6 @@ pytestmark = pytest.mark.few_texts
 
 def word_of(o: Organism, group: int) -> str:
     return str(o.tokenizer.decode([o.tokens_of(group)[0]]))
-
-
-def controls_of(result: Repeat) -> dict[str, float]:
-    return {row.name: row.get("share") for row in result.effects if row.table == "controls"}
 
 
 def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it():
@@ -59,10 +55,11 @@ def test_attention_of_each_place_is_that_of_whole_matrices(tmp_path):
     every = attention(o.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
     fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())
     there = every[..., 1 : count + 1].sum(-1).mean(-1)
-    assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
-    assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
-    layer, controls = o.truth.sink_layer + 1, controls_of(result)
+    own = torch.stack([every[..., 0].mean(-1), there / count]).permute(2, 0, 1).numpy() / fair
+    assert result.values == pytest.approx(own, rel=1e-3, abs=1e-5)
+    layer = o.truth.sink_layer + 1
     assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
+    controls = {row.name: row.get("share") for row in result.effects if row.table == "controls"}
     values = [controls["other tokens"], result.effects[0].get("share"), controls["one copy"]]
     assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 
