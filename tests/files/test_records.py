@@ -9,9 +9,8 @@ from typing import Literal
 import pytest
 from refusals import refused
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
-from sinkscope.files.records import Finite, Natural, Share, Whole, build, check_fields, checked_value, read_rows
+from sinkscope.files.records import Finite, Natural, Share, build, check_fields, read_rows
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Settings:
     def __post_init__(self):
         check_fields(self)
         if self.count > 100:
-            raise SinkscopeError("count is above 100: use a smaller one")
+            raise ValueError("count is above 100")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,6 @@ class Settings:
         ({"share": 2}, "Settings: share=2: expected a number from 0 to 1"),
         ({"share": "0.5"}, "Settings: share='0.5': expected a number from 0 to 1"),
         ({"count": True}, "Settings: count=True: expected a whole number"),
-        ({"count": 101}, "count is above 100: use a smaller one"),
         ({"names": ("a", "c")}, "Settings: names[1]='c': expected 'a' or 'b'"),
         ({"value": "third"}, "Settings: value='third': expected 'second' or a finite number"),
     ],
@@ -45,29 +43,10 @@ def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
         Settings(**given)
 
 
-def test_a_place_inside_of_data_is_named():
-    assert checked_value(list[dict[str, Whole]], [{"a": 1}], "file: ") == [{"a": 1}]
-    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b=-1: expected a whole number from 0$"):
-        checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file: ")
-
-
-@dataclass(frozen=True)
-class Inner:
-    words: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Sample:
     id: str
-    size: int
-    parts: tuple[Inner, ...] = ()
-
-    def __post_init__(self):
-        if self.size < 0:
-            raise ValueError(f"size is {self.size}, expected a number from 0")
-
-
-GOOD = {"id": "a", "size": 3, "parts": [{"words": ["x", "y"]}]}
+    parts: tuple[Settings, ...] = ()
 
 
 @pytest.mark.parametrize(
@@ -77,13 +56,13 @@ GOOD = {"id": "a", "size": 3, "parts": [{"words": ["x", "y"]}]}
         ("[" * 100_000, "a.jsonl line 2 is not JSON: give samples"),
         ([1], "a.jsonl line 2: [1]: expected an object: give samples"),
         ({"size": 3}, "a.jsonl line 2: id is missing: give samples"),
-        ({**GOOD, "size": "3"}, "a.jsonl line 2: size='3': expected a valid integer: give samples"),
-        ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1]=1: expected a valid string"),
-        ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0: give samples"),
+        ({"id": "a", "parts": [{"count": "3"}]}, "a.jsonl line 2: parts[0].count='3': expected a whole number"),
+        ({"id": "a", "parts": [{"count": 101}]}, "count is above 100: give samples"),
     ],
 )
 def test_damage_of_a_file_is_named_in_one_line(tmp_path, row, says):
-    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in (GOOD, row))
+    good = {"id": "a", "parts": [{"names": ["a", "b"]}]}
+    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in (good, row))
     (tmp_path / "a.jsonl").write_text(text)
     with refused(words=[says]):
         for where, one in read_rows(tmp_path / "a.jsonl", "samples"):

@@ -8,7 +8,7 @@ import pytest
 from sinkscope.measure.margin import DIFFERENCES, SCORES, count_above, interval_of, margin_of
 
 
-@pytest.mark.parametrize(("count", "errors"), [(3, 4.303), (4, 3.182), (12, 2.201), (60, 2.001)])
+@pytest.mark.parametrize(("count", "errors"), [(3, 4.303), (12, 2.201), (60, 2.001)])
 def test_the_margin_of_a_mean_is_as_many_standard_errors_as_student_s_t_says(count, errors):
     values = np.random.default_rng(count).normal(3.0, 2.0, count)
     assert margin_of(values) == pytest.approx(errors * values.std(ddof=1) / np.sqrt(count), rel=1e-3)
@@ -16,12 +16,10 @@ def test_the_margin_of_a_mean_is_as_many_standard_errors_as_student_s_t_says(cou
 
 
 def test_too_few_values_have_no_margin_and_equal_ones_none_at_all_but_for_scores():
-    assert margin_of(np.array([1.0, 2.0, np.nan])) is None
-    assert margin_of(np.ones(5)) == 0.0
+    assert margin_of(np.array([1.0, 2.0, np.nan])) is None and margin_of(np.ones(5)) == 0.0
     sure, same = interval_of(np.ones(10), SCORES), interval_of(np.zeros(10), DIFFERENCES)
-    assert sure is not None and (sure.mean, sure.high) == (1.0, 1.0) and 0.6 < sure.low < 0.8
-    assert sure.margin == 1.0 - sure.low
-    assert same is not None and -same.low == same.high == pytest.approx(2.201 * np.sqrt(2 / 11 / 12), rel=1e-3)
+    assert (sure.mean, sure.high, sure.margin) == (1.0, 1.0, 1.0 - sure.low) and 0.6 < sure.low < 0.8
+    assert -same.low == same.high == pytest.approx(2.201 * np.sqrt(2 / 11 / 12), rel=1e-3)
 
 
 def test_the_margin_of_a_count_is_that_of_texts_that_are_drawn_again():

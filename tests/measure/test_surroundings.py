@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,12 +38,6 @@ def trained(model: Any) -> None:
             module.gradient_checkpointing = True
             module._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
     model.train()
-
-
-def other_seeds(_model: Any) -> None:
-    torch.manual_seed(99)
-    np.random.seed(7)
-    random.seed(5)
 
 
 def writes_otherwise(model: Any) -> None:
@@ -105,18 +98,14 @@ def default(name: str, value: Any, before: Any, _model: Any) -> Iterator[None]:
 
 CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "dropout and gradient checkpointing": ("attack", trained),
-    "dropout under a patch": ("patch", trained),
     "settings of generate": ("why_loop", writes_otherwise),
     "settings of the tokenizer": ("find_sinks", reads_otherwise),
     "hooks": ("LoopGuard", hooked),
-    "other seeds": ("attack", other_seeds),
     "eager attention": ("find_sinks", lambda model: model.set_attn_implementation("eager")),
     "a thread that measures": ("lines", beside_another_thread),
     "inference mode": ("repeat", lambda _: torch.inference_mode()),
     "float64 by default": ("repeat", partial(default, "set_default_dtype", torch.float64, torch.float32)),
     "the meta device by default": ("find_sinks", partial(default, "set_default_device", "meta", None)),
-    "deterministic algorithms": ("barcode", partial(default, "use_deterministic_algorithms", True, False)),
-    "numpy raises": ("probability", lambda _: np.errstate(all="raise")),
     "warnings are errors": ("why_loop", lambda _: warnings.catch_warnings(action="error")),
 }
 """What surrounds a measurement: it is set on the model, or a block around the measurement."""
@@ -124,18 +113,14 @@ CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 def state_of(model: Any) -> dict[str, Any]:
     """What a measurement has to leave as it was: the model, and what all of the process shares."""
-    modules = []
-    for name, module in model.named_modules():
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-        modules.append((name, type(module), module.training, hooks, sorted(vars(module))))
+    hooks = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()]
     tokenizer = model.tokenizer
     return {
-        "modules": modules,
+        "modules": hooks,
         "parameters": [(one.requires_grad, one.grad, one._version) for one in model.parameters()],
         "settings": (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict()),
         "random numbers": (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()),  # beartype draws others
-        "torch": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
-        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), np.geterr(), len(warnings.filters)),
+        "torch": (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()),
         "tokenizer": (tokenizer.padding_side, tokenizer.truncation_side, tokenizer.model_max_length),
     }
 
