@@ -43,7 +43,7 @@ CONTENT = {
     "brackets.json": "[" * 10**6,
     "other.json": '{"mine": [1, 2, 3]}',
     "list.json": '[{"schema": 1, "kind": "sink-patch"}]',
-    "mine": '{"mine": 1}',
+    "mine": "mine",
     "none.gguf": "hello world",
     "blank.jsonl": " \n\n",
     "third.jsonl": '\ufeff\n\n{"text": \n',  # some editors begin a file with a mark: it is no part of a line
@@ -79,16 +79,15 @@ SPOILED = {  # entries of config.json, and files in place of those of a checkpoi
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder in which all is typed; nothing in it may change."""
     here = tmp_path_factory.mktemp("typed")
-    (here / "folder").mkdir()
-    (here / "reported").mkdir()
+    for name in ("folder", "reported"):
+        (here / name).mkdir()
     for name, text in CONTENT.items():
         (here / name).write_text(text)
     (here / "binary").write_bytes(bytes(range(256)) * 40)
     (here / "bytes").write_bytes(b"\xff\xfe\xfa bad")
-    found = sample_find_sinks()
-    found.save(here / "found.json")
-    found.save(here / "reported/found.json")
-    (here / "found.html").write_text(found.to_html())
+    for name in ("found.json", "reported/found.json"):
+        sample_find_sinks().save(here / name)
+    (here / "found.html").write_text(sample_find_sinks().to_html())
     for name, (entries, files) in SPOILED.items():
         folder = spoiled(here / name, **entries)
         (folder / "own.py").write_text("open('ran', 'w')")
@@ -114,13 +113,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert state(here) == before
 
 
-def state(folder: Path) -> dict[Path, tuple[int, ...]]:
-    """What is in a folder, and of each file when it was last written and how long it is."""
-    state: dict[Path, tuple[int, ...]] = {}
-    for path in folder.rglob("*"):
-        at = path.stat()
-        state[path] = () if path.is_dir() else (at.st_ino, at.st_mtime_ns, at.st_size)
-    return state
+def state(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Of each file in a folder, when it was last written and how long it is."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
 @pytest.mark.parametrize(
