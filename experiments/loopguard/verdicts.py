@@ -20,7 +20,8 @@ from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.detect import monitors
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.repetition import asked_copies
-from sinkscope.models.checkpoints.config import read_tokenizer
+from sinkscope.models.checkpoints.checkpoint import Files
+from sinkscope.models.checkpoints.locate import locate
 
 HALVES = ("choose", "report")
 RULES = {
@@ -62,9 +63,7 @@ def main(*, models: Sequence[Path], out: Path = Path("figures/loopguard_verdicts
         models: Files of the models.
         out: The JSON.
     """
-    tokenizers: dict[str, Any] = {
-        file.stem.split("-")[0]: read_tokenizer(file.parent, gguf=file.name) for file in models
-    }
+    tokenizers: dict[str, Any] = {file.stem.split("-")[0]: Files(locate(file)).read_tokenizer() for file in models}
     result: Row = {}
     for half in HALVES:
         for name, settings in RULES.items():

@@ -27,8 +27,6 @@ from sinkscope.models.checkpoints.config import (
     loading_errors,
     parse_device,
     parse_dtype,
-    read_config,
-    read_tokenizer,
 )
 from sinkscope.models.checkpoints.gguf_file import parsed_once
 from sinkscope.models.checkpoints.locate import BUNDLED, locate
@@ -80,19 +78,20 @@ def load(
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
     options = {"dtype": parse_dtype(dtype) or "auto", "quantization_config": quantization_config}
     is_split = world_size() > 1 and device_map is None and device is None
-    if device_map is None and not is_split and parse_device(device).type != "cpu":
-        device_map = {"": parse_device(device)}
+    place = parse_device(device)
+    if device_map is None and not is_split and place.type != "cpu":
+        device_map = {"": place}
     source = locate(x, revision)
     with quiet(), loading_errors(source.name), parsed_once() if source.is_gguf else nullcontext():
-        files = Files(source.where, revision=source.revision)
-        config = read_config(source.name, files.folder, gguf=files.gguf)
+        files = Files(source)
+        config = files.read_config()
         if is_split:
             from transformers.distributed import DistributedConfig  # from 5.19 on
 
             check_divides(config, source.name, world_size())
             options["distributed_config"] = DistributedConfig(tp_size=world_size())
-        hf = model_with_weights(source.name, files, config, {**options, "device_map": device_map})
-        hf.sinkscope_name, hf.tokenizer = source.name, tokenizer or read_tokenizer(files.folder, gguf=files.gguf)
+        hf = model_with_weights(files, config, {**options, "device_map": device_map})
+        hf.sinkscope_name, hf.tokenizer = source.name, tokenizer or files.read_tokenizer()
         if files.commit is not None:
             hf.config._name_or_path, hf.config._commit_hash = str(source.where), files.commit
         check_finite(hf)
@@ -151,7 +150,7 @@ def open_target(
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
         if not (whole or world_size() > 1 or model in (None, BUNDLED) or source.is_gguf):
             with quiet(), loading_errors(source.name), suppress(UnsupportedError):
-                model = _stream(Files(source.where, revision=source.revision), source.name, **options)
+                model = _stream(Files(source), **options)
         if not isinstance(model, Target):
             model = load(model, revision=revision, **options)
     target = target_of(model, tokenizer)
@@ -164,20 +163,20 @@ LAYER_BYTES = 1 << 30
 """Layers of a streamed model stay in memory up to this size, so small models are read once."""
 
 
-def _stream(files: Files, name: str, dtype: Any, device: Any, tokenizer: Any) -> Target:
+def _stream(files: Files, dtype: Any, device: Any, tokenizer: Any) -> Target:
     """Open a checkpoint as a model whose layers are read when they are called and freed afterwards.
 
     Raises:
         SinkscopeError: The checkpoint is damaged.
         UnsupportedError: It has to be loaded whole.
     """
-    place, config = parse_device(device), read_config(name, files.folder)
+    place, config = parse_device(device), files.read_config()
     if not files.weight_map or is_quantised(config) or config is not config.get_text_config():
-        raise UnsupportedError(f"{name} is quantised, no safetensors, or has more than a text model")
+        raise UnsupportedError(f"{files.name} is quantised, no safetensors, or has more than a text model")
     own = torch.float32 if place.type == "cpu" else config.dtype  # half is slow there
     kind = parse_dtype(dtype) or own or torch.float32
     store = LayerStore(files, config, device=place, dtype=kind, resident=2)  # while the adapter is found
-    target = _checked(store.causal, tokenizer or read_tokenizer(files.folder), name, store)
+    target = _checked(store.causal, tokenizer or files.read_tokenizer(), files.name, store)
     ids = torch.zeros(1, 4, dtype=torch.long)
     target.forward(ids, last_layer=max(kinds_of(target.layers)))  # a proof may be known from another object
     layer_bytes = kind.itemsize * sum(parameter.numel() for parameter in target.layers[-1].parameters())

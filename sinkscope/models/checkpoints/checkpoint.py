@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.output import inside, open_regular, read_json
-from sinkscope.files.plain import in_one_line
 from sinkscope.models.checkpoints.config import causal_class, loading_errors
-from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG
+from sinkscope.models.checkpoints.gguf_file import GgufHeader
+from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, ModelSource
 from sinkscope.models.shards import local
 from sinkscope.models.target import Target
 from sinkscope.models.weights import is_plain
@@ -33,6 +33,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _BESIDE = ["*.json", "*.jinja", "*.model", "*.txt"]
 """What a repo has beside its weights."""
 _SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", _INDEX)
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NAMING = re.compile(".*_files?|transformers_weights")
 """Fields of settings that name other files."""
 
@@ -59,10 +60,10 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 class Files:
-    """The files of a model: a GGUF file, a folder (both a Path), or a repo on the hub (a str, org/name).
+    """The files of a model: a GGUF file, a folder, or a repo on the hub.
 
     Attributes:
-        name: Hub id, or base name of the file or folder.
+        name: Name of the model, for errors and reports.
         folder: The folder with config.json or the GGUF file; for a hub repo, its snapshot in the cache, which is named
             after the commit.
         commit: The hub's commit; None for a file or folder.
@@ -77,20 +78,21 @@ class Files:
         UnsupportedError: It holds another kind of model.
     """
 
-    def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
+    def __init__(self, source: ModelSource) -> None:
+        self.name, where = source.name, source.where
         self.commit: str | None = None
         self.gguf: str | None = None
         self.config: Any = {}
+        self._repo = str(where)
         if isinstance(where, str):
-            self.name = where
-            known = snapshot_download(where, revision=revision, allow_patterns=_BESIDE, ignore_patterns="*/*")
+            known = snapshot_download(where, revision=source.revision, allow_patterns=_BESIDE, ignore_patterns="*/*")
             self.folder = Path(known)
             self.commit = self.folder.name
         elif where.is_file():
-            self.folder, self.name, self.gguf = where.parent, in_one_line(where.name), where.name
+            self.folder, self.gguf = where.parent, where.name
             return
         else:
-            self.folder, self.name = where, in_one_line(where.resolve().name)
+            self.folder = where
         if (self.folder / ADAPTER_CONFIG).is_file():
             raise SinkscopeError(
                 f"{where} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with "
@@ -115,7 +117,7 @@ class Files:
         """Download files of a hub repo that are not here, if it has them."""
         missing = [name for name in names if not (self.folder / name).is_file()]
         if self.commit is not None and missing:
-            snapshot_download(self.name, revision=self.commit, allow_patterns=missing)
+            snapshot_download(self._repo, revision=self.commit, allow_patterns=missing)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -141,6 +143,38 @@ class Files:
                             tensors[name] = file.get_tensor(name)
         return tensors
 
+    def read_config(self) -> Any:
+        """Read the configuration of a causal language model.
+
+        Raises:
+            SinkscopeError: It is not a configuration, or has no layers.
+            UnsupportedError: It is another kind of model, or has no adapter.
+        """
+        from transformers import AutoConfig
+
+        header = None if self.gguf is None else GgufHeader(self.folder / self.gguf)
+        config: Any = AutoConfig.from_pretrained(self.folder, gguf_file=self.gguf, trust_remote_code=False)
+        text = config.get_text_config()
+        if header is not None:
+            header.apply_rope(text)
+        config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
+        if getattr(text, "attn_logit_softcapping", None) is not None:
+            config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
+        if text.num_hidden_layers < 1:
+            raise SinkscopeError(
+                f"{self.name} has no layers (num_hidden_layers is {text.num_hidden_layers} in its config.json)"
+            )
+        return config
+
+    def read_tokenizer(self) -> Any:
+        """Return the tokenizer beside the weights, or in the GGUF file; None if there is none."""
+        from transformers import AutoTokenizer
+
+        if self.gguf is None and not any((self.folder / file).is_file() for file in _VOCABULARIES):
+            return None
+        with loading_errors(f"the tokenizer in {self.folder.name}"):
+            return AutoTokenizer.from_pretrained(self.folder, gguf_file=self.gguf, trust_remote_code=False)
+
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
@@ -161,11 +195,10 @@ def without_place(model: Any, names: Iterable[str]) -> list[str]:
     return [name for name in sorted(names) if f"{prefix}{name}".startswith(weighty) or name.startswith(weighty)]
 
 
-def model_with_weights(name: str, files: Files, config: Any, options: dict[str, Any]) -> Any:
+def model_with_weights(files: Files, config: Any, options: dict[str, Any]) -> Any:
     """Return a model in eval mode, with the weights of the files: all its tensors, and none left out that it needs.
 
     Args:
-        name: Its name, for errors.
         files: Its files; weights of a repo are downloaded.
         config: Its configuration. Of a quantised model, further tensors may belong to its parts.
         options: What transformers takes beside it.
@@ -183,13 +216,13 @@ def model_with_weights(name: str, files: Files, config: Any, options: dict[str, 
     wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if wrong:
         raise UnsupportedError(
-            f"{name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
+            f"{files.name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
             "the weights belong to another config.json: download both from one revision"
         )
     extra = without_place(model, info["unexpected_keys"])
     if extra and not is_quantised(config):
         raise UnsupportedError(
-            f"{name} has the tensor {extra[0]}, for which its configuration has no place, so "
+            f"{files.name} has the tensor {extra[0]}, for which its configuration has no place, so "
             "the model would run without it: config and weights are of different models, or the weights hold an "
             "adapter or a quantisation; download both from one revision, or merge the adapter"
         )

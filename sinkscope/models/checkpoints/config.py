@@ -1,21 +1,18 @@
-"""Read and check the configuration, tokenizer, dtype and device of a model, before any weight is read."""
+"""Errors of loading, dtypes and devices by name, the class of a causal model, and checks of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sinkscope.errors import SinkscopeError, first_line, is_out_of_memory
-from sinkscope.models.checkpoints.gguf_file import GgufHeader
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @contextmanager
@@ -114,43 +111,6 @@ def causal_class(config: Any) -> Any:
             if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
                 return cls
     return AutoModelForCausalLM
-
-
-def read_config(name: str, folder: Path, *, gguf: str | None = None) -> Any:
-    """Read the configuration of a causal language model.
-
-    Args:
-        name: Name of the model, for errors.
-        folder: Folder that holds config.json or the GGUF file.
-        gguf: Name of the GGUF file.
-
-    Raises:
-        SinkscopeError: It is not a configuration, or has no layers.
-        UnsupportedError: It is another kind of model, or has no adapter.
-    """
-    from transformers import AutoConfig
-
-    header = None if gguf is None else GgufHeader(folder / gguf)
-    config: Any = AutoConfig.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
-    if header is not None:
-        header.apply_rope(config.get_text_config())
-    config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
-    text = config.get_text_config()
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
-    if text.num_hidden_layers < 1:
-        raise SinkscopeError(f"{name} has no layers (num_hidden_layers is {text.num_hidden_layers} in its config.json)")
-    return config
-
-
-def read_tokenizer(folder: Path, *, gguf: str | None = None) -> Any:
-    """Return the tokenizer beside the weights, or in the GGUF file; None if there is none."""
-    from transformers import AutoTokenizer
-
-    if gguf is None and not any((folder / file).is_file() for file in _VOCABULARIES):
-        return None
-    with loading_errors(f"the tokenizer in {folder.name}"):
-        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
 
 
 def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:

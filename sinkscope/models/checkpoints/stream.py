@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import layers_at, stack_of
 from sinkscope.models.checkpoints.checkpoint import Files, without_place
-from sinkscope.models.checkpoints.config import causal_class, check_finite, loading_errors
+from sinkscope.models.checkpoints.config import causal_class, check_finite
 
 
 class LayerStore:
@@ -82,6 +82,10 @@ class LayerStore:
         what = f"{path or 'what is around the layers'} of {self.source.name}"
         tensors = self.source.tensors([self._stored[path + name] for name in own])
         state = {name: tensors[self._stored[path + name]].to(self._device, own[name].dtype) for name in own}
-        with loading_errors(what):
+        try:
             module.load_state_dict(state, strict=False, assign=True)
+        except RuntimeError:
+            raise UnsupportedError(
+                f"{what} has other shapes than its configuration says: download both from one revision"
+            ) from None
         check_finite(module, f" of {what}")
