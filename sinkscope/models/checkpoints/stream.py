@@ -79,7 +79,7 @@ class LayerStore:
 
     def _read(self, module: nn.Module, path: str, own: Mapping[str, Tensor]) -> None:
         """Read tensors of a module, of which `own` has the dtypes; `path` is before their names below the base."""
-        what = f"{path or 'what is around the layers'} of {self.source.name}"
+        what = f"{path.strip('.') or 'the part around the layers'} of {self.source.name}"
         tensors = self.source.tensors([self._stored[path + name] for name in own])
         state = {name: tensors[self._stored[path + name]].to(self._device, own[name].dtype) for name in own}
         try:
