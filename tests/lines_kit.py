@@ -51,12 +51,9 @@ def lines_of(queries: int, keys: int) -> dict[Line, Tensor]:
 
 
 def on_lines(lines: Lines) -> Tensor:
-    """Which cells `[head query key]` lie on lines, line by line."""
-    heads, keys = lines.columns.shape
-    found = torch.zeros(heads, lines.grid.queries, keys, dtype=torch.bool)
-    for (kind, place), cells in lines_of(lines.grid.queries, keys).items():
-        found |= (lines.columns if kind == "vertical" else lines.offsets)[:, place, None, None] & cells
-    return found
+    """Which cells `[head query key]` lie on lines."""
+    offset = offsets(lines.grid.queries, lines.grid.keys)
+    return (lines.columns[:, None] | lines.offsets[:, offset.clamp(min=0)]) & (offset >= 0)
 
 
 def dense(scores: Scores, sees: Tensor | None = None) -> Tensor:

@@ -18,18 +18,17 @@ PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
 def test_only_the_model_that_is_tapped_is_seen():
     """Another model under a policy calls the same functions of transformers."""
     one, other = model_of("llama"), model_of("qwen3")
-    ids, mask = prompts([9], 2)
-    want = decode(one, ids, mask, 9)
-    shown = []
-    with H2O(budget=5).on(one), attention_rows(target_of(other), lambda *rows: shown.append(rows)):
-        assert not torch.allclose(decode(one, ids, mask, 9), want)
+    given, shown = (*prompts([9], 2), 9), list[int]()
+    want = decode(one, *given)
+    with H2O(budget=5).on(one), attention_rows(target_of(other), lambda rows: shown.append(rows.layer)):
+        assert not torch.allclose(decode(one, *given), want)
         assert not shown
-        decode(other, ids, mask, 9)
-        assert len(shown) == 3 * target_of(other).n_layers
+        decode(other, *given)
+        assert shown == 3 * [*range(target_of(other).n_layers)]
     twin = type(one)(one.config).eval()  # other weights, and the same configuration object
-    want = decode(twin, ids, mask, 9)
+    want = decode(twin, *given)
     with H2O(budget=5).on(one):
-        assert torch.equal(decode(twin, ids, mask, 9), want)
+        assert torch.equal(decode(twin, *given), want)
 
 
 def test_exits_in_any_order_restore_the_models_attention():

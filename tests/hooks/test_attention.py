@@ -11,7 +11,7 @@ import sinkscope as ss
 from sinkscope import kv
 from sinkscope.sparse import AShape
 
-ASKED = [ss.Knockout("first", heads=["L1.H1"]), kv.H2O(8), kv.AdaKV(8, window=2), AShape(first=1, local=4)]
+ASKED = [ss.Knockout("first", heads=["L1.H1"]), kv.AdaKV(8, window=2), AShape(first=1, local=4)]
 
 
 @pytest.mark.parametrize("edit", ASKED, ids=repr)

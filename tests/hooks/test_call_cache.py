@@ -18,8 +18,8 @@ IDS = torch.randint(5, 60, (1, 12), generator=torch.Generator().manual_seed(5))
 NEW = 6
 
 
-def named(name: str, positional: bool) -> LlamaForCausalLM:
-    """A Llama whose decoder takes its cache by a name, or as the fourth argument."""
+def named(name: str) -> LlamaForCausalLM:
+    """A Llama whose decoder takes its cache by a name, or, by that of transformers, as the fourth argument."""
     scope = {"LlamaModel": LlamaModel}
     exec(
         f"def forward(self, input_ids=None, attention_mask=None, position_ids=None, {name}=None, use_cache=None):\n"
@@ -32,8 +32,9 @@ def named(name: str, positional: bool) -> LlamaForCausalLM:
     class Named(LlamaForCausalLM):
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **given):
             cache = cache_in({name: None} | given)
-            told = (input_ids, attention_mask, position_ids)
-            out = self.model(*told, cache, use_cache) if positional else self.model(*told, **{name: cache})
+            told = [cache] if name == "past_key_values" else []
+            named = {} if told else {name: cache}
+            out = self.model(input_ids, attention_mask, position_ids, *told, **named)
             found = cache_argument(tiny_model("llama")[0], cache_in(out))
             return CausalLMOutputWithPast(logits=self.lm_head(out[0]), **found)
 
@@ -46,9 +47,9 @@ def generated(model) -> list[int]:
     return model.generate(IDS, attention_mask=torch.ones_like(IDS), **settings)[0].tolist()
 
 
-@pytest.mark.parametrize(("name", "positional"), [("cache", False), ("past_key_values", True)])
-def test_positions_go_on_and_policies_act_whatever_the_cache_is_called(name, positional):
-    model = named(name, positional)
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_positions_go_on_and_policies_act_whatever_the_cache_is_called(name):
+    model = named(name)
     for position in (0, IDS.shape[1] + 2):
         with ss.Ablate(layer=1, neurons=[3], positions=position).on(model) as run:
             generated(model)
@@ -63,7 +64,7 @@ def test_positions_go_on_and_policies_act_whatever_the_cache_is_called(name, pos
 
 def test_a_cache_by_an_unknown_name_is_refused():
     with refused("its cache does not come as cache or past_key_values, or .*; rename that argument"):
-        with ss.Ablate(layer=1, neurons=[3], positions=0).on(named("memory", False)) as run:
+        with ss.Ablate(layer=1, neurons=[3], positions=0).on(named("memory")) as run:
             generated(run.target.hf)
 
 

@@ -12,7 +12,6 @@ from kv_kit import model_of
 from organisms.tiny import attention_names
 
 from sinkscope.engine.stock import STOCK
-from sinkscope.kv import H2O
 
 
 def generated(model) -> torch.Tensor:
@@ -46,6 +45,3 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, call, error)
         assert len(calls) == call and torch.equal(generated(model), expected)
     assert (count_hooks(model), attention_names(model), STOCK) == before
     assert torch.equal(generated(model), plain)
-    with H2O(budget=6).on(model) as run:  # every later policy came upon what was left
-        generated(model)
-    assert len(run.usage) == 1

@@ -19,16 +19,12 @@ from sinkscope.sparse.serve import LoopServe
     ids=repr,
 )
 def test_only_the_latest_queries_stay_and_they_are_counted(voter, family):
-    model = model_of(family)
-    ids, mask = prompts([600], 3)
-    cache = DynamicCache(config=model.config)
+    model, cache = model_of(family), DynamicCache()
     with voter.on(model) as run:
-        decode(model, ids, mask, 600, cache)
-        known = getattr(cache, ROWS)[run.number].known[LATEST_QUERIES]
-        queries = [latest.query for latest in known.by_layer.values()]
+        decode(model, *prompts([600], 3), 600, cache)
+        queries = [one.query for one in getattr(cache, ROWS)[run.number].known[LATEST_QUERIES].by_layer.values()]
         kept = sum(query.nbytes for query in queries)
         assert len(queries) == 2 and kept == sum(query.untyped_storage().nbytes() for query in queries)
         assert all(query.shape[2] <= 64 for query in queries)
-        layers = [part for layer in cache.layers for part in (layer, layer.whole_layer) if part is not None]
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         assert run.usage[0].decoding_bytes >= held + kept

@@ -61,12 +61,6 @@ DOUBTFUL = {
     "chapters": "".join(f"Chapter {n} {'.' * 60} {7 * n}\n" for n in range(1, 30)),
     "a ladder with other words in each branch": f"    if not x:\n        return 0\n{''.join(BRANCHES[:60])}",
     "a ladder in braces": "".join(f"}} else if (x.{word}()) {{\n  {word}(y);\n" for word in WORDS[:60]),
-    "a ladder that grows": "".join(
-        f"    elif {' or '.join(f'x == {j}' for j in range(i))}:\n        return True\n" for i in range(1, 24)
-    ),
-    "a ladder that grows to the right": "".join(
-        f"{'    ' * i}elif x > {i}:\n{'    ' * (i + 1)}print(x)\n" for i in range(1, 30)
-    ),
     "one word 30 times": f"{prose(60)} {'the ' * 30}",
     "a block of 200 tokens, twice": f"{prose(180)} " * 2,
     "a paragraph in which words are exchanged": " ".join(

@@ -7,12 +7,14 @@ from unittest.mock import Mock
 import torch
 from organisms import kept_loop
 from organisms.tokens import BOS
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.generation.conversation import Conversation
-from sinkscope.generation.generate import generate
+from sinkscope.generation.decode import decode
 from sinkscope.loops import MonitorSettings, tail_period
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.opening.live import target_of
 
 STEPS, REWOUND = 140, 90  # new tokens; where a loop is taken back, fewer show it
 GUARD = LoopGuard(monitor=MonitorSettings(tail_beyond=0, cooldown=8))
@@ -43,15 +45,25 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
 
 
 def test_a_loop_is_taken_back_from_the_output_unless_it_is_shown_while_it_is_written():
-    o = kept_loop(period=12, reach=80)
+    """Processors are asked of the text as it is."""
+    o, seen = kept_loop(period=12, reach=80), list[list[int]]()
     prompt, want = o.prompt(30), o.answer(30, REWOUND)
-    (output,) = generate(o.model, [prompt], guard=GUARD, tokenizer=o.tokenizer, max_new_tokens=REWOUND)
-    tokens, first = output.tokens, output.events[0].data
-    stays = first["generated"] - first["taken_back"]
-    assert first["taken_back"] >= 2 * 12 and stays <= 30 + 12 + 1, "one copy of the cycle stays"
+
+    def see(input_ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(input_ids[0, len(prompt) :].tolist())
+        return scores
+
+    (tokens,), run = decode(target_of(o.model), [prompt], REWOUND, GUARD, logits_processor=[see])
+    assert run is not None
+    (event,) = run.events  # a guard that had forgotten the text would meet the loop as a new one
+    stays = event.data["generated"] - event.data["taken_back"]
+    assert event.data["taken_back"] >= 2 * 12 and stays <= 30 + 12 + 1, "one copy of the cycle stays"
     assert len(tokens) == REWOUND and tokens[:stays] == want[:stays]
     assert tokens[: stays + 24] != want[: stays + 24], "the third copy is left before its end"
     assert tail_period(tokens, shortest=24) is None
+    lengths = [*map(len, seen)]
+    assert {*lengths} == {*range(REWOUND)} and len(lengths) > REWOUND, "what was taken back is chosen again"
+    assert lengths.count(0) == 1 and tokens[:-1] in seen, "the first token is chosen once"
     chat = Conversation(o.model, GUARD, tokenizer=o.tokenizer)
     turn = chat.ask(prompt, max_new_tokens=REWOUND, streamer=Mock())
     assert len(turn.ids) == REWOUND and turn.events and not any(event.data["taken_back"] for event in turn.events)

@@ -67,9 +67,8 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
     assert len(events) == 2 * 2 * target_of(model).n_layers
     for event in events:
         queries, keys = event.data["queries"], event.data["keys"]
-        begin, stop = (330, 480) if queries == 150 else (0, 330)
-        assert event.position + 1 == keys == (330, 271)[event.row] + begin // 330 * 150
-        some = sees[event.layer][event.row, :, begin:stop]  # type: ignore
+        assert event.position + 1 == keys == (330, 271)[event.row] + (queries == 150) * 150
+        some = sees[event.layer][event.row, :, 480 - 150 :] if queries == 150 else sees[event.layer][event.row, :, :330]
         every = sum(range(keys - queries + 1, keys + 1))
         assert event.data["attended"] == pytest.approx(float(some.sum() / 4 / every))
     assert min(event.data["attended"] for event in events) < 0.75

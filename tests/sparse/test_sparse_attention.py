@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lines_kit import dense, drawn, on_lines, per_head
 from refusals import refused
-from test_bands import random_bands
+from test_bands import random_bands, seen
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -43,10 +43,15 @@ def inputs(
     seed=st.integers(0, 999),
 )
 def test_on_bands_it_equals_attention_under_the_mask(queries, past, dense_rows, dtype, seed):
+    """The mask is that of the definition, of which each cell counts once."""
     scores, value = inputs(4, 2, queries, queries + past, seed, dtype)
     bands = random_bands(4, queries, queries + past, seed, dense_rows)
+    cells, without = seen(bands), replace(bands, dense_rows=0)
+    assert torch.equal(bands.rows(past + torch.arange(queries)), cells)
+    assert_close(bands.attended(), cells.sum((1, 2)) / bands.grid.cells)
+    assert torch.equal(without.cells(), seen(without).sum((1, 2)))
     out = line_attention(scores, value, bands)
-    wanted = dense(scores, bands.rows(past + torch.arange(queries))) @ per_head(value, 4)
+    wanted = dense(scores, cells) @ per_head(value, 4)
     assert_close(out.double(), wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
     assert out.dtype == dtype
 
