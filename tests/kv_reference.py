@@ -124,28 +124,23 @@ def pyramid(policy: Any, seen: Seen) -> Tensor:
 
 def shared_budget(scores: Tensor, held: Tensor, sure: Tensor, base: list[int], floor: float) -> Tensor:
     """Feng et al. 2024, algorithm 1, for one row: the best of all heads, less what `floor` gives each of them."""
-    heads, _ = held.shape
-    free = [(float(scores[h, i]), h, i) for h, i in (held & ~sure).nonzero().tolist()]
-    best = sorted(free, reverse=True)[: sum(base)]
-    keep = held & sure
-    for head in range(heads):
-        share = sum(h == head for _, h, _ in best)
-        if len(free) > sum(base):
-            share = int((1 - floor) * share + floor * base[head] + 1e-6)
-        for _, _, i in sorted((one for one in free if one[1] == head), reverse=True)[:share]:
-            keep[head, i] = True
+    free = sorted([(float(scores[h, i]), h, i) for h, i in (held & ~sure).nonzero().tolist()], reverse=True)
+    keep, total = held & sure, sum(base)
+    for head, own in enumerate(base):
+        share = sum(h == head for _, h, _ in free[:total])
+        if len(free) > total:
+            share = int((1 - floor) * share + floor * own + 1e-6)
+        keep[head, [i for _, h, i in free if h == head][:share]] = True
     return keep
 
 
 def adakv(policy: Any, seen: Seen) -> Tensor:
     """SnapKV's votes, and one budget for the heads of a layer."""
-    scores, place = votes(policy, seen), seen.real.cumsum(1) - 1
-    keep = []
+    scores, keep, at = votes(policy, seen), list[Tensor](), torch.arange(seen.real.shape[1])
     for row, window in enumerate(windows(policy, seen.budgets)):
-        latest = max(policy.last, window)
-        sure = (place[row] < policy.first) | (place[row] >= int(seen.real[row].sum()) - latest)
-        held = seen.held[row]
-        base = [max(0, seen.budgets[row] - int((held[head] & sure).sum())) for head in range(len(held))]
+        padding, held = int((~seen.real[row]).sum()), seen.held[row]
+        sure = (at < padding + policy.first) | (at >= len(at) - max(policy.last, window))
+        base = [max(0, seen.budgets[row] - int((of_head & sure).sum())) for of_head in held]
         keep.append(shared_budget(scores[row], held, sure.expand_as(held), base, policy.floor))
     return torch.stack(keep)
 

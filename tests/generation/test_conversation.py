@@ -59,14 +59,13 @@ def test_the_end_token_is_not_in_the_text():
     """That of the model, which the tokenizer does not know; one that is asked for ends a turn as well."""
     model, tokenizer = tiny_model("llama")
 
-    def ask(edit=None, **more):
+    def ask(edit=None, **more) -> Turn:
         return Conversation(model, edit, tokenizer=tokenizer).ask([5, 17, 8], **{"max_new_tokens": 6, **more})
 
-    plain = ask()
-    end = plain.ids.index(plain.ids[3]) + 1
-    assert ask(StreamingLLM(40), eos_token_id=[95, plain.ids[3]]).ids == plain.ids[:end]
-    model.generation_config.eos_token_id = [95, plain.ids[1]]
-    assert ask().ids == plain.ids[:2] and ask().text == tokenizer.decode([plain.ids[0]])
+    ids = ask().ids
+    assert ask(StreamingLLM(40), eos_token_id=[95, ids[3]]).ids == ids[: ids.index(ids[3]) + 1]
+    model.generation_config.eos_token_id = [95, ids[1]]
+    assert ask().ids == ids[:2] and ask().text == tokenizer.decode([ids[0]])
     assert ask(answer=[30, 31]).text == tokenizer.decode([30, 31])
 
 

@@ -11,9 +11,7 @@ from transformers import DynamicCache
 import sinkscope as ss
 
 EDITS = {
-    "full": ss.kv.Full(),
     "h2o": ss.kv.H2O(6),
-    "streaming": ss.kv.StreamingLLM(6),
     "loopserve": ss.LoopServe(6, prefill=False),
     "heads": ss.Ablate(heads=[(1, 2)]),
     "patch": ss.SinkPatch(layer=1, neurons=[3]),

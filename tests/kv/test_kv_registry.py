@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 import torch
@@ -117,36 +119,36 @@ def test_registering_a_name_twice_is_refused(monkeypatch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wrong(Policy):
-    """Returns what it is told to, from the given decoded token on."""
+class Scored(Policy):
+    """Scores positions by a function, from the given decoded token on."""
 
-    what: str = "shape"
+    by: Callable[[torch.Tensor], Any]
     since: int = 0
 
     def scores(self, at: LayerMoment):
-        good = at.kv.pos.float()
-        if at.step.state.decoded < self.since:
-            return good
-        return {
-            "shape": good[:, :, 1:],
-            "list": good.tolist(),
-            "nan": good.masked_fill(at.kv.pos == 2, torch.nan),
-            "padding or infinite": good.masked_fill(at.kv.pos < 0, torch.nan).masked_fill(at.kv.pos == 2, -torch.inf),
-        }[self.what]
+        return self.by(at.kv.pos) if at.step.state.decoded >= self.since else at.kv.pos.float()
+
+
+def without_two(pos: torch.Tensor) -> torch.Tensor:
+    return pos.float().masked_fill(pos == 2, torch.nan)
 
 
 @pytest.mark.parametrize(
-    ("what", "since", "says"),
+    ("by", "since", "says"),
     [
-        ("shape", 0, r"a Tensor of shape \(2, 2, \d+\) for layer 0: expected a tensor of shape \(2, 2, \d+\)"),
-        ("list", 2, "returned a list of shape \\(\\) for layer 0"),
-        ("nan", 0, "returned NaN for layer 0: slots without a score cannot be compared"),
-        ("nan", 2, "returned NaN for layer 0"),
-        ("padding or infinite", 0, None),
+        (
+            lambda pos: pos[:, :, 1:],
+            0,
+            r"a Tensor of shape \(2, 2, \d+\) for layer 0: expected a tensor of shape \(2, 2",
+        ),
+        (lambda pos: pos.tolist(), 2, r"returned a list of shape \(\) for layer 0"),
+        (without_two, 0, "returned NaN for layer 0: slots without a score cannot be compared"),
+        (without_two, 2, "returned NaN for layer 0"),
+        (lambda pos: pos.float().log(), 0, None),  # no number at padding, and an infinite one
     ],
 )
-def test_wrong_scores_of_a_policy_are_refused(what, since, says, model):
+def test_wrong_scores_of_a_policy_are_refused(by, since, says, model):
     ids, mask = prompts([12, 9])
-    policy = Wrong(budget=8, what=what, since=since, first=3)
+    policy = Scored(budget=8, by=by, since=since, first=3)
     with nullcontext() if says is None else refused(says), policy.on(model):
         model.generate(ids, attention_mask=mask, max_new_tokens=5)

@@ -66,15 +66,16 @@ def test_each_act_soon_after_another_keeps_fewer_tokens(model):
 
 
 @pytest.mark.parametrize(
-    ("policy", "first"),
+    ("policy", "budget", "first"),
     [
-        (StreamingLLM(budget=20, first=4), 10),  # half of the policy's budget is left for the latest tokens
-        (H2O(budget=40), 12),
+        (StreamingLLM(budget=20, first=4), 48, 10),  # half of the policy's budget is left for the latest tokens
+        (StreamingLLM(budget=40, first=16), 24, 16),
+        (H2O(budget=40), 48, 12),
     ],
 )
-def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard(policy, first, model):
+def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard(policy, budget, first, model):
     (prompt, mask), cache = prompts([60]), DynamicCache()
-    with (policy | LoopGuard.paper(48, anchors=16, monitor=EAGER)).on(model) as run:
+    with (policy | LoopGuard.paper(budget, anchors=16, monitor=EAGER)).on(model) as run:
         feed(model, prompt, mask, torch.tensor([LOOP * 12]), cache)
     assert run.events and all(event.data["kept"][0][1] >= first for event in run.events)
     for head in cache.layers[0].pos[0]:

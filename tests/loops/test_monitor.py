@@ -46,6 +46,11 @@ def test_alarms_come_when_section_5_2_says(seed, alarms, ttr, cr, periods):
         assert sum(step.tail.period for step in steps if step.tail) == periods
 
 
+def test_without_probabilities_both_other_votes_are_needed_and_enough():
+    monitor = Monitor(PaperSettings(votes=3))
+    assert any([monitor.update(token, None).trigger for token in [1, 2, 3] * 100])
+
+
 @pytest.mark.parametrize(("asked", "first"), [(0, 100), (30, 30 * 4 + 1)])
 def test_a_limit_of_copies_holds_for_data_as_well_unless_more_are_asked_for(asked, first):
     """As for a guard: 20 copies and 100 tokens, which are 25 copies of four."""
