@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 
@@ -20,7 +19,7 @@ def plain(value: Any) -> Any:
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [plain(item) for item in value]
-    return value if isinstance(value, int | float | str | bool | None) else str(value)
+    return value if isinstance(value, int | float | str | None) else str(value)
 
 
 def differences(wanted: Any, found: Any, near: float = 1e-5, *, lacks: bool = False, where: str = "") -> list[str]:
@@ -35,19 +34,15 @@ def differences(wanted: Any, found: Any, near: float = 1e-5, *, lacks: bool = Fa
     """
     if lacks and found is None:
         return []
-    parts = None
+    if isinstance(wanted, list) and isinstance(found, list):
+        wanted, found = dict(enumerate(wanted)), dict(enumerate(found))
     if isinstance(wanted, dict) and isinstance(found, dict) and wanted.keys() == found.keys():
-        parts = [name for name in wanted if "seconds" not in name]
-    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
-        parts = range(len(wanted))
-    if parts is not None:
         said = []
-        for part in parts:
-            said += differences(wanted[part], found[part], near, lacks=lacks, where=f"{where}[{part!r}]")
+        for part in wanted:
+            if "seconds" not in str(part):
+                said += differences(wanted[part], found[part], near, lacks=lacks, where=f"{where}[{part!r}]")
         return said
+    same = wanted == found or (wanted != wanted and found != found)  # both are NaN
     if isinstance(wanted, float) and isinstance(found, int | float):
-        if (math.isnan(wanted) and math.isnan(found)) or abs(wanted - found) <= near * max(1, abs(wanted)):
-            return []
-    elif wanted == found:
-        return []
-    return [f"{where}: {str(wanted)[:120]} became {str(found)[:120]}"]
+        same |= abs(wanted - found) <= near * max(1, abs(wanted))
+    return [] if same else [f"{where}: {str(wanted)[:120]} became {str(found)[:120]}"]

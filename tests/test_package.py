@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 from repository import ROOT, python, ran
 
 import sinkscope
+from sinkscope.errors import SinkscopeWarning, warn
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # A package imports only what stands above it.
@@ -47,6 +48,13 @@ def test_shapes_are_checked_while_tests_run():
 
     with pytest.raises(jaxtyping.TypeCheckError):
         slash_sums(torch.ones(3, 4), torch.arange(3))  # no heads
+
+
+def test_a_warning_is_at_the_line_of_the_user_that_led_to_it():
+    with pytest.warns(SinkscopeWarning) as caught:
+        line = sys._getframe().f_lineno + 1
+        sorted([2, 1], key=lambda _: warn("once") or 0)
+    assert {(one.filename, one.lineno) for one in caught} == {(__file__, line)}
 
 
 def test_type_checkers_see_the_names_that_are_there():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from attack_kit import text_file
+from organisms import organism
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import SinkCard
 from sinkscope.app.scan import scan
 from sinkscope.opening.load import open_target
+from sinkscope.sinks.spikes.find import find_sinks
 
 pytestmark = pytest.mark.few_texts
 
@@ -75,3 +79,19 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
     assert opened == ["stream"]
     said = {part.name: part.conclusion for part in card.parts}
     assert said["why-sink"] == "not measured, because it needs the whole model in memory." != said["repeat"]
+
+
+def test_find_sinks_says_the_same_of_a_folder_that_is_streamed(tmp_path, monkeypatch):
+    deep = organism("llama", 1, n_layers=7)
+    text = text_file(deep, tmp_path, 20)
+    memory = find_sinks(deep.model, tokenizer=deep.tokenizer, text=text)
+    monkeypatch.setattr("sinkscope.opening.load.LAYER_BYTES", 0)  # no layer stays in memory
+    target = open_target(deep.save(tmp_path / "m"))
+    reads, tensors = Counter[str](), target.store.source.tensors
+    monkeypatch.setattr(target.store.source, "tensors", lambda names: reads.update(names) or tensors(names))
+    streamed = find_sinks(target, text=text)
+    assert max(reads.values()) <= 15 and streamed.needed == memory.needed
+    assert streamed.first_token_norm == pytest.approx(memory.first_token_norm, rel=1e-4)
+    at_place, other = (one.spikes[0].named("effects", "at place") for one in (streamed, memory))
+    assert at_place.get("heads") == other.get("heads")
+    assert "loss" not in at_place.numbers and "loss" in other.numbers
