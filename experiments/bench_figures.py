@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import plotly.graph_objects as go
+import pandas as pd
+import plotly.express as px
 
-from experiments.drawn import draw, error_bars
-from experiments.record import Row, value_of_each, write_record
+from experiments.drawn import draw
+from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.bench.benchmark import bench
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.table import PERCENT, tabulate_records
 from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.results.console import ProgressBar
-from sinkscope.results.style import COLOURS, figure_of
+from sinkscope.results.style import figure_of
 
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
@@ -64,26 +65,15 @@ RUNS = {
 
 def figure(data: Row) -> Any:
     """Bars by method, a colour for each set."""
-    rows = data["result"]["rows"]
-    measure = data["settings"]["measure"]
-    fig: Any = go.Figure()
-    for number, name in enumerate(dict.fromkeys(row["set"] for row in rows)):
-        mine = [row for row in rows if row["set"] == name]
-        errors = None
-        if all(row["high"] is not None for row in mine):
-            errors = error_bars(mine, measure)
-        methods = value_of_each(mine, "method")
-        values = value_of_each(mine, measure)
-        fig.add_bar(x=methods, y=values, name=name, error_y=errors, marker_color=COLOURS[number % len(COLOURS)])
-    fig.update_xaxes(tickangle=-35)
-    fig.update_yaxes(title_text=AXES[measure])
+    measure, frame = data["settings"]["measure"], pd.DataFrame(data["result"]["rows"])
+    frame = frame.assign(above=frame["high"] - frame[measure], below=frame[measure] - frame["low"])
+    errors: Row = {"error_y": "above", "error_y_minus": "below"}
+    fig = px.bar(frame, x="method", y=measure, color="set", barmode="group", **errors)
+    fig.update_xaxes(tickangle=-35).update_yaxes(title_text=AXES[measure])
     if measure in PERCENT:
         fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
-    longest = max(len(row["method"]) for row in rows)
-    bottom = max(170, 80 + 5 * longest)  # room for names that stand at an angle
-    place = {"width": 1100, "height": 350 + bottom, "bottom": bottom, "legend": (60 - bottom) / 260}
     title = f"{AXES[measure]}: {data['settings']['task']} with {data['settings']['model']}"
-    return figure_of(fig, None, title, barmode="group", **place)
+    return figure_of(fig, None, title, width=1100, height=620, bottom=270)
 
 
 def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("figures")) -> None:

