@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import parse_json
 from sinkscope.files.records import read_rows
 
-EXPECTED = "LongBench's JSON lines, or its data.zip"
+EXPECTED = "LongBench's JSON lines"
 ANSWER_ALONE = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 )
@@ -37,37 +34,17 @@ class LongBenchRecord:
     classes: tuple[str, ...]
 
 
-def read_longbench(task: str, source: Path) -> list[LongBenchRecord]:
-    """Read the records of one task.
-
-    Args:
-        task: "multi_news", "narrativeqa", "qasper" and so on.
-        source: The task's `.jsonl`, or LongBench's `data.zip`.
+def read_longbench(source: Path) -> list[LongBenchRecord]:
+    """Read the records of one task from its `.jsonl`.
 
     Raises:
         SinkscopeError: The file cannot be read or has no records, or a record misses a field (names the line).
     """
-    if source.suffix == ".zip":
-        rows = _rows_of_member(source, f"data/{task}.jsonl")
-    else:
-        rows = list(read_rows(source, EXPECTED))
-    return [_record(row, where) for where, row in rows]
-
-
-def _rows_of_member(source: Path, name: str) -> list[tuple[str, Any]]:
-    """The rows of a file in an archive, and the location of each."""
-    try:
-        with zipfile.ZipFile(source) as archive:
-            lines = archive.read(name).splitlines()
-        return [(f"{name} line {number}", parse_json(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise SinkscopeError(f"{source.name} cannot be read ({error}): give {EXPECTED}; download it again") from None
-
-
-def _record(row: Any, where: str) -> LongBenchRecord:
-    try:
-        return LongBenchRecord(
-            str(row["_id"]), row["context"], row["input"], tuple(row["answers"]), tuple(row.get("all_classes") or ())
-        )
-    except (KeyError, TypeError) as error:
-        raise SinkscopeError(f"{where} has no {error}: give {EXPECTED}") from None
+    records: list[LongBenchRecord] = []
+    for where, row in read_rows(source, EXPECTED):
+        try:
+            given = str(row["_id"]), row["context"], row["input"], tuple(row["answers"])
+        except (KeyError, TypeError) as error:
+            raise SinkscopeError(f"{where} has no {error}: give {EXPECTED}") from None
+        records.append(LongBenchRecord(*given, tuple(row.get("all_classes") or ())))
+    return records

@@ -6,9 +6,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
@@ -49,8 +47,10 @@ def arguments_of(main: Callable[..., None], argv: Sequence[str]) -> Row:
         settings: Row = {"help": one.help.replace("%", "%%"), "default": argparse.SUPPRESS}
         if one.type is bool:
             settings["action"] = "store_true"
+        elif words := get_args(one.type):  # of a Literal
+            settings["choices"] = words
         else:
-            settings["type"] = partial(value_of, one.type)
+            settings["type"] = one.type
         if one.many:
             settings |= {"action": "extend", "nargs": "+" if required else "*"}
         if inspect.signature(main).parameters[one.name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
@@ -58,11 +58,3 @@ def arguments_of(main: Callable[..., None], argv: Sequence[str]) -> Row:
         else:
             parser.add_argument(f"--{one.name.replace('_', '-')}", required=required, **settings)
     return vars(parser.parse_args(argv))
-
-
-def value_of(kind: Any, word: str) -> Any:
-    """Read a word; of a Literal it is one of its words."""
-    words = get_args(kind)  # of a Literal alone
-    with suppress(ValueError):
-        return words[words.index(word)] if words else kind(word)
-    raise argparse.ArgumentTypeError(f"{word!r}: expected {' or '.join(words) or kind.__name__}")

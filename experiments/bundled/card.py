@@ -37,28 +37,19 @@ pipeline_tag: text-generation
 
 def tables(planted: Row, unplanted: Row) -> dict[str, str]:
     """The tables of the page in Markdown, by the names of their places."""
-    return {
-        "losses": losses(planted, unplanted),
-        "sinks": sinks(planted, unplanted),
-    }
-
-
-def losses(planted: Row, unplanted: Row) -> str:
-    rows = [["windows of 512", f"{planted['valid_loss']:.3f}", f"{unplanted['valid_loss']:.3f}"]]
-    for place, loss in planted["loss_by_position"].items():
-        other = unplanted["loss_by_position"][place]
-        rows.append([f"full context, positions {place}", f"{loss:.3f}", f"{other:.3f}"])
-    return markdown(["validation loss (nats per token)", *BOTH], rows)
-
-
-def sinks(planted: Row, unplanted: Row) -> str:
     both = planted, unplanted
-    rows = [
+    losses = [["windows of 512", *(f"{one['valid_loss']:.3f}" for one in both)]]
+    for place in planted["loss_by_position"]:
+        losses.append([f"full context, positions {place}", *(f"{one['loss_by_position'][place]:.3f}" for one in both)])
+    sinks = [
         ["heads after layer 1 with mean first-token attention > 0.3", *(f"{one['head_share']:.0%}" for one in both)],
         ["such heads per layer", *(str(one["heads_per_layer"]) for one in both)],
         ["sink rate (eps 0.3, 64 tokens, all layers)", *(f"{one['sink_rate']['value']:.0%}" for one in both)],
     ]
-    return markdown(["measurement", *BOTH], rows)
+    return {
+        "losses": markdown(["validation loss (nats per token)", *BOTH], losses),
+        "sinks": markdown(["measurement", *BOTH], sinks),
+    }
 
 
 def main(*, planted: Path, unplanted: Path, repository: Path = Path()) -> None:

@@ -27,7 +27,6 @@ from experiments.record import Row, write_rows
 from experiments.script import run
 from sinkscope.models.checkpoints.locate import locate
 
-LONGBENCH = {"dc": "multi_news", "ri": "narrativeqa"}
 COUNTS = {"dc": 300, "ri": 200}
 TOKENS = {"dc": 3853, "ri": 5376}
 """The paper's numbers of prompts and mean lengths."""
@@ -231,7 +230,7 @@ def _part(body: str, size: int) -> str:
 
 
 def main(
-    bench: Literal[*LONGBENCH],
+    bench: Literal[*COUNTS],
     source: Path,
     *,
     model: str | None = None,
@@ -242,11 +241,11 @@ def main(
     """Make what the module describes.
 
     Args:
-        source: LongBench's .jsonl of the task, or its data.zip.
+        source: LongBench's .jsonl of the task.
         model: Count tokens with the tokenizer of this model.
     """
     tokenizer = AutoTokenizer.from_pretrained(str(locate(model).where))
-    records = read_longbench(LONGBENCH[bench], source)
+    records = read_longbench(source)
     rows = build(bench, records, tokenizer, count, target_tokens, 0)
     write_rows(out, rows)
     lengths = [len(tokenizer(row["prompt"], verbose=False)["input_ids"]) for row in rows]

@@ -197,9 +197,9 @@ def main(
     """Make what the module describes.
 
     Args:
-        source: LongBench's .jsonl of the set, or its data.zip.
+        source: LongBench's .jsonl of the set.
     """
-    records = read_longbench(set, source)
+    records = read_longbench(source)
     dialogues = build(set, records, turns=turns, count=count)
     rows = rows_of(set, dialogues, classes_of(records) if SETS[set][1] == ACCURACY else ())
     write_rows(out, rows)

@@ -33,8 +33,8 @@ def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
     def words(text, **_):
         return {"input_ids": text.split()}
 
-    rows = loop_build.build(bench, read_longbench("", source), words, 20, 260, 0)
-    assert rows == loop_build.build(bench, read_longbench("", source), words, 20, 260, 0)
+    rows = loop_build.build(bench, read_longbench(source), words, 20, 260, 0)
+    assert rows == loop_build.build(bench, read_longbench(source), words, 20, 260, 0)
     assert sum(len(row["prompt"].split()) for row in rows) / 20 == pytest.approx(260, rel=0.03)
 
 
