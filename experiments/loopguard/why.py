@@ -15,7 +15,7 @@ from experiments.loopguard.real import FULL, openings_of, outputs_of
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.loops.why import WhyLoop, why_loop
+from sinkscope.loops.why import REMOVED, WhyLoop, why_loop
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 
@@ -41,8 +41,8 @@ def row_of(found: WhyLoop) -> Row:
     if found.period is not None:
         said = " and ".join(sorted(found.kept_by)) or "undecided"
     tried: Row = {}
-    for each in found.tried:
-        tried[each.without] = {"goes_on": each.goes_on, "control": each.control, "other_loop": each.other_loop}
+    for name, row in zip(REMOVED, found.tried, strict=False):
+        tried[name] = {"goes_on": row.get("share"), "control": row.get("control"), "other_loop": row.get("other_loop")}
     return {"found": said, "period": found.period, "added": found.added, "goes_on": found.goes_on, "tried": tried}
 
 

@@ -26,7 +26,6 @@ import torch
 from pydantic import Field, Strict
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import plain
 from sinkscope.files.records import Wording
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit import Knockout
@@ -39,7 +38,6 @@ from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of, panels
-from sinkscope.results.tables import Table
 
 CONTINUED = 48  # tokens after a cut, or three periods
 STANDS = 0.5  # share of the loops that end without a cause that is needed
@@ -51,28 +49,10 @@ CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
 FROM_START = "sink, from the start"
 """The first token is hidden from all others in the whole text, so that another may become the sink."""
+REMOVED = (*CAUSES, CONTEXT, FROM_START)
+"""What is taken away, in the order in which it is told."""
 Continuations = dict[str, list[list[int]]]
 """The tokens that follow each removal, for one cut after another."""
-
-
-@dataclass(frozen=True)
-class RemovalEffect:
-    """What a loop does without a cause, over all cuts.
-
-    Attributes:
-        without: What was taken away: a cause, or, for reference, all of the context.
-        goes_on: Share of the continuations that end in the same loop.
-        other_loop: Share of them that end in another loop.
-        control: `goes_on` without as many random tokens before the loop, drawn anew at each cut. None: there is no
-            control, or fewer tokens stand before the loop.
-        ends: Whether at least half of the loops end, and more than under random changes.
-    """
-
-    without: str
-    goes_on: float
-    other_loop: float
-    control: float | None
-    ends: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,28 +65,25 @@ class WhyLoop(Result):
         onset: Position of the loop's first token.
         cuts: Positions at which causes were taken away.
         goes_on: Share of the continuations that end in the same loop if nothing is taken away.
-        tried: What was taken away, one after another.
+        tried: What the loop does without each of `REMOVED`, over all cuts: the share of the continuations that end in
+            the same loop, and of those in another one (other_loop). The control is the share without as many random
+            tokens before the loop, drawn anew at each cut; there is none if fewer stand there.
         kept_by: What keeps it going: causes that are needed, each of them, or "weights". Empty: undecided.
         added: Tokens of ordinary text that were put before the text, so that the copies have a control.
         ids: The tokens, the prompt first.
     """
 
     kind = "why-loop"
-    percent = ("goes_on", "other_loop", "control")
 
     prompt_tokens: int
     period: int | None = None
     onset: int | None = None
     cuts: tuple[int, ...] = ()
     goes_on: float = 0.0
-    tried: tuple[RemovalEffect, ...] = ()
+    tried: tuple[Row, ...] = ()
     kept_by: tuple[str, ...] = ()
     added: int = 0
     ids: tuple[int, ...] = ()
-
-    def rows(self) -> Table:
-        """Return a row for each thing that was taken away."""
-        return plain(self.tried)
 
     def conclusion(self) -> str:
         """Return what keeps the loop going, beside the control; or what was measured, and what to try."""
@@ -118,36 +95,26 @@ class WhyLoop(Result):
                 f"Undecided: {loop} goes on in {percent(self.goes_on)} {cases} if nothing is taken away; give the "
                 "prompt and the policy under which it was written."
             )
-        taken = [tried for tried in self.tried if tried.without in self.kept_by]
+        removed = dict(zip(REMOVED, self.tried, strict=False))
+        taken = [removed[cause] for cause in CAUSES if cause in self.kept_by]
         if not taken:
-            shares = [f"{percent(tried.goes_on)} without the {tried.without}" for tried in self.tried]
+            shares = [f"{percent(row.get('share'))} without the {cause}" for cause, row in removed.items()]
             verdict = "The weights alone keep it going" if self.kept_by else "Undecided, try another prompt"
             return f"{verdict}: {loop} goes on in {word_list(shares)} {cases}."
-        weakest = max(taken, key=lambda tried: tried.goes_on)
-        causes = word_list([f"the {tried.without}" for tried in taken])
+        weakest = max(taken, key=lambda row: row.get("share"))
+        causes = word_list([f"the {cause}" for cause in self.kept_by])
         if len(taken) > 1:
             causes = f"one of {causes}"
-        other = max(tried.other_loop for tried in taken)
+        other = max(row.get("other_loop") for row in taken)
         follows = f", but another follows in {percent(other)}" if other else ""
-        control = percent(1 - (weakest.control or 0.0))
-        stops = f"this loop stops in {percent(1 - weakest.goes_on)} {cases}"
-        return f"Remove {causes}, and {stops}{follows} (random changes: {control})."
+        stops = f"this loop stops in {percent(1 - weakest.get('share'))} {cases}"
+        return f"Remove {causes}, and {stops}{follows} (random changes: {percent(1 - weakest.get('control'))})."
 
     def details(self) -> list[str]:
         """Return how much ordinary text was put before the text."""
         if not self.added:
             return []
         return [f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."]
-
-    def findings(self) -> list[Row]:
-        """Return how often the loop goes on without each thing."""
-        rows: list[Row] = []
-        for tried in self.tried:
-            share = Mean(tried.goes_on, kind="share")
-            control = None if tried.control is None else Mean(tried.control, kind="share")
-            name = f"goes on without {tried.without}"
-            rows.append(row_of("findings", name, "random changes" if control else "", share=share, control=control))
-        return rows
 
     def figure(self) -> Any:
         """Draw how often the loop goes on without each thing, beside random changes of the same size."""
@@ -243,13 +210,13 @@ class LoopedText:
         rounds = self.ids[-period:] * (2 + size // period)
         return any(rounds[begin : begin + size] == list(tokens[-size:]) for begin in range(period))
 
-    def effect_of(self, cause: str, written: Continuations) -> RemovalEffect:
-        """Compare the continuations without a cause with those of its random draws and of the intact cache."""
-        shares = {name: fmean(map(self.goes_on, continued)) for name, continued in written.items()}
-        intact, goes_on, control = shares[NOTHING], shares[cause], shares.get(f"random {cause}")
+    def effect_of(self, cause: str, written: Continuations) -> Row:
+        """Compare the continuations without a cause with those of its random draws."""
+        shares = {name: Mean(fmean(map(self.goes_on, continued)), kind="share") for name, continued in written.items()}
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in written[cause])
-        ends = control is not None and intact > 0 and intact - goes_on >= STANDS * intact and goes_on < control
-        return RemovalEffect(cause, goes_on, other, control, ends)
+        control = shares.get(f"random {cause}")
+        numbers = {"share": shares[cause], "control": control, "other_loop": Mean(other, kind="share")}
+        return row_of("findings", f"goes on without {cause}", "random changes" if control else "", **numbers)
 
 
 def _refuse_unused(*, answer: Any, max_new_tokens: int | None, **_: Any) -> None:
@@ -306,8 +273,13 @@ def why_loop(
     written = looped.continuations(positions)
     goes_on = fmean(map(looped.goes_on, written[NOTHING]))
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
-    kept_by = tuple(each.without for each in tried if each.ends and goes_on >= STANDS)
-    if not kept_by and min(goes_on, tried[-1].goes_on) >= STANDS:
+    kept_by: tuple[str, ...] = ()
+    for cause, row in zip(CAUSES, tried, strict=False):
+        goes_on_without = row.get("share")
+        ends = goes_on - goes_on_without >= STANDS * goes_on and goes_on_without < row.get("control")
+        if ends and goes_on >= STANDS:
+            kept_by += (cause,)
+    if not kept_by and min(goes_on, tried[-1].get("share")) >= STANDS:
         kept_by = ("weights",)
     if "sink" in kept_by and setup.edit is None:
         rows = [looped.ids[:position] for position in positions]

@@ -14,8 +14,9 @@ from refusals import refused
 
 from sinkscope.hooks.edit import Knockout
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import FROM_START, LoopedText, RemovalEffect, WhyLoop, why_loop
+from sinkscope.loops.why import FROM_START, LoopedText, WhyLoop, why_loop
 from sinkscope.opening.load import load
+from sinkscope.results.row import Mean, of_table
 
 CYCLE = [5, 6, 7]
 SETUP: Any = SimpleNamespace(edit=None, seed=0)
@@ -45,8 +46,7 @@ def test_planted_causes_are_found():
     found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48)
     assert (found.kept_by, found.goes_on) == (("copies", "sink"), 1.0)
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
-    alone = {tried.without: tried.goes_on for tried in found.tried if tried.without != FROM_START}
-    assert alone == {"copies": 0, "sink": 0, "context": 0}
+    assert [row.get("share") for row in found.tried[:3]] == [0, 0, 0]
 
 
 @pytest.mark.usefixtures("_few_tokens")
@@ -55,13 +55,13 @@ def test_why_explains_a_given_answer():
     explain = partial(why_loop, made.model, tokenizer=made.tokenizer, cuts=3)
     given = explain(made.turn, answer=made.cycle * 4)
     assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
-    (hidden,) = [tried for tried in given.tried if tried.without == FROM_START]
+    hidden = of_table(given.tried, "findings")[f"goes on without {FROM_START}"]
     text, written = LoopedText(SETUP, list(given.ids), 1, Tail(6, 40, 9.0)), list[bool]()
     for cut in given.cuts:  # by `generate` with the first token hidden from the start
         with Knockout([0]).on(made.model):
             out = made.model.generate(torch.tensor([given.ids[:cut]]), max_new_tokens=24, do_sample=False)
         written.append(text.goes_on(out[0, cut:].tolist()))
-    assert hidden.goes_on == sum(written) / 3
+    assert hidden.get("share") == sum(written) / 3
     # The model does not write this loop: nothing is concluded of what it does without a cause.
     other = explain(made.turn, answer=[300, 301, 302, 303, 304, 305] * 6)
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0% of 3")
@@ -81,8 +81,8 @@ def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text(
     made = kept_loop(("copies",))
     found = why_loop(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=48)
     copies = found.tried[0]
-    assert (found.goes_on, copies.without, copies.goes_on) == (1.0, "copies", 0.0)
-    assert copies.control is not None and found.added > 0 and len(found.ids) == 25 + 48, "the text stays as it was"
+    assert (found.goes_on, copies.name, copies.get("share")) == (1.0, "goes on without copies", 0.0)
+    assert "control" in copies.numbers and found.added > 0 and len(found.ids) == 25 + 48, "the text stays as it was"
     assert found.details() == [f"{found.added} tokens of ordinary text stand before the prompt here, for a control."]
 
 
@@ -103,9 +103,10 @@ def test_removals_are_the_named_tokens_or_as_many_random_ones_before_the_loop(be
 def test_effects_and_what_the_conclusion_says_of_them():
     loop, other = CYCLE * 22, [8] * 66
     written = {"nothing": [loop, loop[1:]], "copies": [other, [5, 7, 6] * 22], "random copies": [loop, CYCLE * 2]}
-    copies = RemovalEffect("copies", 0.0, 1.0, 0.5, True)
-    assert looped().effect_of("copies", written) == copies
-    sink, context = RemovalEffect("sink", 0.1, 1.0, 0.8, True), RemovalEffect("context", 0.0, 0.0, None, False)
+    copies = looped().effect_of("copies", written)
+    assert [copies.get(name) for name in ("share", "control", "other_loop")] == [0.0, 0.5, 1.0]
+    sink = replace(copies, numbers={"share": Mean(0.1), "control": Mean(0.8), "other_loop": Mean(1.0)})
+    context = replace(copies, numbers={"share": Mean(0.0), "other_loop": Mean(0.0)})
     both = WhyLoop(prompt_tokens=1, period=3, cuts=(9, 10, 11), goes_on=1.0, tried=(copies, sink, context))
     for kept_by, words in (
         (("copies",), "Remove the copies, and this loop stops in 100% of 3 cases, but another follows in 100% (random"),
