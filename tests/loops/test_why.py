@@ -101,10 +101,12 @@ def test_removals_are_the_named_tokens_or_as_many_random_ones_before_the_loop(be
 
 
 def test_effects_and_what_the_conclusion_says_of_them():
-    loop, other = CYCLE * 22, [8] * 66
-    written = {"nothing": [loop, loop[1:]], "copies": [other, [5, 7, 6] * 22], "random copies": [loop, CYCLE * 2]}
-    copies = looped().effect_of("copies", written)
-    assert [copies.get(name) for name in ("share", "control", "other_loop")] == [0.0, 0.5, 1.0]
+    loop, other = CYCLE * 22, [5, 7, 6] * 22
+    written = {"nothing": [loop, loop[1:]], "copies": [other, loop[2:]], "random copies": [loop, loop]}
+    found = looped().effect_of("copies", written)
+    assert [found.get(name) for name in ("share", "control", "other_loop")] == [0.5, 1.0, 0.5]
+    assert not looped().goes_on(CYCLE * 2), "too short"
+    copies = replace(found, numbers={"share": Mean(0.0), "control": Mean(0.5), "other_loop": Mean(1.0)})
     sink = replace(copies, numbers={"share": Mean(0.1), "control": Mean(0.8), "other_loop": Mean(1.0)})
     context = replace(copies, numbers={"share": Mean(0.0), "other_loop": Mean(0.0)})
     both = WhyLoop(prompt_tokens=1, period=3, cuts=(9, 10, 11), goes_on=1.0, tried=(copies, sink, context))
