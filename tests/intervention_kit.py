@@ -57,5 +57,5 @@ def logits(model, ids: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def count_hooks(model: nn.Module) -> int:
-    names = [n for n in vars(nn.Module()) if n.endswith("_hooks")]
-    return sum(len(getattr(m, name)) for m in model.modules() for name in names)
+    tables = [vars(module) for module in model.modules()]
+    return sum(len(table[name]) for table in tables for name in table if name.endswith("_hooks"))

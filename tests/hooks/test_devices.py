@@ -25,11 +25,11 @@ def test_layers_on_two_devices():
 
     @torch.no_grad()
     def read(one, edit, ids):
+        cache, found = DynamicCache(config=one.config), []
         with edit.on(one):
-            cache = DynamicCache(config=one.config)
-            parts = (ids, ids[:, :1], ids[:, 1:2])
-            found = [one(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1] for part in parts]
-            return torch.cat(found, 1), cache.layers
+            for part in (ids, ids[:, :1], ids[:, 1:2]):
+                found.append(one(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1])
+        return torch.cat(found, 1), cache.layers
 
     wanted = {name: read(model, edit, ids)[0] for name, edit in EDITS.items()}
     with placed.places():

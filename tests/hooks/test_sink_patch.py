@@ -32,7 +32,7 @@ def test_calibrated_values_are_set_behind_the_first_token():
     assert run.summary() == "SinkPatch patched 20 values."
 
 
-def test_patch_from_result(tmp_path):
+def test_patch_from_result():
     """All neurons that write a spike of the first token, with their values on ordinary text."""
     found = sample_find_sinks()
     first, elsewhere = found.spikes
@@ -43,8 +43,6 @@ def test_patch_from_result(tmp_path):
     found = replace(found, spikes=(with_rows(first, *neurons, without=("writers",)), elsewhere))
     patch = SinkPatch.from_result(found)
     assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
-    patch.save(tmp_path / "patch.json")
-    assert SinkPatch.load(tmp_path / "patch.json") == patch
     assert patch.sites == (*patch.calibrated,) and patch.model["fingerprint"] == found.model.fingerprint
     for spikes in ((), (replace(first, needed=()),), (elsewhere,)):
         with refused(r"nothing to edit \(spikes: .*give the neurons yourself"):

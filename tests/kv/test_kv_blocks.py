@@ -22,7 +22,7 @@ from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.progressive import Progressive
 from sinkscope.sparse.serve import LoopServe
-from sinkscope.sparse.shapes import AShape, MInference, TriShape
+from sinkscope.sparse.shapes import AShape, TriShape
 
 IDS, MASK = prompts([14, 9], 4)
 
@@ -55,7 +55,6 @@ STREAMING = StreamingLLM(budget=9)
         ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
         ("llama", AShape() | TriShape(), "AShape and TriShape would both decide how prompts are read"),
-        ("llama", LoopServe() | MInference(), "LoopServe and MInference would both decide how prompts are read"),
         ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
         ("bridge", ss.Knockout("first"), "a TransformerBridge computes its own attention.*plain Hugging Face"),
     ],

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -100,14 +99,6 @@ def test_names_modules_and_budgets(module, model):
 def test_wrong_policy_names_are_refused_in_one_line(text, says, module):
     with refused(words=[says]):
         policy_named(text)
-
-
-def test_a_policy_of_an_installed_package(module, monkeypatch):
-    entry = EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "installed", lambda group: [entry] if group == "sinkscope.policies" else [])
-    assert "key-norm" in policies()
-    made = policy_named("key-norm:9")
-    assert (type(made).__name__, made.budget) == ("KeyNorm", 9)
 
 
 def test_registering_a_name_twice_is_refused(monkeypatch):
