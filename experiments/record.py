@@ -19,11 +19,6 @@ Row = dict[str, Any]
 """The values of a record, by name."""
 
 
-def value_of_each(rows: Iterable[Row], name: str) -> list[Any]:
-    """One value of each row."""
-    return [row[name] for row in rows]
-
-
 def earlier(file: Path) -> Row:
     """The result that a file holds, so that what is not measured again stays; empty if there is no file."""
     if file.is_file():

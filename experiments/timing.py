@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
+from scipy.stats import bootstrap
 
 from experiments.record import Row
 
@@ -69,7 +71,5 @@ def ratio(arm: Sequence[float], base: Sequence[float]) -> Row:
 
 def interval(values: Sequence[float]) -> list[float]:
     """95 % of bootstrap medians."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
-    edge = DRAWS // 40
-    return [medians[edge], medians[-edge - 1]]
+    drawn = bootstrap((values,), np.median, n_resamples=DRAWS, method="percentile", rng=0).confidence_interval
+    return [float(drawn.low), float(drawn.high)]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from experiments.record import Row, value_of_each, write_record
+from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.loops import check
 from sinkscope.loops.text.outputs import spans
@@ -94,9 +94,8 @@ def scored(detector: str, texts: Sequence[Row], alarms: Sequence[int | None], ow
 
     Delays are mean numbers of characters from the beginning of a loop, of the loops that both find.
     """
-    of_text = {name: value_of_each(texts, name) for name in ("class", "start")}
-    frame: Any = pd.DataFrame({**of_text, "alarm": alarms, "own": own})
-    frame[["start", "alarm", "own"]] = frame[["start", "alarm", "own"]].astype(float)
+    frame: Any = pd.DataFrame(texts, columns=["class", "start"]).assign(alarm=alarms, own=own)
+    frame = frame.astype({"start": float, "alarm": float, "own": float})
     frame["hit"] = frame.alarm > frame.start.fillna(0)
     loops, honest = frame[frame.start.notna()], frame[frame.start.isna()]
     both = loops[loops.hit & (loops.own > loops.start)]
@@ -120,11 +119,8 @@ def mean(values: Any) -> float | None:
 
 def compare(texts: Sequence[Row], detectors: dict[str, Detector] = DETECTORS) -> Row:
     """Run detectors over texts whose truth is known."""
-    alarms: dict[str, list[int | None]] = {}
-    for detector, function in detectors.items():
-        alarms[detector] = list(map(function, value_of_each(texts, "text")))
-    starts = value_of_each(texts, "start")
-    honest = starts.count(None)
+    alarms = {name: [detector(text["text"]) for text in texts] for name, detector in detectors.items()}
+    honest = sum(text["start"] is None for text in texts)
     looping = dict.fromkeys(text["class"] for text in texts if text["start"] is not None)
     rows = [scored(detector, texts, found, alarms[OURS]) for detector, found in alarms.items()]
     return {"loops": len(texts) - honest, "honest": honest, "looping": list(looping), "detectors": rows}
