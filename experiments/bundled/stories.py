@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from experiments.script import run
 
 MARK = "\n<|end|>\n"
+ROWS = 64  # of a batch
 TEMPERATURE = 0.8  # of sampling, without top-k or top-p
 
 
@@ -74,8 +75,6 @@ def main(
     out: Path,
     tokens: int,
     seed: int = 0,
-    rows: int = 64,
-    device: str = "cpu",
 ) -> None:
     """Make what the module describes.
 
@@ -86,7 +85,7 @@ def main(
     """
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(teacher)
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval().to(device)
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
 
     def size(stories: list[str]) -> int:
         return sum(len(tokenizer(story, add_special_tokens=False)["input_ids"]) for story in stories)
@@ -99,7 +98,7 @@ def main(
         while written < tokens:
             # The number of stories so far names the batch, so a run that was interrupted goes on with the same ones.
             drawn = int(np.random.SeedSequence([seed, count]).generate_state(1)[0])
-            stories = sample(model, tokenizer, rows=rows, seed=drawn)
+            stories = sample(model, tokenizer, rows=ROWS, seed=drawn)
             if not stories:
                 raise SystemExit("error: no sampled story ended; the teacher does not write whole stories")
             file.write(marked(stories))

@@ -1,6 +1,6 @@
 """What ends the loops of a real model, and how its text goes on: guards and samplers, on openings of four kinds.
 
-    python -m experiments.loopguard.real WORK --model FILE [--halves choose report] [--only ARM ...]
+    python -m experiments.loopguard.real WORK --model FILE [--only ARM ...]
 
 The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there.
 `experiments.loopguard.real_table` makes the tables.
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -97,7 +97,6 @@ def main(
     work: Path,
     *,
     model: str,
-    halves: Sequence[Literal["choose", "report"]] = HALVES,
     only: Sequence[str] = (FULL,),
 ) -> None:
     """Make what the module describes.
@@ -105,14 +104,13 @@ def main(
     Args:
         work: Folder of the outputs.
         model: A name, hub id, folder or file.
-        halves: Openings for choosing, and those that are reported.
         only: Arms.
     """
     live: Any = load(model, device="cpu")
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
     file.touch()
-    for arm, half in product(only, halves):
+    for arm, half in product(only, HALVES):
         where = {"model": Path(model).stem, "new": NEW, "arm": arm, "half": half}
         if outputs_of(work, **where):
             continue

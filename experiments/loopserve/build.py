@@ -191,7 +191,6 @@ def main(
     source: Path,
     *,
     turns: int | None = None,
-    count: int | None = None,
     out: Path,
 ) -> None:
     """Make what the module describes.
@@ -200,7 +199,7 @@ def main(
         source: LongBench's .jsonl of the set.
     """
     records = read_longbench(source)
-    dialogues = build(set, records, turns=turns, count=count)
+    dialogues = build(set, records, turns=turns)
     rows = rows_of(set, dialogues, classes_of(records) if SETS[set][1] == ACCURACY else ())
     write_rows(out, rows)
 

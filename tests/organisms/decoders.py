@@ -173,9 +173,9 @@ def decoder_config(model_type: str):
 @torch.no_grad()
 def decoder(model_type: str):
     """A random causal language model of a type; nothing is zero, and nothing is tiny."""
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(decoder_config(model_type)).float().eval().requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(decoder_config(model_type)).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
 
     def noise(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,6 @@ def decoder(model_type: str):
         for name, tensor in module.named_buffers(recurse=False):
             if name == "layer_scalar":
                 tensor.add_(noise(tensor) * 0.2)
-    torch.set_rng_state(state)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.bos_token_id, generation.eos_token_id, generation.pad_token_id = 0, 1, 2

@@ -73,11 +73,6 @@ MODEL_TYPES = tuple(
 """A new one joins all tests of families."""
 
 
-def as_trained(model_type: str) -> dict[str, str]:
-    """Options of the attention: some versions of transformers choose SDPA for Gemma 2, which drops the soft cap."""
-    return {"attn_implementation": "eager"} if model_type == "gemma2" else {}
-
-
 def tiny_model(model_type: str, seed: int = 0, **overrides) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Random causal LM of `model_type` (3 layers, d_model 32, 4 heads, float32, eval) and its tokenizer."""
     key = model_type, seed, repr(sorted(overrides.items()))
@@ -94,14 +89,14 @@ def _made(model_type: str, seed: int, overrides: dict[str, Any]) -> PreTrainedMo
     own = _OWN.get(model_type, {})
     settings = {**_SIZES, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD} | own | overrides
     config = AutoConfig.for_model(model_type, **settings)
-    generator_state = torch.get_rng_state()  # the caller's random numbers stay as they were
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **as_trained(model_type)).eval()
-    with torch.no_grad():
+    # The SDPA that some versions of transformers choose for Gemma 2 drops its soft cap.
+    trained = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # the caller's random numbers stay as they were
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trained).eval()
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases start at 0 and norms at 1: moved, so that forgetting one shows
                 parameter += 0.1 * torch.randn_like(parameter)
-    torch.set_rng_state(generator_state)
     model.config.architectures = [type(model).__name__]
     return model
 
