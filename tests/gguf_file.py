@@ -23,27 +23,31 @@ def write_gguf(path: Path, model, tokenizer, more: Callable[[Any], object] = lam
 
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
     tokens = tokenizer.convert_ids_to_tokens(list(range(config.vocab_size)))
     # Whole words, which llama.cpp has no form for: they stand in the vocabulary, no text leads to them.
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([t if t.startswith("<") else "\u2581" + t for t in tokens])
-    writer.add_token_scores([-float(i) for i in range(len(tokens))])
-    writer.add_token_types([3 if t.startswith("<") else 1 for t in tokens])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
+    fields = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "rope_dimension_count": config.head_dim,
+        "key_length": config.head_dim,
+        "value_length": config.head_dim,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": 10000.0,
+        "vocab_size": config.vocab_size,
+        "tokenizer_model": "llama",
+        "token_list": [token if token.startswith("<") else "\u2581" + token for token in tokens],
+        "token_scores": [-float(number) for number in range(len(tokens))],
+        "token_types": [3 if token.startswith("<") else 1 for token in tokens],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+    }
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     more(writer)
     for name, tensor in model.state_dict().items() if weights else ():

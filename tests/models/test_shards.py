@@ -44,7 +44,6 @@ REFUSED = {  # calls that are refused on both processes, of one model or of argu
         "experts of .* hold no plain weights",
     ),
     "bench": (lambda model, **known: run_bench(model, "text", ["full"], **known), "is for a model in one process"),
-    "scan": (ss.scan, "is for a model in one process"),
     "view": (ss.view, "is for a model in one process"),
 }
 
