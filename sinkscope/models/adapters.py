@@ -53,7 +53,6 @@ class Found(Adapter):
     fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
     qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
-    learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
     attn_factor: float = 1.0  # between what `attn_out` gives and what the layer adds
     down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives
     expert_factor: float = 1.0  # between a fused expert and what `mlp` gives

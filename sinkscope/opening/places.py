@@ -68,8 +68,6 @@ _MOST = {
     "index_topk_blocks|index_block_size": 2,
 }
 """Sizes in configurations, and what they are at most in a sample."""
-_IF_MIXED = {"learned_sinks": True, "adds": False}
-"""Fields of an adapter where layers differ."""
 
 
 @torch.enable_grad()
@@ -94,14 +92,17 @@ def proposed(records: Mapping[int, Record], numbers: Sequence[int], row: Adapter
         record = records[layer]
         fields = _placed(record, attn) if row is None else NONE | parts_of(record.module, row)
         rows[layer] = Adapter(adapter.model_type, adapter.layers, **fields)
-        kinds.append(fields | _measured(replace(record, paths=fields), attn))
+        kinds.append(fields | _measured(replace(record, paths=fields)))
     for name in dict.fromkeys(itertools.chain(*kinds)):
         values = list(dict.fromkeys(fields[name] for fields in kinds if name in fields))
-        settings[name] = values[0] if len(values) == 1 else _IF_MIXED.get(name)
         if name in PATHS:
             settings[name] = "|".join(filter(None, values)) or None
-        elif len(values) > 1 and name not in _IF_MIXED:
+        elif name == "adds":
+            settings[name] = all(values)
+        elif len(values) > 1:
             raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
+        else:
+            settings[name] = values[0]
     if settings["mlp"] is None:
         raise NotInferredError("no MLP was found in its layers")
     settings["from_any_layer"] = _begins(records[max(records)])
@@ -198,8 +199,8 @@ def _placed(record: Record, attends: str | None) -> Fields:
     return min([fields | dict(zip(places, way, strict=True)) for way in ways], key=wrong)
 
 
-def _measured(record: Record, attends: str | None) -> Fields:
-    """What is measured of a layer: factors, the order of what is in one module, and learned sinks."""
+def _measured(record: Record) -> Fields:
+    """What is measured of a layer: factors, and the order of what is in one module."""
     found, up, post = Fields(), record.left("up"), record.into("down")
     for each in sums_of(record):
         found |= each.fit()
@@ -211,8 +212,6 @@ def _measured(record: Record, attends: str | None) -> Fields:
             found["write_factor"] = 1.0
     if up is not None and post is not None:
         found["fused_gate_up"] = up.shape[-1] == 2 * post.shape[-1]
-    if attends is not None:
-        found["learned_sinks"] = record.call is not None and record.call.settings.get("s_aux") is not None
     if record.paths["fused_qkv"]:
         by_head = replace(record.target.adapter, qkv_layout="by head", v=None)
         reads = reads_heads(replace(record, target=replace(record.target, adapter=by_head)), "v")

@@ -13,12 +13,7 @@ from sinkscope.opening.load import open_target
 @pytest.mark.parametrize(
     ("name", "revision", "says"),
     [
-        (
-            "org/none",
-            None,
-            "org/none could not be loaded: LocalEntryNotFoundError: .*check name, .*connection",
-        ),
-        ("org/name", "v9", "org/name could not be loaded: LocalEntry"),
+        ("org/name", "v9", "org/name could not be loaded: LocalEntryNotFoundError: .*check name, .*connection"),
         ("org/adapter", None, "org/adapter holds an adapter"),
     ],
 )
