@@ -124,9 +124,3 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
         "elsewhere, write its row (docs/extending.md): sinkscope.models.adapters.register"
         f"(Adapter({', '.join(settings)}, ...))"
     )
-
-
-def layers_at(hf: nn.Module, path: str) -> list[nn.Module]:
-    """Return the decoder layers of a model, by the path of their list; a module may stand at several places."""
-    stack = hf.get_submodule(path)
-    return list(stack) if isinstance(stack, nn.ModuleList) else list(stack.children())

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import DRAFT, PATHS, Found, layers_at
+from sinkscope.models.adapters import DRAFT, PATHS, Found
 from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_input
 from sinkscope.models.shards import Shards, shards_of, split_weight
 from sinkscope.models.weights import Experts, brought, experts_of, input_width
@@ -198,7 +198,7 @@ class Target:
         self.config: Any = config
         self.embedding: nn.Module = self.hf.get_input_embeddings()
         self.base: nn.Module = self.hf.get_submodule(adapter.base)
-        self.layers: list[nn.Module] = layers_at(self.hf, adapter.layers)
+        self.layers: list[nn.Module] = [*self.hf.get_submodule(adapter.layers)]
         self.n_layers: int = len(self.layers)
         self.d_model: int = int(config.hidden_size)
         self.n_heads, self.n_kv_heads = heads_of(config)

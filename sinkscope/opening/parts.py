@@ -31,7 +31,6 @@ from sinkscope.models.adapters import (
     Adapter,
     Found,
     NotInferredError,
-    layers_at,
     not_inferred,
     stack_of,
 )
@@ -73,7 +72,7 @@ def adapter_of(target: Target) -> Found:
     with _LOCK, torch.inference_mode(False), without_autocast(hf.device), without_autocast(torch.device("cpu")):
         if key in _KNOWN:
             return _KNOWN[key]
-        numbers = kinds_of(layers_at(hf, stack_of(hf)))
+        numbers = kinds_of(hf.get_submodule(stack_of(hf)))
         known = (*key[:3], *numbers)
         if known not in _OF_CLASSES or row is not None:
             _OF_CLASSES[known] = _of_class(target, numbers, row)

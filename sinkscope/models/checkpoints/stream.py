@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import layers_at, stack_of
+from sinkscope.models.adapters import stack_of
 from sinkscope.models.checkpoints.checkpoint import Files, without_place
 from sinkscope.models.checkpoints.config import causal_class, check_finite
 
@@ -51,7 +51,7 @@ class LayerStore:
         if missing or without_place(base, further) or (kept and dtype != torch.float32):
             raise UnsupportedError(f"{source.name} does not store its tensors as its model has them")
         self._read(base, "", {name: own[name] for name in own if not name.startswith(self._path)})
-        self._layers = layers_at(self.causal, stack)
+        self._layers = [*self.causal.get_submodule(stack)]
         self._empty = [layer.state_dict() for layer in self._layers]
         for index, layer in enumerate(self._layers):
             layer.forward = self._reading(index, layer.forward)
