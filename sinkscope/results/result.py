@@ -103,16 +103,10 @@ class Result(Envelope):
         return [Grid(columns, important=self.columns)] if columns else []
 
     def to_frame(self) -> Any:
-        """Return `rows` as a pandas data frame; whole numbers, such as layers, stay whole where some are missing."""
+        """Return `rows` as a pandas data frame."""
         import pandas as pd
 
-        rows = self.rows()
-        frame = pd.DataFrame(rows)
-        for name in frame.columns:
-            values = [row.get(name) for row in rows]
-            if {*map(type, values)} == {int, type(None)}:
-                frame[name] = pd.array(values, dtype="Int64")
-        return frame
+        return pd.DataFrame(self.rows())
 
     def to_csv(self) -> str:
         """Return all rows and columns of `to_frame` as CSV."""
