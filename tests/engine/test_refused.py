@@ -26,7 +26,6 @@ ACTING = {
 }
 SEVERAL = {
     "bool": {"attention_mask": CAUSAL},
-    "additive": {"attention_mask": torch.zeros(CAUSAL.shape).masked_fill(~CAUSAL, torch.finfo(torch.float32).min)},
     "by kind of layer": {"attention_mask": {"full_attention": CAUSAL}},
     "too short": {"attention_mask": torch.ones(1, 5)},
     "packed": {"position_ids": torch.tensor([[*range(5), *range(7)]]), "use_cache": False},
