@@ -1,4 +1,4 @@
-"""Settings of policies, guards, shapes and conversations that make no sense, refused in one line that names them."""
+"""What makes no sense of policies, guards, monitors, shapes and conversations, refused in one line that names it."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ REFUSED = {
     'ss.LoopGuard(monitor={"warmup": 9})': "expected MonitorSettings(...) or PaperSettings(...)",
     "ss.Steer(penalty=0, temperature=0)": "does nothing: give LoopGuard(steer=None)",
     "ss.Steer(penalty=-1)": "penalty=-1: expected greater than or equal to 0",
+    "ss.loops.guard.DRY(multiplier=0.0)": "multiplier",
+    "ss.loops.guard.DRY(base=0.5)": "base",
+    "ss.loops.Monitor().update(-1)": "the token is -1: expected a whole number from 0 to 2**32 - 1",
+    "ss.loops.Monitor().update(1 << 32)": "the token is 4294967296: expected",
+    "ss.loops.Monitor().update('a')": "the token is 'a': expected",
+    "ss.loops.PaperSettings(votes=4)": "votes=4: expected less than or equal to 3",
+    "ss.loops.PaperSettings(window=3)": "window is 3: expected greater than or equal to 4, the value of novelty_n",
+    "ss.loops.compression_ratio([1, -2])": "the token is -2: expected a whole number",
+    "ss.loops.tail_period([1, 1], repeats=1)": "at least 2 copies",
+    "ss.loops.check([])": "cannot be checked",
+    "ss.loops.check([[1], [2.5]])": "cannot be checked",
+    "ss.loops.check([True, False])": "cannot be checked",
     'Conversation(llama(), None, chat="none")': "chat='none'",
     'Conversation(llama(), "loopserve")': "policy 'loopserve': expected one of",
     "Conversation(llama(), ss.LoopServe)": "is no intervention: give a policy, a patch or a guard, or",

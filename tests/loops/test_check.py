@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 from loop_texts import prose, rows_of
-from organisms import tiny_model
-from refusals import refused
 from repository import python
 
-import sinkscope as ss
 from sinkscope.loops import LoopCheck, check
 
 
@@ -105,32 +102,3 @@ def test_no_torch_is_loaded(tmp_path):
     done = python(code, str(tmp_path / "x.txt"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] 3 3"
-
-
-def generate(prompt):
-    model, tokenizer = tiny_model("llama")
-    ss.generate(model, prompt, tokenizer=tokenizer)
-
-
-TOKEN = "expected a whole number from 0 to 2**32 - 1"
-REFUSED = {
-    "loops.guard.DRY(multiplier=0.0)": ["multiplier"],
-    "loops.guard.DRY(base=0.5)": ["base"],
-    "loops.Monitor().update(-1)": ["the token is -1", TOKEN],
-    "loops.Monitor().update(1 << 32)": ["the token is 4294967296", TOKEN],
-    "loops.Monitor().update('a')": ["the token is 'a'", TOKEN],
-    "loops.PaperSettings(votes=4)": ["votes=4: expected less than or equal to 3"],
-    "loops.PaperSettings(window=3)": ["window is 3: expected greater than or equal to 4, the value of novelty_n"],
-    "loops.compression_ratio([1, -2])": ["the token is -2: expected a whole number"],
-    "loops.tail_period([1, 1], repeats=1)": ["at least 2 copies"],
-    "loops.check([])": ["cannot be checked"],
-    "loops.check([[1], [2.5]])": ["cannot be checked"],
-    "loops.check([True, False])": ["cannot be checked"],
-    "generate('the ' * 1024)": ["1025 tokens", "1024", "shorten"],
-}
-
-
-@pytest.mark.parametrize(("call", "says"), REFUSED.items())
-def test_calls_about_loops_are_refused(call, says):
-    with refused(words=says):
-        eval(call, {"generate": generate, "loops": ss.loops})
