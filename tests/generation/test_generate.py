@@ -8,30 +8,23 @@ import torch
 from organisms import tiny_model
 from refusals import refused
 
-from experiments.loopguard.variants import Timed
 from sinkscope.generation.generate import generate
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
-from sinkscope.loops.guard import LoopGuard
 
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-GUARD = LoopGuard.paper(budget=12, anchors=2, monitor=Timed(window=16, warmup=0, every=9))
 
 
-def test_a_patch_a_policy_and_a_guard_act_together(tmp_path):
-    """As if they were put together by hand."""
+def test_what_is_named_acts_on_each_prompt_as_if_it_were_put_together_by_hand():
     model, tokenizer = tiny_model("llama")
     model.generation_config.eos_token_id = None
-    patch = SinkPatch(sites=[(1, 3), (2, 0)])
-    patch.save(tmp_path / "patch.json")
-    settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
-    got = generate(model, PROMPTS, patch=tmp_path / "patch.json", policy="streaming:16", guard=GUARD, **settings)
+    patch, settings = SinkPatch(sites=[(1, 3), (2, 0)]), {"tokenizer": tokenizer, "max_new_tokens": 14}
+    got = generate(model, PROMPTS, patch=patch, policy="streaming:16", **settings)
     for prompt, one in zip(PROMPTS, got, strict=True):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        with (patch | StreamingLLM(budget=16) | GUARD).on(model) as run:
+        with (patch | StreamingLLM(budget=16)).on(model) as run:
             out = model.generate(ids, max_new_tokens=14, do_sample=False)[0, ids.shape[1] :].tolist()
-        assert (one.tokens, one.events, one.summary) == (out, run.events, run.summary())
-    assert all(len(one.events) == 1 and one.summary.startswith("SinkPatch patched") for one in got)
+        assert (one.tokens, one.summary) == (out, run.summary())
 
 
 def test_sampling_follows_the_seed_whatever_else_is_drawn():
