@@ -1,1 +1,1 @@
-"""The commands on two real language models, beside what plain hooks read of them."""
+"""Two real language models: where they come from."""
