@@ -12,7 +12,6 @@ from transformers import DynamicCache
 from experiments.loopguard.variants import OneSignal
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.opening.live import target_of
 
 EAGER = OneSignal(signal="tail", window=16, warmup=0, tail_shortest=6, cooldown=8)
 """Fires after two or three copies."""
@@ -26,8 +25,5 @@ def eager_guard(**fields: Any) -> LoopGuard:
 
 def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
     """Prompt at once, then `tokens` `[row step]` one by one; logits at the end of the prompt and after each token."""
-    seen = 0 if cache is None else cache.get_seq_length()
-    earlier = prompt.new_ones(len(prompt), seen)  # read already
-    ids = torch.cat([earlier, prompt, tokens], 1)
-    whole = torch.cat([earlier, mask, torch.ones_like(tokens)], 1)
-    return decode(target_of(model).hf, ids, whole, seen + prompt.shape[1], cache)
+    whole = torch.cat([mask, torch.ones_like(tokens)], 1)
+    return decode(model, torch.cat([prompt, tokens], 1), whole, prompt.shape[1], cache)

@@ -110,21 +110,19 @@ def decode(
     cache=None,
     chunks: list[int] | None = None,
     after: Callable[[int], None] | None = None,
-    call: Callable[..., Any] | None = None,
 ) -> Tensor:
     """Logits from the last prompt token on: the prompt (in chunks of these lengths), then token by token.
 
-    After each call, `after` is told how many columns were read. `call` is what is called in place of the model.
+    After each call, `after` is told how many columns were read.
     """
     cache = DynamicCache(config=model.config) if cache is None else cache
     at, total = cache.get_seq_length(), ids.shape[1]
     logits = []
-    run = model if call is None else call  # a compiled module has no truth value
     for step in [*([prompt - at] if chunks is None else chunks), *[1] * (total - prompt)]:
         part = slice(at, at + step)
         at += step
         given = beside_ids(model, mask, part)
-        out = run(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
+        out = model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
         if at >= prompt:
             logits.append(out.logits[:, -1])
         if after is not None:
