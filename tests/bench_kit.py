@@ -23,12 +23,10 @@ def tiny() -> tuple[Any, Any]:
     """A random Llama whose attention tells tokens apart, and its tokenizer."""
     torch.manual_seed(0)
     model, tokenizer = tiny_model("llama", num_hidden_layers=2)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                weight.mul_(8)
-            if "lm_head" in name:
-                weight.mul_(4)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 8
+        layer.self_attn.k_proj.weight.data *= 8
+    model.lm_head.weight.data *= 4
     return model, tokenizer
 
 

@@ -21,15 +21,14 @@ WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 PROMPT = 26
 
 
-def settings_of(name: str, draw: Random) -> dict[str, Any]:
-    """Settings of a policy, as many of them the defaults as others."""
-    own: dict[str, dict[str, list[Any]]] = {"h2o": {"recent": [0.5, 0.25, 0.9]}, "adakv": {"floor": [0.2, 0.0, 1.0]}}
-    choices = {"every": [1, 3, "prefill"], "first": [0, 2], "last": [0, 3], **own.get(name, {})}
-    if name in ("snapkv", "adakv", "pyramid"):
-        choices |= {"window": [None, 3, 6], "kernel": [3, 5], "pooling": ["avg", "max"]}
-    if name == "pyramid":
-        choices["beta"] = [20, 2]
-    return {setting: draw.choice(values) for setting, values in choices.items()}
+VOTES = {"window": [None, 3, 6], "kernel": [3, 5], "pooling": ["avg", "max"]}
+SETTINGS: dict[str, dict[str, list[Any]]] = {
+    "h2o": {"recent": [0.5, 0.25, 0.9]},
+    "snapkv": VOTES,
+    "adakv": {"floor": [0.2, 0.0, 1.0], **VOTES},
+    "pyramid": {**VOTES, "beta": [20, 2]},
+}
+"""Values of which one is drawn, as many of them the defaults as others."""
 
 
 def check(name: str, policy: Any, model: Any, lengths: list[int], steps: int, **how):
@@ -49,7 +48,9 @@ def test_a_policy_keeps_what_the_reference_keeps(name, seed):
     draw = Random(f"{name} {seed}")
     family = FAMILIES[([*REFERENCES].index(name) + seed) % len(FAMILIES)]
     model = model_of(family, **WIDE) if family == "llama" and seed % 2 else model_of(family)
-    settings = settings_of(name, draw) | {"budget": draw.choice([12, 14, 20, 0.55, 0.8])}
+    choices = {"every": [1, 3, "prefill"], "first": [0, 2], "last": [0, 3], **SETTINGS.get(name, {})}
+    choices["budget"] = [12, 14, 20, 0.55, 0.8]
+    settings = {setting: draw.choice(values) for setting, values in choices.items()}
     if family == "gpt_oss" and "window" in settings:  # weights of learned sinks do not say what a smaller cache gives
         settings["every"] = "prefill"
     policy = policies()[name](**settings)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lines_kit import dense, drawn_scores
-from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.sparse import choice, line_attention, recovered
+from sinkscope.sparse import choice, recovered
 from sinkscope.sparse.attention import Scores, sample_queries
 from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, BlockGrid, Lines
 from sinkscope.sparse.choice import StoredRows, select_bands
@@ -102,12 +99,3 @@ def test_heads_above_the_limit_are_dense_and_others_are_not():
     limited = select_bands(scores, 0.8, dense_above=limit)
     assert torch.equal(limited.dense, shares > limit)
     assert torch.equal(limited.attended(), torch.where(shares > limit, 1.0, shares))
-
-
-@pytest.mark.parametrize("beyond", [{"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}], ids=str)
-def test_scores_with_more_than_lines_have_are_refused(beyond):
-    plain = drawn_scores(2, 20, 20, 0)
-    scores, chosen = replace(plain, **beyond), select_bands(plain, 0.9)
-    for use in (lambda: select_bands(scores, 0.9), lambda: line_attention(scores, plain.key, chosen)):
-        with refused("which lines do not have"):
-            use()

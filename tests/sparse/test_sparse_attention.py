@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.testing import assert_close
 
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Lines
+from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.sparse import line_attention
 
 
@@ -105,6 +107,11 @@ def test_what_lines_do_not_fit_is_refused(kind):
     without.offsets[-1, :1] = False
     with refused("main diagonal"):
         line_attention(scores, value, without)
+    for beyond in ({"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(4)}):
+        more = replace(scores, **beyond)
+        for use in (partial(select_bands, more, 0.9), partial(line_attention, more, value, chosen(kind, 4, 6))):
+            with refused("which lines do not have"):
+                use()
     scores.query.requires_grad_()
     with refused(r"under torch\.no_grad"):
         line_attention(scores, value, chosen(kind, 4, 6))
