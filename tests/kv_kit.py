@@ -6,21 +6,17 @@ head has its own bool mask query x key (`conformance.masked`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import torch
 from organisms.tiny import tiny_model
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.masking_utils import flash_attention_mask
+from transformers import AttentionInterface, DynamicCache
 
 from sinkscope.conformance.masked import attending, plain_logits, positions_of, window_of
 from sinkscope.engine.step import TokenPositions
-from sinkscope.engine.stock import set_attention
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.opening.live import target_of
@@ -38,32 +34,6 @@ def shallow_of(family: str, **overrides):
     if family == "gemma3_text":
         overrides = {"layer_types": ["sliding_attention", "full_attention"], **overrides}
     return model_of(family, **{"num_hidden_layers": 2, **overrides})
-
-
-@contextmanager
-def attends_by(model, name: str) -> Iterator[None]:
-    """The model's own attention is another one; "flash" has the masks of FlashAttention, which needs a GPU."""
-    if name == "flash":
-        AttentionInterface.register(name, _as_flash)
-        AttentionMaskInterface.register(name, flash_attention_mask)
-    before = model.config._attn_implementation
-    set_attention(model.config, name)
-    try:
-        yield
-    finally:
-        set_attention(model.config, before)
-
-
-def _as_flash(module, query, key, value, mask, scaling=None, sliding_window=None, **_):
-    """Attention that is told of padding alone, by a mask `[batch key]` or none, and of a window by a number."""
-    at = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
-    keys = torch.arange(key.shape[2])
-    sees = (keys <= at) & (keys > at - (sliding_window or len(keys)))
-    if mask is not None:
-        sees = sees & mask[:, None, None].bool()
-    sees = sees | ~sees.any(-1, keepdim=True)  # queries at padding
-    output = scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scaling, enable_gqa=True)
-    return output.transpose(1, 2).contiguous(), None
 
 
 def prompts(lengths: list[int], total: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:

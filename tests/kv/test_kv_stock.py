@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv_kit import attends_by, close, prompts
+from kv_kit import close, prompts
 from kv_kit import shallow_of as model_of
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
 
+from sinkscope.engine.stock import set_attention
 from sinkscope.kv import H2O
 from sinkscope.sparse.shapes import AShape
+
+
+def as_flash(module, query, key, value, mask, scaling=None, sliding_window=None, **_):
+    """Attention that is told of padding alone, by a mask `[batch key]` or none, and of a window by a number."""
+    at = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
+    keys = torch.arange(key.shape[2])
+    sees = (keys <= at) & (keys > at - (sliding_window or len(keys)))
+    if mask is not None:
+        sees = sees & mask[:, None, None].bool()
+    sees = sees | ~sees.any(-1, keepdim=True)  # queries at padding
+    output = scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("flash", as_flash)  # with the masks of FlashAttention, which needs a GPU
+AttentionMaskInterface.register("flash", flash_attention_mask)
 
 
 @pytest.mark.parametrize("attention", ["flash", "flex_attention"])
@@ -22,6 +42,7 @@ def test_under_each_attention_of_transformers(family, edit, padded, attention):
     ask = {"attention_mask": mask, "max_new_tokens": 4, "output_scores": True, "return_dict_in_generate": True}
     found = []
     for name in (attention, "sdpa"):
-        with attends_by(model, name), edit.on(model):
+        set_attention(model.config, name)
+        with edit.on(model):
             found.append(torch.stack(model.generate(ids, do_sample=False, **ask).scores))
     close(found[0], found[1], 1e-4)

@@ -7,8 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
-from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -107,15 +105,13 @@ class Slow(io.BytesIO):
         return data
 
 
-def events(texts: Iterable[str], channel: str = "content", end: str = "\n") -> str:
-    """The words of answers, each in turn, as a server sends them."""
-    sent: list[dict[str, Any]] = []
-    for said in zip_longest(*(text.split() for text in texts)):
-        for index, word in enumerate(said):
-            if word is not None:
-                own = {"text": f"{word} "} if channel == "text" else {"delta": {channel: f"{word} "}}
-                sent.append({"choices": [{"index": index, **own}]})
-    return "".join([f": hello{end}{end}", *(f"data: {json.dumps(one)}{end}{end}" for one in sent)])
+def events(text: str, channel: str = "content", end: str = "\n", index: int = 0) -> str:
+    """The words of an answer, as a server sends them."""
+    sent = [f": hello{end}{end}"]
+    for word in text.split():
+        own = {"text": f"{word} "} if channel == "text" else {"delta": {channel: f"{word} "}}
+        sent.append(f"data: {json.dumps({'choices': [{'index': index, **own}]})}{end}{end}")
+    return "".join(sent)
 
 
 @pytest.mark.parametrize(("text", "verdict"), [(LOOP, "loops"), (FINE, "clean")])
@@ -129,7 +125,7 @@ def events(texts: Iterable[str], channel: str = "content", end: str = "\n") -> s
 )
 def test_a_stream_is_judged_as_the_text_in_it_and_said_while_it_comes(field, before, end, text, verdict):
     over = {"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": [], "usage": {}}
-    data = f"{before}{events([text], field, end)}"
+    data = f"{before}{events(text, field, end)}"
     data += "".join(f"data: {word}{end}{end}" for word in (*map(json.dumps, over), "[DONE]"))
     watch, source = Watch(), Slow(data.encode())
     told = [(one.channel, source.tell() < len(data) * 0.9) for one in watch.read(source)]
@@ -140,7 +136,7 @@ def test_a_stream_is_judged_as_the_text_in_it_and_said_while_it_comes(field, bef
 
 def test_choices_are_watched_apart():
     watch = Watch()
-    assert [one.name for one in watch.read(io.BytesIO(events([LOOP, FINE]).encode()))] == ["choice 0"]
+    assert [one.name for one in watch.read(io.BytesIO((events(LOOP) + events(FINE, index=1)).encode()))] == ["choice 0"]
     assert sorted(one.verdict for one in watch.checked) == ["clean", "loops"]
 
 
@@ -167,7 +163,7 @@ async def server(scope: Any, receive: Any, send: Any) -> None:
     """A server of OpenAI's form whose answer never stops looping."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
     while True:
-        await send({"type": "http.response.body", "body": events([LOOP]).encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": events(LOOP).encode(), "more_body": True})
         if (await receive())["type"] == "http.disconnect":
             return
 
