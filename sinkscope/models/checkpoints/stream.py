@@ -6,6 +6,7 @@ while it loads (most mixtures of experts, text models behind an image tower, qua
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import stack_of
 from sinkscope.models.checkpoints.checkpoint import Files, without_place
 from sinkscope.models.checkpoints.config import causal_class, check_finite
+
+_LOCK = threading.Lock()  # while a model is made without weights, for the whole process
 
 
 class LayerStore:
@@ -36,7 +39,7 @@ class LayerStore:
         self._in_memory: set[int] = set()
         cls = causal_class(config)
         make = getattr(cls, "from_config", None) or cls._from_config
-        with init_empty_weights():  # but buffers are made, such as rotary frequencies
+        with _LOCK, init_empty_weights():  # but buffers are made, such as rotary frequencies
             self.causal: Any = make(config, dtype=dtype)
         base = self.causal.eval().requires_grad_(False).base_model
         for module in base.modules():
