@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 from refusals import refused
+from tokenizers.processors import TemplateProcessing
 
 import sinkscope as ss
 from sinkscope.measure import Setup
@@ -79,3 +81,12 @@ def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(w
     assert said in typed(f"lines --text {written(rows)} --count 2 --length 48").out
     with refused("no text is given whose field it is"):
         ss.lines(field="text")
+
+
+def test_a_result_says_whether_its_bos_is_one_that_the_tokenizer_puts_there():
+    model = ss.load()
+    silent = copy.deepcopy(model.tokenizer)
+    silent.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    for tokenizer, is_added in ((model.tokenizer, False), (silent, True)):
+        made = Setup.open(model, tokenizer=tokenizer).provenance()
+        assert made.bos_added is is_added and made.first_ids[0] == silent.bos_token_id
