@@ -359,7 +359,7 @@ class _Followed:
                     run.note_told(kwargs)
             return self.own["prepare_inputs_for_generation"](*args, **kwargs)
 
-        return prepare if own is None else wraps(own, assigned=())(prepare)
+        return prepare if own is None else wraps(own)(prepare)
 
 
 @contextmanager
