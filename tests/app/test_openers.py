@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from checkpoints import spoiled
 
 from sinkscope.files.plain import in_one_line, visible
 from sinkscope.results.result import Result
@@ -81,15 +80,10 @@ def test_control_characters_are_written_out(text, shown):
     assert visible(text) == (text if shown is None else shown) == visible(visible(text))
 
 
-def test_control_characters_of_generated_text_are_written_out(tmp_path, monkeypatch, typed):
-    monkeypatch.chdir(tmp_path)
-    model = spoiled(tmp_path / f"m{STEERING}")
-    content = json.loads((model / "tokenizer.json").read_text())
-    words = content["model"]["vocab"]
-    content["model"]["vocab"] = {f"{word}{STEERING}" if i > 10 else word: i for word, i in words.items()}
-    (model / "tokenizer.json").write_text(json.dumps(content))
-    out, err = typed(["generate", "a b c", "--model", str(model), "--max-new-tokens", "8"])
-    assert visible(out) == out and PLAIN in out and visible(err) == err
+def test_control_characters_of_generated_text_are_written_out(monkeypatch, typed):
+    answer = SimpleNamespace(text=STEERING, summary=STEERING)
+    monkeypatch.setattr("sinkscope.app.generate.generate", lambda *_, **__: [answer])
+    assert typed(["generate", "a", "--guard"]) == (f"{PLAIN}\n", f"{PLAIN}\n")
 
 
 @pytest.mark.parametrize("name", ["a\r\nb.txt", "a\u202eb\x1b[2J.txt"])

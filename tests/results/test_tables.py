@@ -1,14 +1,11 @@
+"""Tables of results, and the words for lists, counts and shares."""
+
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
-from typing import ClassVar
 
-import pandas as pd
-
+from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.result import Result
-
-WORDS = [f"column_{name}" for name in "abcdefghijklm"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +18,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Tabled(Result):
-    kind: ClassVar[str] = "test-tabled"
-    percent: ClassVar[tuple[str, ...]] = ("drop",)
+    kind = "test-tabled"
+    percent = ("drop",)
 
     parts: tuple[Row, ...]
 
@@ -32,13 +29,17 @@ class Tabled(Result):
 
 def test_a_result_of_records_is_a_table_on_a_terminal_on_a_page_and_in_a_file():
     result = Tabled(parts=(Row(1, None, 0.5, 1.0), Row(1, 2, 0.25, 2.0)))
-    lines = result.text().splitlines()
-    assert [line.split() for line in lines[:3]] == [
-        ["layer", "expert", "drop", "share"],
-        ["1", "-", "50.0%", "1"],
-        ["1", "2", "25.0%", "2"],
-    ]
-    assert lines[-1] == "Conclusion: All is well."
+    lines = [line.split() for line in result.text().splitlines()]
+    assert lines[:3] == [["layer", "expert", "drop", "share"], ["1", "-", "50.0%", "1"], ["1", "2", "25.0%", "2"]]
+    assert lines[-1] == ["Conclusion:", "All", "is", "well."]
     page = result.to_html()
     assert "<b>Conclusion: All is well.</b>" in page and "<td>50.0%</td><td>1</td>" in page
-    assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "drop", "share"]
+    assert result.to_csv().splitlines()[0].split(",") == ["layer", "expert", "drop", "share"]
+
+
+def test_lists_counts_and_shares_are_said_in_words_and_what_rounds_to_zero_has_no_sign():
+    lists = [word_list("abcd"[:count], 3) for count in range(5)]
+    assert lists == ["none", "a", "a and b", "a, b and c", "a, b, c and 1 more"]
+    assert [count_of(count, "token") for count in (0, 1, 2000)] == ["no token", "1 token", "2,000 tokens"]
+    shares = [percent(-1e-5), percent(-1e-5, 1), percent(-1e-5, 3), percent(-0.0005, 1), percent(-1.0)]
+    assert shares == ["0%", "0.0%", "-0.001%", "-0.1%", "-100%"]
