@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "eager attention": ("find_sinks", lambda model: model.set_attn_implementation("eager")),
     "a thread that measures": ("lines", beside_another_thread),
     "inference mode": ("repeat", lambda _: torch.inference_mode()),
-    "float64 by default": ("repeat", partial(default, "set_default_dtype", torch.float64, torch.float32)),
+    "float64 by default": ("probability", partial(default, "set_default_dtype", torch.float64, torch.float32)),
     "the meta device by default": ("find_sinks", partial(default, "set_default_device", "meta", None)),
     "warnings are errors": ("why_loop", lambda _: warnings.catch_warnings(action="error")),
 }
