@@ -51,7 +51,7 @@ def test_nothing_that_waits_or_has_no_end_is_opened(kind, tmp_path, monkeypatch,
     monkeypatch.setattr("builtins.open", lambda file, *given, **more: opened.append(file) or own(file, *given, **more))
     for command in COMMANDS:
         assert len(refusal(command.format(name))) < 600
-    assert kind != "device" or name not in map(str, opened), "some devices take it as an act"
+        assert kind != "device" or name not in map(str, opened), "some devices take it as an act"
     if kind not in ("link to itself", "output of a process"):
         said = refusal(f"generate --prompt-file {name}")
         assert said.startswith("cannot read given: it is a folder, a pipe or a device")

@@ -13,7 +13,7 @@ from organisms.tiny import tiny_model
 from refusals import refused
 
 from sinkscope.opening.live import target_of
-from sinkscope.results.notation import Component
+from sinkscope.results.notation import Component, Head
 from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, SpikeCircuit, conditions_of, ordinary_positions, purpose_of
 from sinkscope.sinks.spikes.edited import left_at_place
@@ -47,11 +47,15 @@ def circuit_of(spike: Spike) -> SpikeCircuit:
 # --- parts ---
 
 
+OUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "self_attention.dense")
+"""Where heads are put together."""
+
+
 @pytest.mark.parametrize(
     "model_type", ["gemma2", "gpt_oss", "mixtral", "glm4_moe", "gpt2", "gpt_neox", "falcon", "lfm2"]
 )
 @torch.no_grad()
-def test_neurons_and_components_of_each_family_are_those_of_plain_hooks(model_type):
+def test_neurons_heads_and_components_of_each_family_are_those_of_plain_hooks(model_type):
     """Norms behind parts, experts in two layouts and shared ones, fused and transposed projections, mixers."""
     model = decoder("lfm2") if model_type == "lfm2" else tiny_model(model_type)[0]
     spike = first_token(model)
@@ -67,6 +71,13 @@ def test_neurons_and_components_of_each_family_are_those_of_plain_hooks(model_ty
         largest = view.shares.mean(1).abs().topk(2).indices.tolist()
         neurons = tuple(neuron_at(survey.target, PEAK, number) for number in largest)
         edits[neurons] = plain.zeroed(model, [neuron.site for neuron in neurons])
+    if mixer == "attention":
+        out, own = plain.part(plain.blocks(model)[0], *OUT), survey.target.head_columns(0, 1)
+        with plain.reading([out], "input") as seen:
+            model(ids)
+        mean, columns = seen[0][spike.ordinary].mean(0), torch.arange(seen[0].shape[-1])
+        here = torch.isin(columns, columns[own])
+        edits[Head(0, 1),] = plain.inputs_edited(out, lambda z: torch.where(here, mean, z))
     intact = spike.along(survey.states[PEAK][:, 0]).mean()
     expected = []
     for edit in edits.values():
