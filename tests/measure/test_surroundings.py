@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "settings of the tokenizer": ("find_sinks", reads_otherwise),
     "hooks": ("LoopGuard", hooked),
     "eager attention": ("find_sinks", lambda model: model.set_attn_implementation("eager")),
-    "a thread that measures": ("lines", beside_another_thread),
+    "a thread that measures": ("find_sinks", beside_another_thread),
     "inference mode": ("repeat", lambda _: torch.inference_mode()),
     "float64 by default": ("probability", partial(default, "set_default_dtype", torch.float64, torch.float32)),
     "the meta device by default": ("find_sinks", partial(default, "set_default_device", "meta", None)),
