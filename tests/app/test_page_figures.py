@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import plotly.express as px
 import plotly.graph_objects as go
-import pytest
 from refusals import refused
-from repository import FIGURES
 
 from sinkscope.results.pages import Section, document, plot
-from sinkscope.results.result import Result
-
-
-@pytest.mark.parametrize("name", ["find_sinks", "barcode", "lines"])
-def test_a_figure_is_as_wide_as_its_frame(name):
-    layout = Result.load(FIGURES / f"{name}.json").figure().layout
-    assert layout.width is None and layout.height >= 300
 
 
 def test_a_figure_that_the_page_cannot_draw_is_refused():
