@@ -79,6 +79,7 @@ WRONG = [  # what a row says of a type, and what is then not offered
     ("qwen2_moe", {"down": "mlp.shared_expert.up_proj"}, ALL),
     ("granite", {"write_factor": 1.0}, ALL),
     ("falcon_h1", {"down_factor": 1.0}, ALL),
+    ("axk1", {"post_mlp_norm": None}, ALL),
     ("llama4_text", {"mlp": "feed_forward.shared_expert"}, ALL),
     ("gemma4_text", {"adds": True}, ALL),
 ]
