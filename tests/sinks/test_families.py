@@ -107,6 +107,7 @@ def test_the_sink_rate_is_a_share_of_the_heads_that_attend():
 
 KINDS = {
     "few learned positions": ("gpt2", {"max_position_embeddings": 64, "n_positions": 64}),
+    "learned positions": ("gpt2", {"max_position_embeddings": 128, "n_positions": 128}),
     "learned sinks": ("gpt_oss", {"sliding_window": 64}),
     "windows in some layers": ("gemma3_text", {"sliding_window": 6}),
     "no BOS": ("llama", {}),
@@ -137,10 +138,11 @@ def test_conditions_are_those_of_the_model_alone(kind):
         "alone": share(ids[rows, at][:, None], **({"position_ids": at[:, None]} if learned else {})),
         "place, sees 4 more": share(before, position_ids=torch.zeros_like(before), attention_mask=causal),
     }
-    if not learned:  # which has no such position
-        wanted["place, 32 later"] = 1  # no other position is nearer
+    if kind != "few learned positions":  # which have no such position
+        wanted["place, 32 later"] = share(ids[:, :1], position_ids=torch.full((8, 1), 32))
     assert {name: left[name] for name in wanted} == pytest.approx(wanted, abs=1e-4)
-    assert (abs(left["alone"] - left["alone, id 0"]) > 1e-4, "place, 32 later" in left) == (learned, not learned)
+    assert (abs(left["alone"] - left["alone, id 0"]) > 1e-4) == learned
+    assert ("place, 32 later" in left) == ("place, 32 later" in wanted)
     judged = [kind != "windows in some layers"] * 2 + [True]  # windows of six show every position to too few
     assert spike.survey.attention.sum((1, 2, 3)).bool().tolist() == judged
 
