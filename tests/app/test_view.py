@@ -142,7 +142,13 @@ def test_a_notebook_and_the_command_show_the_same_page(bundled, monkeypatch, tmp
     (tmp_path / "text.txt").write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {tmp_path}/text.txt --html {tmp_path}/page.html --json -").out)
     assert data["result"]["texts"] == json.loads(shown.result.to_json())["result"]["texts"]
-    assert '" text"' in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    (on_page,) = json.loads(re.search(r"application/json[^>]*>(.*?)</script>", page, re.S)[1])["result"]["texts"]
+    (text,) = data["result"]["texts"]
+    assert " text" in on_page["tokens"]
+    for kept, variant in zip(on_page["variants"], text["variants"], strict=True):
+        intact = text["variants"][0]["rows"]  # None stands for what is as there
+        assert [row or own for row, own in zip(kept["rows"], intact, strict=True)] == variant["rows"]
     monkeypatch.setattr(command, "find_spec", lambda name: None)  # as where it is not installed
     with refused("a widget needs anywidget"):
         ss.view()
