@@ -153,7 +153,7 @@ def main(words: Sequence[str]) -> int:
         if name not in COMMANDS | LONG:
             raise SystemExit(f"{name!r} is no figure: give some of {', '.join(COMMANDS | LONG)}")
     with ThreadPoolExecutor(2) as both:
-        return int(any(both.map(make, names)))
+        return int(any([*both.map(make, names)]))  # one that fails does not keep the others from being made
 
 
 if __name__ == "__main__":
