@@ -197,7 +197,10 @@ class SnapKV(Policy):
 
     def watch(self, run: Run) -> None:
         """Ask for the latest queries: as many as the longest window that a row can have."""
-        keep_queries(run, self.window or WINDOW, decoding=self.every != "prefill")
+        window = self.window or WINDOW
+        if isinstance(self.budget, int):
+            window = self.window_at(self.budget)
+        keep_queries(run, window, decoding=self.every != "prefill")
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Return the first tokens, and the window or `last` if that is more."""

@@ -19,7 +19,7 @@ from versions import OLD_TRANSFORMERS
 import sinkscope as ss
 from sinkscope.conformance.kit import TOLERANCE, Kit
 from sinkscope.conformance.promises import PROMISES
-from sinkscope.kv import Policy
+from sinkscope.kv import Policy, SnapKV
 
 ERRORS, CHANGES, ROWS, PLACES, BUDGET, FIRST = PROMISES
 
@@ -54,6 +54,10 @@ def test_right_caches_pass(factory):
     failed = [one.check.replace(" ", "_") for one in result.checks if one.verdict == "fails"]
     assert failed == [CHANGES] * (rounds or name == "dynamic_cache_without_config"), result.text()  # these raise
     assert result.exit_code == bool(failed)
+
+
+def test_of_queries_no_more_are_kept_than_the_window_of_a_small_budget():
+    assert verdict(SnapKV, BUDGET) == "passes"
 
 
 def policy(kind: type[Policy], **fields: Any) -> Callable[[int], Policy]:
