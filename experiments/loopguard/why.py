@@ -42,7 +42,8 @@ def row_of(found: WhyLoop) -> Row:
         said = " and ".join(sorted(found.kept_by)) or "undecided"
     tried: Row = {}
     for name, row in zip(REMOVED, found.tried, strict=False):
-        tried[name] = {"goes_on": row.get("share"), "control": row.get("control"), "other_loop": row.get("other_loop")}
+        control = row.get("control") if "control" in row.numbers else None
+        tried[name] = {"goes_on": row.get("share"), "control": control, "other_loop": row.get("other_loop")}
     return {"found": said, "period": found.period, "added": found.added, "goes_on": found.goes_on, "tried": tried}
 
 
