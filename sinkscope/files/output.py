@@ -28,8 +28,8 @@ MOST = 1 << 30
 WRITTEN = frozenset({"out", "resume"})
 """Parameters of functions, and options of commands, that name a file or folder for writing."""
 _KIND = re.compile(
-    rb'(?:\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"'
-    rb'|[^\0]{0,400}<meta name="generator" content="sinkscope )([\w-]{1,80})"'
+    rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'
+    rb'|[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'
 )
 """What the files of sinkscope say about their kind: JSON, or HTML."""
 
@@ -76,7 +76,7 @@ def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
 def kind_in_file(content: bytes) -> str | None:
     """Return the kind that a file of sinkscope says it is of; None for any other content."""
     match = _KIND.match(content)
-    return None if match is None else match[1].decode()
+    return None if match is None else (match[1] or match[2]).decode(errors="replace")
 
 
 def check_writable(path: PathName, *, folder: bool = False) -> Path:

@@ -77,10 +77,14 @@ def provenance(started: float, **about: Any) -> Provenance:
         started: `time.perf_counter()` at the beginning of the measurement.
         about: Other fields. By default no model was used.
     """
-    seconds = round(time.perf_counter() - started, 3)
     no_model: dict[str, Any] = {"device": "cpu", "dtype": "float32", "attention": "none"}
-    argv = tuple(map(pathless, sys.argv))
-    return Provenance(argv, versions(), seconds=seconds, commit=commit_of(CHECKOUT), **no_model | about)
+    return Provenance(
+        tuple(map(pathless, sys.argv)),
+        versions(),
+        seconds=round(time.perf_counter() - started, 3),
+        commit=commit_of(CHECKOUT),
+        **no_model | about,
+    )
 
 
 @cache

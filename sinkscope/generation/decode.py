@@ -145,8 +145,12 @@ def decode(
         processors = [forced_answers(forced, ids.shape[1])]
         options["eos_token_id"] = None
     settings = decoding(target, **{"pad_token_id": padding_of(target), **options})
-    settings |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
-    settings["logits_processor"] = processors
+    settings |= {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": new,
+        "logits_processor": processors,
+    }
     with under(edit, target) as run:
         if run is not None and run.takes_back and forced is None and len(ids) == 1 and not options.get("streamer"):
             cache = DynamicCache(config=model.config) if cache is None else cache
