@@ -74,8 +74,11 @@ def test_the_page_says_which_heads_look_elsewhere_and_a_link_opens_it_again(bund
     chrome.click("#variant-1")
     layer, head = text.heads[-1]
     chrome.click(f"#head-{layer}-{head}")
+    title = f"document.querySelector('#rows-title')?.textContent === 'Rows of L{layer}.H{head}'"
+    chrome.wait(title)  # then the address says both
     chrome.reopen()
-    chrome.wait(f"document.querySelector('#rows-title')?.textContent === 'Rows of L{layer}.H{head}'")
+    chrome.wait("document.querySelector('#headline')?.textContent.includes('look elsewhere')")
+    chrome.wait(title)
     said = chrome.text("#headline")
     assert f"{gone} of the {readers.sum()} heads" in said and f"({random.name}: {control})" in said
     after, beside = (json.dumps(one.following[0][0]) for one in (zeroed, random))
