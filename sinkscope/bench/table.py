@@ -132,14 +132,14 @@ class BenchTable(Result):
                 rows.append(row)
         return plain(rows)
 
-    def grids(self) -> list[Grid]:
+    def grid(self) -> Grid:
         """Return the table."""
         task, percent = task_class(self.task), PERCENT
         scores = (task.main, "low", "high", "difference", "from", "to")
         if task.share:
             percent = [*PERCENT, *scores]
         sets = ["set"] if len(self.sets()) > 1 else []
-        return [Grid(strings(self.rows(), percent), important=(*sets, "method", *scores, "read", "cells", "time"))]
+        return Grid(strings(self.rows(), percent), (*sets, "method", *scores, "read", "cells", "time"))
 
     def findings(self) -> list[Row]:
         """Return the score of each method beside that of the control, the best one of each set first."""

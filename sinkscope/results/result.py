@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
@@ -73,7 +73,12 @@ class Result(Envelope):
 
     def findings(self) -> list[Row]:
         """Return what was measured, by which results are compared: by default the rows among its fields."""
-        return [row for members in self._records() for row in members if isinstance(row, Row)]
+        found: list[Row] = []
+        for value in self.own_fields().values():
+            for member in value if isinstance(value, tuple) else (value,):
+                if isinstance(member, Row):
+                    found.append(member)
+        return found
 
     def lines(self) -> list[str]:
         """Return the model, the details and warnings: what stands between tables and the conclusion."""
@@ -85,22 +90,14 @@ class Result(Envelope):
     # Its table
 
     def rows(self) -> Table:
-        """Return the result as a table, one dict per row: its findings, or else the records of its first field."""
-        findings = self.findings()
-        if findings:
-            return table_of(findings)
-        return plain(self._records()[0]) if self._records() else []
+        """Return the result as a table, one dict per row: its findings; a subclass with another table overrides it."""
+        return table_of(self.findings())
 
-    def _records(self) -> list[Sequence[Any]]:
-        """The records in its fields, those of each field together."""
-        fields = [value if isinstance(value, tuple | list) else (value,) for value in self.own_fields().values()]
-        return [members for members in fields if members and is_dataclass(members[0])]
-
-    def grids(self) -> list[Grid]:
-        """Return the tables that are shown, by default that of `rows`; a subclass with several overrides it."""
-        findings = self.findings() if type(self).rows is Result.rows else []
-        columns = columns_of(findings) if findings else strings(self.rows(), self.percent)
-        return [Grid(columns, important=self.columns)] if columns else []
+    def grid(self) -> Grid:
+        """Return the table that is shown, that of `rows`."""
+        if type(self).rows is Result.rows:
+            return Grid(columns_of(self.findings()), self.columns)
+        return Grid(strings(self.rows(), self.percent), self.columns)
 
     def to_frame(self) -> Any:
         """Return `rows` as a pandas data frame."""
@@ -129,9 +126,10 @@ class Result(Envelope):
             width: Characters per line of the tables. None: every column is shown.
         """
         parts = [card.text(width) for card in self.cards()]
-        if not parts:  # below cards, tables stand on a page and in a file
-            parts = [grid.text(width, self.most_rows) for grid in self.grids()]
-        return "\n\n".join([*parts, "\n".join([*self.lines(), f"Conclusion: {self.conclusion()}"])])
+        if not parts:  # below cards, the table stands on a page and in a file
+            parts.append(self.grid().text(width, self.most_rows))
+        parts.append("\n".join([*self.lines(), f"Conclusion: {self.conclusion()}"]))
+        return "\n\n".join(filter(None, parts))
 
     def __str__(self) -> str:
         return self.text()

@@ -5,8 +5,8 @@ Whatever compares, prints, draws or exports reads rows, and knows no measurement
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, Literal
@@ -18,8 +18,6 @@ Kind = Literal["share", "count", "number"]
 """What a number is: a share of a whole, which is said in per cent; a count of things; or any other number."""
 WORDS = ("about", "table", "name", "note")
 """The columns of a table of rows that are no numbers."""
-_FIELD = re.compile(r"\{(\w+)\}")
-_PLURAL = re.compile(r"\{(\w+)\}[^{}]*?\(s\)")
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,12 @@ class Mean:
         text = self.digits(self.value)
         margin = "" if self.margin is None else self.digits(self.margin)
         return f"{text} (± {margin})" if margin.strip("0.%") else text
+
+    def __format__(self, noun: str) -> str:
+        """Return the number as text, with a noun that agrees with it, such as "2 heads" of "{heads:head}"."""
+        if not noun:
+            return str(self)
+        return f"{self} {noun}" + "s" * (str(self) != "1")
 
     def digits(self, value: float) -> str:
         """Return a value of this kind as text; what rounds to zero has no sign."""
@@ -86,19 +90,14 @@ class Row:
         """Return the numbers in words, then the note.
 
         Args:
-            phrases: How numbers are said, such as "{heads} head(s)"; a phrase whose numbers were not read is left out.
-                Empty: each number is said by its name.
+            phrases: How numbers are said, such as "{heads:head} of {total}", where the noun agrees with the number; a
+                phrase whose numbers were not read is left out. Empty: each number is said by its name.
         """
         said: list[str] = []
         for phrase in phrases or [f"{name.replace('_', ' ')} {{{name}}}" for name in self.numbers]:
-            names = _FIELD.findall(phrase)
-            if all(name in self.numbers for name in names):
-                said.append(_PLURAL.sub(self._plural, phrase).format_map(self.numbers))
+            with suppress(KeyError):
+                said.append(phrase.format_map(self.numbers))
         return ", ".join([*said, self.note] if self.note else said)
-
-    def _plural(self, noun: re.Match[str]) -> str:
-        """The words up to a noun that ends in "(s)", in the form that agrees with the number before it."""
-        return noun[0].removesuffix("(s)") + ("" if f"{self.numbers[noun[1]]}" == "1" else "s")
 
 
 def row_of(table: str, name: str, note: str = "", **numbers: Mean | float | None) -> Row:

@@ -23,6 +23,9 @@ class Tabled(Result):
 
     parts: tuple[Row, ...]
 
+    def rows(self):
+        return [vars(part) for part in self.parts]
+
     def conclusion(self) -> str:
         return "All is well."
 

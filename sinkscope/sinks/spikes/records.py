@@ -136,12 +136,12 @@ SAID = {"its token": "carries {token}", "alone": "sees only itself", "id 0": "ha
 
 SHOWN = 3  # items that a label names
 
-LEFT = ("{left} of the spike", "{heads} head(s)", "{loss} nats")
+LEFT = ("{left} of the spike", "{heads:head}", "{loss} nats")
 EFFECT = (
-    "{size} other neuron(s) zeroed",
+    "{size:other neuron} zeroed",
     "{norm} of the written norm",
     "{left} of the spike",
-    "{intact} head(s), {heads} then",
+    "{intact:head}, {heads} then",
     "{loss} nats over {tokens} tokens",
     "{reached} of {sets} sets do as much",
 )
@@ -155,15 +155,15 @@ LISTED = {
     "erasers": ("{share}",),
 }
 """How the card of a spike says the rows of each table."""
-MARKS = ("{have} of {tried} tokens, each alone, have the spike", "{heads} head(s) replaced", "{left} left")
-ATTENTION = ("{heads} of {total} head(s)", "{share} of the heads at position 0 of {length} tokens")
+MARKS = ("{have} of {tried} tokens, each alone, have the spike", "{heads:head} replaced", "{left} left")
+ATTENTION = ("{heads} of {total:head}", "{share} of the heads at position 0 of {length} tokens")
 ANSWERS = {
     "What makes a position the sink": {"conditions": LEFT},
     "Why heads read it": {
         "constant": ("{before} -> {after} at the place, {ordinary_before} -> {ordinary_after} at an ordinary position",)
     },
     "What attention to it is for": dict.fromkeys(
-        ("purpose", PURPOSE_CONTROLS), ("{loss} nats", "{heads} head(s) at the place", "{taker_heads} at position 1")
+        ("purpose", PURPOSE_CONTROLS), ("{loss} nats", "{heads:head} at the place", "{taker_heads} at position 1")
     ),
 }
 """How the cards of answers say the rows of their tables."""
