@@ -28,7 +28,7 @@ from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace import trace
-from sinkscope.measure import PIECE, Setup
+from sinkscope.measure.setup import PIECE, Setup
 from sinkscope.models.draws import seed_of
 from sinkscope.models.inputs import check_site
 from sinkscope.models.text import text_rows

@@ -200,7 +200,7 @@ class BenchTable(Result):
         fig.update_xaxes(tickangle=-35)
         if task_class(self.task).share:
             fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
-        return figure_of(fig, self, width=1000, height=560, legend=-0.4, bottom=170, barmode="group")
+        return figure_of(fig, self, width=1000, height=560, legend=-0.4, bottom=170)
 
 
 def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> BenchTable:

@@ -17,6 +17,7 @@ import numpy as np
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float
+from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.engine.attention import AttentionRows
@@ -28,13 +29,14 @@ from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.watch import Observe
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
-from sinkscope.measure.attention_texts import prompt_and_continuation
+from sinkscope.measure.setup import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.layers import per_query_head
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import Head, count_of, word_form
+from sinkscope.results.notation import Head, count_of
 from sinkscope.results.row import row_of
-from sinkscope.results.style import figure_of, long_table, panels
+from sinkscope.results.style import figure_of
+from sinkscope.results.tables import long_table
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCK_GAIN = 0.2  # gain from which a head counts as locked
@@ -145,7 +147,7 @@ class Barcode(Result):
         if self.period is None:
             return f"The {self.steps} generated tokens end in no loop, so no head can lock onto one."
         best = self.rows()[0]
-        lock = word_form(len(self.locked), "locks", "lock")
+        lock = "locks" if len(self.locked) == 1 else "lock"
         return (
             f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of period {self.period}; "
             f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention at the same distances as "
@@ -172,7 +174,7 @@ class Barcode(Result):
         titles = ["what the loop adds (gain), by layer and head", "score in ordinary text"]
         for head in map(html.escape, self.shown):
             titles += [f"{head}: generated", f"{head}: ordinary text"]
-        fig = panels(titles, columns=2, spacing=0.05)
+        fig: Any = make_subplots(len(titles) // 2, 2, subplot_titles=titles, horizontal_spacing=0.05)
         darkest = max(0.05, float(np.quantile(self.attention, 0.99))) ** 0.5
         for col, scores in enumerate((self.gain, self.control_score), 1):
             fig.add_heatmap(z=scores, y=self.layers, zmin=-1, zmax=1, colorscale="RdBu", row=1, col=col)

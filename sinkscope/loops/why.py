@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import torch
+from plotly.subplots import make_subplots
 from pydantic import Field, Strict
 
 from sinkscope.errors import SinkscopeError
@@ -33,11 +34,11 @@ from sinkscope.kv.keeper import check_servable
 from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
-from sinkscope.measure.attention_texts import prompt_and_continuation, prompt_ids
+from sinkscope.measure.setup import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.row import row_of
-from sinkscope.results.style import BLUE, GREY, bars, figure_of, panels
+from sinkscope.results.style import BLUE, GREY, bars, figure_of
 
 CONTINUED = 48  # tokens after a cut, or three periods
 STANDS = 0.5  # share of the loops that end without a cause that is needed
@@ -118,12 +119,12 @@ class WhyLoop(Result):
 
     def figure(self) -> Any:
         """Draw how often the loop goes on without each thing, beside random changes of the same size."""
-        fig = panels(["share of continuations in which the same loop goes on"])
+        fig: Any = make_subplots(subplot_titles=["share of continuations in which the same loop goes on"])
         bars(fig, self.findings(), "share", BLUE, "without it")
         bars(fig, self.findings(), "control", GREY, "under random changes")
         fig.add_hline(self.goes_on, line={"color": GREY, "dash": "dot"}, annotation_text="intact")
         fig.update_yaxes(range=[0, 1.05], tickformat=".0%")
-        return figure_of(fig, self, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
+        return figure_of(fig, self, width=1000, height=460, legend=-0.3, bottom=120)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float
     if len(finite) < FEWEST_VALUES:
         return None
     least, most = bounds or (-inf, inf)
-    whole = finite if bounds is None else np.append(finite, bounds)
+    whole = np.append(finite, bounds or ())
     centre = float(whole.mean())
     half = float(stdtrit(len(whole) - 1, (1 + SURE) / 2) * whole.std(ddof=1)) / sqrt(len(whole))
     return Interval(float(finite.mean()), max(centre - half, least), min(centre + half, most))

@@ -46,17 +46,15 @@ class Measurement(Generic[P, R]):
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
-        self.parameters = parameters_of(self.function)[1:]  # its own, without the Setup
-        _, *own = inspect.signature(self.function).parameters.values()
-        shared: dict[str, inspect.Parameter] = {}
+        setup, *self.parameters = parameters_of(self.function)
         self.all_parameters: dict[str, Parameter] = {}  # and those of all measurements
-        for source in (Setup.open, edit_from_options) if self.edits else (Setup.open,):
-            shared |= inspect.signature(source).parameters
+        every: dict[str, inspect.Parameter] = {}
+        for source in (Setup.open, *[edit_from_options] * self.edits, self.function):
+            every |= inspect.signature(source).parameters
             self.all_parameters |= {parameter.name: parameter for parameter in parameters_of(source)}
-        self.all_parameters |= {parameter.name: parameter for parameter in self.parameters}
-        for name in ("loading", *(parameter.name for parameter in own)):
-            shared.pop(name, None)
-        model, *common = shared.values()
+        del self.all_parameters[setup.name], every[setup.name], every["loading"]
+        own = [every.pop(parameter.name) for parameter in self.parameters]
+        model, *common = every.values()
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda parameter: parameter.kind))
         self.__doc__ = f"{inspect.getdoc(self.function) or ''}\n\n{EVERY}"
 
@@ -103,7 +101,9 @@ class Measurement(Generic[P, R]):
 
     def _measured(self, setup: Setup, own: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
-        setup.target.shards.agree("setting", self.function.__name__, plan)
+        config = {**setup.target.config.to_dict(), "_name_or_path": ""}  # each process may have a folder of its own
+        whole = self.function.__name__, plan, config, setup.text_read, setup.seed
+        setup.target.shards.agree("model, text, seed or setting", *whole)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         asked = {name: value for name, value in self._settings(own).items() if name not in PYTHON_ONLY | WRITTEN}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,11 +23,22 @@ from sinkscope.files.plain import pathless
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
+from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.checkpoints.checkpoint import fingerprint_of
 from sinkscope.models.checkpoints.config import check_finite
+from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.target import Target
-from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
+from sinkscope.models.text import (
+    Halves,
+    beginning,
+    halves_of,
+    note_second_bos,
+    put_before,
+    resolve_bos,
+    text_rows,
+    typical_text,
+)
 from sinkscope.models.text.chat import own_text, text_records
 from sinkscope.opening.load import fits, open_target
 
@@ -37,6 +49,7 @@ PIECE = 64
 UNKNOWN = 0.1  # share of the text from which a result says so: unknown tokens in a row act as a repeated token
 FIRST_IDS = 4  # of the first text, which a result says
 WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
+NEW_TOKENS = 512  # written by default after a prompt in which a loop is looked for, if the context holds them
 
 
 def model_info(target: Target) -> ModelInfo:
@@ -143,8 +156,6 @@ class Setup:
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
-        config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
-        target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
         unknown = getattr(target.tokenizer, "unk_token_id", None)
         share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
         if share > UNKNOWN:
@@ -207,3 +218,46 @@ class Setup:
             first_ids=tuple(self.ids[0, :FIRST_IDS].tolist()),
             bos_added=self.bos is not None and self.bos not in put_before(self.tokenizer),
         )
+
+
+# -- prompts as token ids, and what a model writes after them ---------------------------------------------------------
+
+
+def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None, *, any_length: bool = False) -> list[int]:
+    """Return ids of a prompt: a text, ids, or by default the beginning of the typical text.
+
+    Args:
+        setup: The model and typical text.
+        prompt: The prompt.
+        any_length: Whether it may be longer than the context, because it is shortened.
+
+    Raises:
+        SinkscopeError: It is empty, or contains an id unknown to the model.
+    """
+    if prompt is None:
+        return setup.ids[0].tolist()
+    ids = read_row(setup.target, prompt, special=False, any_length=any_length)
+    if isinstance(prompt, str) and setup.bos is not None:
+        ids = [*beginning(setup.tokenizer, setup.bos), *ids]
+        note_second_bos(ids, setup.bos, "the prompt")
+    return ids
+
+
+def prompt_and_continuation(
+    setup: Setup, prompt: str | Sequence[int] | None, new: int | None, spare: int = 0
+) -> tuple[list[int], int]:
+    """Return a prompt with its greedy continuation, and the length of the prompt.
+
+    Args:
+        setup: The model, with the interventions under which it writes.
+        prompt: Text or ids. None: the beginning of the typical text.
+        new: Tokens to generate. None: 512, or as many as the context holds.
+        spare: Tokens for which there should still be room.
+    """
+    start = prompt_ids(setup, prompt)
+    if new is None:
+        room = (setup.target.max_positions or inf) - len(start) - spare
+        new = int(max(1, min(NEW_TOKENS, room)))
+    check_length(setup.target, "the prompt", len(start), new)
+    (answer,), _ = decode(setup.target, [start], new, setup.edit)
+    return [*start, *answer], len(start)

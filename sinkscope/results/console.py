@@ -42,9 +42,8 @@ class ProgressBar:
             self._close()
             self._stage = stage, total
             options: Any = {"bar_format": COUNTED if total else WAITED, "leave": False, "dynamic_ncols": True}
-            options |= {"disable": True if os.environ.get("TERM") == "dumb" else None}  # None: where it is no terminal
             options |= {"desc": visible(stage), "total": total or None, "initial": done}
-            self._bar = tqdm(**options, mininterval=0.5, file=sys.stderr)
+            self._bar = tqdm(**options, mininterval=0.5, file=sys.stderr, disable=None)  # None: on a terminal alone
         self._bar.update(done - self._bar.n)
 
     def _close(self) -> None:
@@ -76,8 +75,9 @@ def wrapped(text: str, stream: Any) -> str:
     """Return text whose long lines are broken between words if a terminal shows it; other readers get whole lines."""
     if not stream.isatty():
         return text
-    whole: Any = {"break_on_hyphens": False, "break_long_words": False}  # a path stays whole
-    return "\n".join(fill(line, terminal_width(), **whole) for line in text.split("\n"))
+    width = terminal_width()
+    lines = [fill(line, width, break_on_hyphens=False, break_long_words=False) for line in text.split("\n")]
+    return "\n".join(lines)  # a path stays whole
 
 
 def note(message: str) -> None:

@@ -31,26 +31,16 @@ def word_list(things: Sequence[object], most: int = 12) -> str:
     return ", ".join(names[:-1]) + " and " + names[-1]
 
 
-def word_form(count: int, singular: str, plural: str) -> str:
-    """Return the word that agrees with a number of things, such as "is" or "are"; plural for zero."""
-    if count == 1:
-        return singular
-    return plural
-
-
 def percent(share: float, digits: int = 0) -> str:
     """Return a share in per cent; what rounds to zero has no sign."""
-    text = f"{share:,.{digits}%}"
-    if not text.strip("-0.%"):
-        text = text.removeprefix("-")
-    return text
+    return f"{share:z,.{digits}%}"
 
 
 def count_of(count: int, noun: str) -> str:
     """Return a number of things: "no token", "1 token", "2 tokens"."""
     if count == 0:
         return f"no {noun}"
-    return f"{count:,} {word_form(count, noun, f'{noun}s')}"
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def _read(pattern: re.Pattern[str], text: str, option: str, expected: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
 from sinkscope.results.pages import Section, document, plot, render
-from sinkscope.results.row import Card, Row, columns_of, table_of
+from sinkscope.results.row import WORDS, Card, Row, table_of
 from sinkscope.results.tables import Grid, Table, strings
 
 TOP = 40  # pixels above the panels of a figure, for their titles
@@ -95,9 +95,10 @@ class Result(Envelope):
 
     def grid(self) -> Grid:
         """Return the table that is shown, that of `rows`."""
-        if type(self).rows is Result.rows:
-            return Grid(columns_of(self.findings()), self.columns)
-        return Grid(strings(self.rows(), self.percent), self.columns)
+        rows = self.rows()
+        if type(self).rows is Result.rows:  # each number with its margin
+            rows = [{name: getattr(row, name) for name in WORDS} | row.numbers for row in self.findings()]
+        return Grid(strings(rows, self.percent), self.columns)
 
     def to_frame(self) -> Any:
         """Return `rows` as a pandas data frame."""

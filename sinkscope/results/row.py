@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import Any, Literal
 
 from sinkscope.results.notation import percent
-from sinkscope.results.tables import Table, strings
+from sinkscope.results.tables import Table
 
 Kind = Literal["share", "count", "number"]
 """What a number is: a share of a whole, which is said in per cent; a count of things; or any other number."""
@@ -52,10 +52,12 @@ class Mean:
         """Return a value of this kind as text; what rounds to zero has no sign."""
         if self.kind == "share":
             return percent(value)
-        text = f"{value:,.2f}"
         if self.kind == "count" or abs(value) >= 100:
-            text = f"{value:,.0f}"
-        return text if text.strip("-0.,") else text.removeprefix("-")
+            return f"{value:z,.0f}"
+        return f"{value:z,.2f}"
+
+
+NOT_READ = Mean(0.0)
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,11 @@ class Row:
 
     def get(self, number: str) -> float:
         """Return the value of a number; zero if it was not read."""
-        return self.numbers[number].value if number in self.numbers else 0.0
+        return self.numbers.get(number, NOT_READ).value
 
     def margin(self, number: str) -> float:
         """Return the margin of a number; zero if it has none."""
-        return (self.numbers[number].margin if number in self.numbers else None) or 0.0
+        return self.numbers.get(number, NOT_READ).margin or 0.0
 
     def words(self, phrases: Sequence[str] = ()) -> str:
         """Return the numbers in words, then the note.
@@ -126,13 +128,7 @@ def table_of(rows: Iterable[Row]) -> Table:
             if mean.margin is not None:
                 columns[f"{name}_margin"] = mean.margin
         made.append(columns)
-    names = dict.fromkeys(name for columns in made for name in columns)
-    return [{name: columns.get(name) for name in names} for columns in made]
-
-
-def columns_of(rows: Iterable[Row]) -> dict[str, list[str]]:
-    """Return rows as columns of cells, each number with its margin; a column that is empty in every row is left out."""
-    return strings([{name: getattr(row, name) for name in WORDS} | row.numbers for row in rows])
+    return made
 
 
 # --- cards ---
@@ -163,8 +159,6 @@ class Card:
         lines = wrap(self.title, width)
         for label, numbers in self.rows:
             start = f"  {label}".ljust(margin)
-            room = max(20, width - margin)
-            lines += wrap(
-                numbers, room + margin, initial_indent=start, subsequent_indent=" " * margin, break_on_hyphens=False
-            )
+            indents = {"initial_indent": start, "subsequent_indent": " " * margin}
+            lines += wrap(numbers, max(20 + margin, width), **indents, break_on_hyphens=False)
         return "\n".join(lines)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import html
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from sinkscope.results.row import Row
-from sinkscope.results.tables import long_table as long_table
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
@@ -22,20 +20,6 @@ WIDTH_OF_FRAME = 900
 """Pixels that a notebook gives a figure."""
 LINE_OF_TITLE = 18
 """Pixels."""
-
-
-def panels(titles: Sequence[str], *, columns: int | None = None, spacing: float = 0.09) -> Any:
-    """Make a figure with panels side by side, and in further rows if there are more than `columns`.
-
-    Args:
-        titles: One title per panel.
-        columns: Panels in a row. None: all.
-        spacing: Space between panels, as a share of the figure's width.
-    """
-    columns = columns or len(titles)
-    rows = -(-len(titles) // columns)
-    spaces: dict[str, Any] = {"horizontal_spacing": spacing, "vertical_spacing": 0.3 / rows}
-    return make_subplots(rows, columns, subplot_titles=list(titles), **spaces)
 
 
 def bars(fig: Any, rows: Iterable[Row], number: str, colour: str, name: str = "", **where: int) -> None:
@@ -65,7 +49,6 @@ def figure_of(
     height: int,
     legend: float = -0.27,
     bottom: int = 110,
-    **more: Any,
 ) -> go.Figure:
     """Give a figure its title and the layout that all figures share.
 
@@ -79,11 +62,9 @@ def figure_of(
         height: Height in pixels.
         legend: Vertical position of the legend, below the panels.
         bottom: Margin in pixels for axis titles and legend.
-        more: Further options of plotly's `update_layout`.
     """
     if result is not None:
-        sentence = result.conclusion().removesuffix(".")
-        title = f"{result.model.name}: {sentence}"
+        title = f"{result.model.name}: {result.conclusion().removesuffix('.')}"
     lines = textwrap.wrap(title, int(min(width, WIDTH_OF_FRAME) / PIXELS_PER_CHARACTER))
     top = 90 + LINE_OF_TITLE * max(0, len(lines) - 2)
     text = "<br>".join(html.escape(line) for line in lines)
@@ -100,4 +81,4 @@ def figure_of(
     fig.for_each_annotation(
         lambda annotation: annotation.update(text=re.sub(r"^[a-z]+=", "", annotation.text))
     )  # of plotly's facets
-    return fig.update_layout(**more)
+    return fig

@@ -52,16 +52,16 @@ class Grid:
         printed = io.StringIO()
         plain_text: Any = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}
         Console(file=printed, width=width or WIDEST, **plain_text).print(table)
-        lines = [*printed.getvalue().splitlines(), *self.notes(most, len(names))]
+        lines = [*printed.getvalue().splitlines(), self.note(most, len(names))]
         return "\n".join(filter(None, map(str.rstrip, lines)))
 
-    def notes(self, most: int = MOST_ROWS, columns: int | None = None) -> list[str]:
+    def note(self, most: int = MOST_ROWS, columns: int | None = None) -> str:
         """Return the line below the table when not all rows and columns are shown."""
         every = max(map(len, self.columns.values()), default=0)
         shown = columns or len(self.columns)
         if most >= every and shown == len(self.columns):
-            return []
-        return [f"{min(most, every)} of {every} rows, {shown} of {len(self.columns)} columns (--csv FILE has all)."]
+            return ""
+        return f"{min(most, every)} of {every} rows, {shown} of {len(self.columns)} columns (--csv FILE has all)."
 
     def rows(self, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
         """Return the cells of each row, of at most so many rows."""
@@ -78,9 +78,9 @@ def cell(value: Any, *, percent: bool = False) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float) and percent:
-        return percent_of(value, 1)
     if isinstance(value, float):
+        if percent:
+            return percent_of(value, 1)
         return f"{value:.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
     if isinstance(value, list | tuple):
         return ", ".join(cell(item, percent=percent) for item in value)

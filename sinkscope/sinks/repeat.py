@@ -32,8 +32,8 @@ from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
 from sinkscope.results.notation import percent, word_list
-from sinkscope.results.style import GREY, figure_of, long_table
-from sinkscope.results.tables import Table
+from sinkscope.results.style import GREY, figure_of
+from sinkscope.results.tables import Table, long_table
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import rows_at_once

@@ -29,13 +29,14 @@ from sinkscope.files.output import PathName
 from sinkscope.files.records import PositiveShare, check_values, checked_value
 from sinkscope.files.texts import read_texts, text_of
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
-from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.measure.margin import margin_of
+from sinkscope.measure.setup import prompt_ids
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.row import row_of
-from sinkscope.results.style import COLOURS, figure_of, long_table
+from sinkscope.results.style import COLOURS, figure_of
+from sinkscope.results.tables import long_table
 from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Lines, lengths_of
 from sinkscope.sparse.head_lines import minference_lines, top_lines

@@ -37,7 +37,7 @@ REFUSED = {  # calls that are refused on both processes, of one model or of argu
     ),
     "settings": (
         lambda model, **known: ss.attack(model, n_tokens=12 + dist.get_rank(), **known),
-        "processes 0 and 1 of 2 have a different setting",
+        "processes 0 and 1 of 2 have a different model, text, seed or setting",
     ),
     "experts": (
         lambda model, **known: ss.Ablate(sites=[(1, 0, 3)]).on(model).__enter__(),

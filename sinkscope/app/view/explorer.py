@@ -41,7 +41,6 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
 from sinkscope.models.neurons import norms_of
 from sinkscope.models.text import beginning
-from sinkscope.results.notation import word_form
 from sinkscope.sinks.spikes.records import purpose_sentence, spike_card
 
 MOST_TOKENS = 512
@@ -181,7 +180,7 @@ class Explorer(ModelSink):
         norm = intact.norm[layer]
         highest = int(norm.argmax())
         return (
-            f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
+            f"{count} of {len(norm)} tokens {'has' if count == 1 else 'have'} a norm spike after layer {layer}: "
             f"the largest norm is {short(norm[highest])} at {tokens[highest]!r}, where typical text has "
             f"{short(self.sinks.survey.typical_norm[layer])}."
         )

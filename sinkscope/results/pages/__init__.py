@@ -95,7 +95,6 @@ def document(
         "results/pages/report.html",
         kind=kind,
         policy=POLICY,
-        style=source("results/pages/report.css"),
         title=heading,
         about=about,
         version=__version__,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
-from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, bars, figure_of, panels
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, bars, figure_of
 from sinkscope.sinks.spikes.records import AS_IT_IS, ONE_OTHER, PURPOSE_CONTROLS
 from sinkscope.sinks.spikes.spike import run
 
@@ -22,7 +23,7 @@ ANSWERS = ("Share of the spike at an ordinary position, and at the place", "What
 
 def draw(result: Any) -> go.Figure:
     """Draw the norms of a `FindSinks`, what writes and erases each spike, and the attention of heads."""
-    fig = panels(TITLES, columns=2, spacing=0.12)
+    fig: Any = make_subplots(2, 2, subplot_titles=TITLES, horizontal_spacing=0.12)
     for norms, name, colour in (
         (result.first_token_norm, "the first token, median", RED),
         (result.typical_norm, "later tokens, median", GREY),
@@ -50,7 +51,7 @@ def draw_answers(result: Any) -> go.Figure:
     spike = result.answered
     if spike is None:
         return draw(result)
-    fig = panels(ANSWERS, columns=1)
+    fig: Any = make_subplots(2, subplot_titles=ANSWERS)
     conditions = spike.table("conditions")
     controls = [row for name, row in conditions.items() if name in (AS_IT_IS, ONE_OTHER)]
     bars(fig, [row for row in conditions.values() if row not in controls], "left", BLUE, row=1, col=1)

@@ -252,11 +252,10 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
     """
     norm = spike.named("spike", "norm")
     needed = component(word_list(spike.needed, SHOWN))
-    ratio = f"{norm.get('ratio'):,.{0 if norm.get('ratio') >= 10 else 1}f}"
-    said = f"{norm.get('norm_before'):,.0f} -> {norm.get('norm_after'):,.0f}, {ratio} times the typical one "
-    said += f"after layer {spike.highest}"
+    times = f"{spike.ratio:,.{int(spike.ratio < 10)}f} times the typical one after layer {spike.highest}"
+    said = f"{norm.get('norm_before'):,.0f} -> {norm.get('norm_after'):,.0f}, {times}"
     if spike.dims:
-        said += f"; along {'dimension' if len(spike.dims) == 1 else 'dimensions'} {word_list(spike.dims)}"
+        said += f"; along dimension{'s' * (len(spike.dims) > 1)} {word_list(spike.dims)}"
     rows = {"norm": said, "needed": "no neurons or pair of components that was tried"}
     if spike.needed:
         them = {1: "it", 2: "both"}.get(len(spike.needed), f"these {len(spike.needed)}")

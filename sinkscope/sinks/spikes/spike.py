@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.results.notation import Component, Head, Neuron, word_form, word_list
+from sinkscope.results.notation import Component, Head, Neuron, word_list
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import (
     COUNTS,
@@ -174,7 +174,7 @@ class Spike:
 
 def run(first: int, last: int) -> str:
     """Return the layers of a spike: "layer 3", "layers 3-5"."""
-    return f"{word_form(last - first + 1, 'layer', 'layers')} {span(first, last)}"
+    return f"layer{'s' * (first != last)} {span(first, last)}"
 
 
 def span(first: int, last: int) -> str:
@@ -327,7 +327,7 @@ def _words_for(ids: TokenRows, there: Mask, decode: Callable[[list[int]], str]) 
         sets.append((tokens, True))
     for some, first in sets:
         names = word_list([repr(decode([token])) for token in some], NAMED)
-        words = f"{names} wherever {word_form(len(some), 'it stands', 'they stand')}"
+        words = f"{names} wherever it stands" if len(some) == 1 else f"{names} wherever they stand"
         if first:
             words = f"the first {names} of a text" if len(some) == 1 else f"the first of {names} in a text"
         labels.append((words, partial(among_tokens, tokens=tuple(some), first=first)))
