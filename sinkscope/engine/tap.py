@@ -163,24 +163,18 @@ def _placed(
     for listener in listeners:
         if listener.first_query is not None:
             first_query = listener.first_query
-        if function is None and not is_whole and listener.functions:
-            function = _of_layer(module, listener.functions, settings)
+        functions = listener.functions
+        if function is None and not is_whole and functions:  # that of the window of the layer, as it says it itself
+            window = settings.get("sliding_window")
+            if window not in functions:
+                window = layer_window(module.config, int(module.layer_idx))
+            function = functions.get(window) or functions.get(None) or next(iter(functions.values()))
     if function is not None:
         source = function if has_gaps or not function.is_skipped else CausalMask()
         return source, function.first_key, function.first_query
     if is_whole:
         return TensorMask(mask, first_query), max(0, mask.shape[-1] - keys), first_query
     return CausalMask(), 0, first_query
-
-
-def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:
-    """The function of the mask of a layer that was given none: that of its window, as the layer itself says it."""
-    if len(functions) == 1:
-        return next(iter(functions.values()))
-    window = settings.get("sliding_window")
-    if window not in functions:
-        window = layer_window(module.config, int(module.layer_idx))
-    return functions.get(window, functions[None])
 
 
 _FUNCTION = "sinkscope_function"
@@ -243,14 +237,14 @@ def attention_rows(
     Args:
         target: The model.
         observer: Called with `AttentionRows`; of a model that is split over processes, with those of all heads.
-        layers: Layers to show. None shows all.
+        layers: Layers to show, which attend. None shows all.
         begin: The first query whose row is shown.
         at_once: Whether a layer shows all its rows at once, where the model does not build them itself.
 
     Raises:
         UnsupportedError: The model attends by a function of the user's own, or gives no rows.
     """
-    wanted = [layer for layer in target.attending if layers is None or layer in layers]
+    wanted = target.attending if layers is None else layers
     shown = of_all_heads(target, observer)
 
     def see(call: Attention) -> None:

@@ -8,7 +8,7 @@ cache, in any order: after an eviction the model's own mask is no guide any more
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -136,23 +136,16 @@ class Visible:
     hidden: tuple[Hidden, ...] = ()
     by_slot: bool = False
 
-    def section(self, queries: slice, keys: slice = slice(None)) -> Visible:
-        """Return some of the queries and keys, by their indices."""
-        return replace(self, query=self.query[:, queries], key=self.key[..., keys])
-
     def mask(self) -> Shaped[Tensor, "batch _ query key"]:
         """Return the mask, for each query head, or once for all: bool, or additive as the model has it."""
         cells = self.source.cells(self).expand(len(self.query), -1, self.query.shape[1], -1)
-        hidden = [hide(self.query, self.key) for hide in self.hidden]
+        hidden = list(self.hidden)
         if self.by_slot:
-            hidden.append((self.key < 0)[:, :, None])
-        for gone in hidden:
+            hidden.append(lambda _, key: (key < 0)[:, :, None])
+        for hide in hidden:
+            gone = hide(self.query, self.key)
             if cells.is_floating_point():
                 cells = torch.where(gone, torch.finfo(cells.dtype).min, cells)
             else:
                 cells = cells & ~gone
         return cells
-
-    def sees(self) -> Cells:
-        """Return which keys are seen, for each head, or once for all."""
-        return shown(self.mask())

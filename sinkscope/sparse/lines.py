@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.tap import Listener, check_attention_known, check_attention_visible, tapped
+from sinkscope.engine.visible import shown
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import PathName
 from sinkscope.files.records import PositiveShare, check_values, checked_value
@@ -292,7 +293,7 @@ def scores_of(target: Target, call: Attention) -> Scores:
     Raises:
         UnsupportedError: Attention is neither causal nor a sliding window.
     """
-    seen = call.visible.sees()[0, 0]
+    seen = shown(call.visible().mask())[0, 0]
     keys = seen.shape[1]
     past = keys - len(seen)
     window = int(seen[-1].sum())
