@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sinkscope.files.envelope import provenance
 from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, plain
-from sinkscope.files.provenance import provenance
 
 STARTED = time.perf_counter()
 Row = dict[str, Any]

@@ -26,8 +26,7 @@ from pathlib import Path
 from threading import Lock
 
 from experiments.drawn import write_png
-from sinkscope.files.envelope import kinds
-from sinkscope.files.provenance import CODE
+from sinkscope.files.envelope import CODE, kinds
 from sinkscope.results.result import Result
 
 ROOT = Path(__file__).parents[1]

@@ -20,8 +20,8 @@ from sinkscope import __version__
 from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.others import ELSEWHERE, other_command, other_commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
+from sinkscope.files.envelope import documented_at
 from sinkscope.files.progress import is_first, world_size
-from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
 
 __all__ = ["main"]

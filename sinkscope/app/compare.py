@@ -29,10 +29,9 @@ import plotly.graph_objects as go
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.envelope import measurements
+from sinkscope.files.envelope import UNKNOWN_MODEL, measurements, provenance
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
-from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
 from sinkscope.files.store import differing
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import DIFFERENCES, margin_of

@@ -13,9 +13,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.envelope import ModelInfo
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
-from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.records import Finite, Wording, build, read_rows
 from sinkscope.files.store import RECORDS, SETTINGS, Keyed, read_lines
 

@@ -25,9 +25,9 @@ from sinkscope.bench.methods import FULL
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.envelope import ModelInfo, provenance
 from sinkscope.files.output import PathName
 from sinkscope.files.plain import plain
-from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.store import differing
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, interval_of
 from sinkscope.results.result import Result
@@ -72,7 +72,7 @@ class BenchGroup:
 
     def mean(self, kind: Kind = "number") -> Mean:
         """Return the score with its margin and the scores of prompts."""
-        margin = None if isnan(self.low) else Interval(self.score, self.low, self.high).margin
+        margin = None if isnan(self.low) else max(self.high - self.score, self.score - self.low)
         return Mean(self.score, margin, tuple(self.scores.values()), kind)
 
 

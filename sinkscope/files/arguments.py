@@ -91,7 +91,7 @@ class Parameter:
         """
         from sinkscope.files.records import checked_value  # loads pydantic, for which no help need wait
 
-        if value is self.default:
+        if value is self.default or self.hint is Any:
             return
         checked_value(self.hint, value, self.name, strict=True)
         if isinstance(value, int | float) and not abs(value) <= LARGEST:

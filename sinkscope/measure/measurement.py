@@ -73,9 +73,11 @@ class Measurement(Generic[P, R]):
             if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
                 opening["progress"] = bar
-            edit = edit_from_options(**editing)
+            edit = edit_from_options(**editing) if editing else None
             setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
-            setup.record(**{name: str(value) for name, value in editing.items() if value})
+            for name, value in editing.items():
+                if value:
+                    setup.record(**{name: str(value)})
             return self._measured(setup, own)
 
     @float32_by_default()
@@ -93,11 +95,7 @@ class Measurement(Generic[P, R]):
         for name in self.all_parameters.keys() & arguments.keys():
             self.all_parameters[name].check(arguments[name])
         if self.check is not None:
-            self.check(**self._settings(arguments))
-
-    def _settings(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Its own arguments, with the defaults of those that were not given."""
-        return {each.name: arguments.get(each.name, each.default) for each in self.parameters}
+            self.check(**{each.name: arguments.get(each.name, each.default) for each in self.parameters})
 
     def _measured(self, setup: Setup, own: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
@@ -106,9 +104,12 @@ class Measurement(Generic[P, R]):
         setup.target.shards.agree("model, text, seed or setting", *whole)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
-        asked = {name: value for name, value in self._settings(own).items() if name not in PYTHON_ONLY | WRITTEN}
-        about = {"bos": setup.bos is not None, "texts": len(setup.ids), "seed": setup.seed, TEXT_READ: setup.text_read}
-        settings = about | asked | setup.settings
+        settings = {"bos": setup.bos is not None, "texts": len(setup.ids), "seed": setup.seed}
+        settings[TEXT_READ] = setup.text_read
+        for each in self.parameters:
+            if each.name not in PYTHON_ONLY | WRITTEN:
+                settings[each.name] = own.get(each.name, each.default)
+        settings |= setup.settings
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sinkscope.engine.run import runs_here
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.envelope import ModelInfo, Provenance, provenance
 from sinkscope.files.plain import pathless
 from sinkscope.files.progress import Progress, silent
-from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import Intervention, under

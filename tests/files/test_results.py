@@ -12,8 +12,8 @@ import torch
 from refusals import refused
 from sample_results import STOP, sample_find_sinks
 
+from sinkscope.files.envelope import CHECKOUT, documented_at, provenance
 from sinkscope.files.plain import plain
-from sinkscope.files.provenance import CHECKOUT, documented_at, provenance
 from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -90,7 +90,7 @@ def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, content, says
 
 def test_pages_are_those_of_the_checkout_or_of_the_installed_package(monkeypatch, tmp_path):
     assert (CHECKOUT / documented_at("cli.md")).is_file()
-    monkeypatch.setattr("sinkscope.files.provenance.CHECKOUT", tmp_path)
+    monkeypatch.setattr("sinkscope.files.envelope.CHECKOUT", tmp_path)
     said = documented_at("cli.md#exit-codes")
     assert said.endswith("sinkscope/docs/cli.md#exit-codes") and str(Path.home()) not in said
 

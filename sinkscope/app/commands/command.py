@@ -17,11 +17,10 @@ import click
 from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import descriptions_of, docstring_at, introduction
-from sinkscope.files.envelope import OWN
+from sinkscope.files.envelope import OWN, documented_at
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
-from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class Command(click.Command):
         if word is not None:
             options["model"] = word
         with ProgressBar() as progress:
-            if any(parameter.name == "model" for parameter in self.params):
+            if "model" in ctx.params:
                 progress(f"Loading {options.get('model', 'bundled')} ...", 0, 0)
             self.check_outputs(files, options)
             result = self.run(options, files, progress)

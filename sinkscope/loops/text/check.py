@@ -11,9 +11,9 @@ from os import PathLike
 from typing import Any, cast
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.envelope import ModelInfo, documented_at, provenance
 from sinkscope.files.output import read_bytes
 from sinkscope.files.plain import pathless, plain
-from sinkscope.files.provenance import ModelInfo, documented_at, provenance
 from sinkscope.loops.text.answers import Piece, is_ids
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.signals import Ids, id_list
