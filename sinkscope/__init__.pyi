@@ -22,7 +22,7 @@ from .loops.guard.guard import LoopGuard as LoopGuard
 from .loops.guard.steer import Steer as Steer
 from .loops.why import why_loop as why_loop
 from .measure.measurement import Measurement as Measurement
-from .models.checkpoints.locate import list_models as list_models
+from .models.checkpoints.checkpoint import list_models as list_models
 from .opening.load import load as load
 from .results.result import Result as Result
 from .sinks.attack import attack as attack

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoTokenizer
-
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.record import Row, write_rows
 from experiments.script import run
-from sinkscope.models.checkpoints.locate import locate
+from sinkscope.models.checkpoints.checkpoint import Files
 
 COUNTS = {"dc": 300, "ri": 200}
 TOKENS = {"dc": 3853, "ri": 5376}
@@ -244,7 +242,7 @@ def main(
         source: LongBench's .jsonl of the task.
         model: Count tokens with the tokenizer of this model.
     """
-    tokenizer = AutoTokenizer.from_pretrained(str(locate(model).where))
+    tokenizer = Files(model).read_tokenizer()
     records = read_longbench(source)
     rows = build(bench, records, tokenizer, count, target_tokens, 0)
     write_rows(out, rows)

@@ -21,7 +21,6 @@ from sinkscope.loops.guard.detect import monitors
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.checkpoints.checkpoint import Files
-from sinkscope.models.checkpoints.locate import locate
 
 HALVES = ("choose", "report")
 RULES = {
@@ -63,7 +62,7 @@ def main(*, models: Sequence[Path], out: Path = Path("figures/loopguard_verdicts
         models: Files of the models.
         out: The JSON.
     """
-    tokenizers: dict[str, Any] = {file.stem.split("-")[0]: Files(locate(file)).read_tokenizer() for file in models}
+    tokenizers: dict[str, Any] = {file.stem.split("-")[0]: Files(file).read_tokenizer() for file in models}
     result: Row = {}
     for half in HALVES:
         for name, settings in RULES.items():

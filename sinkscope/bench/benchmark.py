@@ -24,7 +24,7 @@ from sinkscope.files.store import json_lines, kept_in
 from sinkscope.generation.generate import Temperature
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure.setup import model_info
-from sinkscope.models.checkpoints.config import float32_by_default
+from sinkscope.models.checkpoints.config import plain_by_default
 from sinkscope.models.inputs import check_length, end_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -32,7 +32,7 @@ from sinkscope.opening.load import load
 
 
 @checks_arguments
-@float32_by_default()
+@plain_by_default()
 def run(
     model: Any,
     task: Task | str,

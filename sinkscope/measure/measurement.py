@@ -15,7 +15,7 @@ from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
-from sinkscope.models.checkpoints.config import float32_by_default
+from sinkscope.models.checkpoints.config import plain_by_default
 from sinkscope.models.hooks import evaluating
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.result import Result
@@ -62,7 +62,7 @@ class Measurement(Generic[P, R]):
         """Return what `help` puts above the documentation."""
         return f"<measurement {self.function.__name__}>"
 
-    @float32_by_default()
+    @plain_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. `help` shows the arguments."""
         opening = dict(self.__signature__.bind(*args, **kwargs).arguments)
@@ -80,7 +80,7 @@ class Measurement(Generic[P, R]):
                     setup.record(**{name: str(value)})
             return self._measured(setup, own)
 
-    @float32_by_default()
+    @plain_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
         self.refuse(kwargs)

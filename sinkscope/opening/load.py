@@ -13,11 +13,12 @@ import torch
 from sinkscope.engine.stock import set_attention
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
+from sinkscope.files.plain import pathless
 from sinkscope.files.progress import world_size
 from sinkscope.models.checkpoints.checkpoint import (
+    BUNDLED,
     Files,
     fingerprint,
-    is_quantised,
     model_with_weights,
     quiet,
 )
@@ -29,7 +30,6 @@ from sinkscope.models.checkpoints.config import (
     parse_dtype,
 )
 from sinkscope.models.checkpoints.gguf_file import parsed_once
-from sinkscope.models.checkpoints.locate import BUNDLED, locate
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target, check_divides
@@ -81,21 +81,21 @@ def load(
     place = parse_device(device)
     if device_map is None and not is_split and place.type != "cpu":
         device_map = {"": place}
-    source = locate(x, revision)
-    with quiet(), loading_errors(source.name), parsed_once() if source.is_gguf else nullcontext():
-        files = Files(source)
+    name = os.fspath(x or BUNDLED)
+    with quiet(), loading_errors(pathless(name)), parsed_once() if name.endswith(".gguf") else nullcontext():
+        files = Files(x, revision)
         config = files.read_config()
         if is_split:
             from transformers.distributed import DistributedConfig  # from 5.19 on
 
-            check_divides(config, source.name, world_size())
+            check_divides(config, files.name, world_size())
             options["distributed_config"] = DistributedConfig(tp_size=world_size())
         hf = model_with_weights(files, config, {**options, "device_map": device_map})
-        hf.sinkscope_name, hf.tokenizer = source.name, tokenizer or files.read_tokenizer()
+        hf.sinkscope_name, hf.tokenizer = files.name, tokenizer or files.read_tokenizer()
         if files.commit is not None:
-            hf.config._name_or_path, hf.config._commit_hash = str(source.where), files.commit
+            hf.config._name_or_path, hf.config._commit_hash = files.repo, files.commit
         check_finite(hf)
-        _checked(hf, hf.tokenizer, source.name)
+        _checked(hf, hf.tokenizer, files.name)
         if quantization_config is None:  # else it is not the model that it was made from
             hf.sinkscope_origin = fingerprint(files), fingerprint(hf)
     return hf
@@ -146,11 +146,11 @@ def open_target(
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
     if model is None or isinstance(model, str | os.PathLike):
-        source = locate(model, revision)
+        name = os.fspath(model or BUNDLED)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
-        if not (whole or world_size() > 1 or model in (None, BUNDLED) or source.is_gguf):
-            with quiet(), loading_errors(source.name), suppress(UnsupportedError):
-                model = _stream(Files(source), **options)
+        if not (whole or world_size() > 1 or name == BUNDLED or name.endswith(".gguf")):
+            with quiet(), loading_errors(pathless(name)), suppress(UnsupportedError):
+                model = _stream(Files(name, revision), **options)
         if not isinstance(model, Target):
             model = load(model, revision=revision, **options)
     target = target_of(model, tokenizer)
@@ -171,7 +171,7 @@ def _stream(files: Files, dtype: Any, device: Any, tokenizer: Any) -> Target:
         UnsupportedError: It has to be loaded whole.
     """
     place, config = parse_device(device), files.read_config()
-    if not files.weight_map or is_quantised(config) or config is not config.get_text_config():
+    if not files.weight_map or getattr(config, "quantization_config", None) or config is not config.get_text_config():
         raise UnsupportedError(f"{files.name} is quantised, no safetensors, or has more than a text model")
     own = torch.float32 if place.type == "cpu" else config.dtype  # half is slow there
     kind = parse_dtype(dtype) or own or torch.float32

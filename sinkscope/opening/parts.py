@@ -34,7 +34,7 @@ from sinkscope.models.adapters import (
     not_inferred,
     stack_of,
 )
-from sinkscope.models.checkpoints.config import cpu_by_default
+from sinkscope.models.checkpoints.config import plain_by_default
 from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks
 from sinkscope.models.target import Target
 from sinkscope.opening.places import proposed, sample_of
@@ -55,7 +55,7 @@ _KNOWN: dict[Key, Found] = {}
 """Adapters of objects, by class, row, configuration and structure."""
 
 
-@cpu_by_default()
+@plain_by_default()
 def adapter_of(target: Target) -> Found:
     """Return the adapter of a model, whose own is not read; sites that cannot be proved are noted in it.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sinkscope.models.adapters import PATHS, Adapter, Found, NotInferredError
-from sinkscope.models.checkpoints.config import cpu_by_default
+from sinkscope.models.checkpoints.config import plain_by_default
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.target import LayerInput, parts_of
 from sinkscope.models.weights import experts_of
@@ -244,7 +244,7 @@ def sample_of(hf: Any, depth: int) -> Any:
         for pattern, most in _MOST.items():
             if re.search(pattern, name) and isinstance(value, int) and value > most:
                 setattr(text, name, most)
-    with cpu_by_default(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with plain_by_default(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         inside = [module for module in hf.modules() if isinstance(module, PreTrainedModel)]  # of a wrapper, too
         sample = type(inside[0])(config).float().eval().requires_grad_(False)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 import sinkscope as ss
 from sinkscope.models.checkpoints.checkpoint import Files, fingerprint
-from sinkscope.models.checkpoints.locate import locate
 
 pytestmark = [pytest.mark.few_texts, pytest.mark.timeout(60)]
 
@@ -118,5 +117,5 @@ def test_a_fingerprint_changes_with_the_weights(folder):
     found = []
     for number in (0.0, 1e-3, 0.0):
         save_file({"w": torch.full((1 << 11, 1 << 10), number)}, folder / WEIGHTS)
-        found.append(fingerprint(Files(locate(folder))))
+        found.append(fingerprint(Files(folder)))
     assert found[0] == found[2] != found[1]

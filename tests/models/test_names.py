@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sinkscope.models.checkpoints.locate import hub_id_of, list_models
+from sinkscope.models.checkpoints.checkpoint import hub_id_of, list_models
 
 
 def test_every_model_has_a_name_of_its_own_and_is_found_by_every_spelling():

@@ -21,7 +21,7 @@ from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole
-from sinkscope.models.checkpoints.locate import RECALL
+from sinkscope.models.checkpoints.checkpoint import RECALL
 from sinkscope.models.inputs import check_length
 from sinkscope.models.target import Target
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Collection, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import cached_property
+from contextlib import contextmanager, redirect_stdout
+from functools import cache, cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,21 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.output import inside, open_regular, read_json
-from sinkscope.models.checkpoints.config import causal_class, loading_errors
-from sinkscope.models.checkpoints.gguf_file import GgufHeader
-from sinkscope.models.checkpoints.locate import ADAPTER_CONFIG, ModelSource
+from sinkscope.files.output import inside, open_regular, path_of, read_json
+from sinkscope.files.plain import in_one_line
+from sinkscope.models.checkpoints.config import loading_errors
+from sinkscope.models.checkpoints.gguf_file import scale_rope
 from sinkscope.models.shards import local
 from sinkscope.models.target import Target
 from sinkscope.models.weights import is_plain
 
+BUNDLED = "bundled"
+"""Name of the model inside the package."""
+RECALL = "recall"
+"""Name of the model inside the package that answers questions about facts of earlier turns."""
+_SHOWN = 5  # short names that an error lists
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ADAPTER = "adapter_config.json"
 _WHOLE = "give the folder of a Hugging Face checkpoint, whole"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -34,8 +44,63 @@ _BESIDE = ["*.json", "*.jinja", "*.model", "*.txt"]
 """What a repo has beside its weights."""
 _SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", _INDEX)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_NAMING = re.compile(".*_files?|transformers_weights")
+_NAMING = re.compile(".*_files?|transformers_weights|weight_map")
 """Fields of settings that name other files."""
+
+
+@cache
+def list_models() -> dict[str, str]:
+    """Return the id on the Hugging Face hub of every model with a short name, family by family."""
+    content = tomllib.loads(resources.files("sinkscope.models.checkpoints").joinpath("names.toml").read_text("utf-8"))
+    names: dict[str, str] = {}
+    for hub_ids in content["models"].values():
+        names |= hub_ids
+    return names
+
+
+def hub_id_of(name: str) -> str:
+    """Return the hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
+
+    Raises:
+        SinkscopeError: The name is unknown; the message lists the closest short names.
+    """
+    names = list_models()
+    for short, hub_id in names.items():
+        if name.lower() in (short, hub_id.lower().rpartition("/")[2]):
+            return hub_id
+    near = difflib.get_close_matches(name.lower(), names, n=_SHOWN, cutoff=0.0)
+    raise SinkscopeError(
+        f"unknown model {name!r}: expected a short name such as {', '.join(near)} (`sinkscope.list_models()` has all), "
+        "a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
+    )
+
+
+def locate(model: str | os.PathLike[str] | None) -> tuple[str, Path | str]:
+    """Return the name of a model in reports, and its folder, GGUF file or hub id.
+
+    No weights are read. An existing model takes precedence over a hub id or short name of the same spelling.
+
+    Args:
+        model: Short name, hub id, folder or `.gguf` file. None: the bundled model.
+
+    Raises:
+        SinkscopeError: It is none of these.
+    """
+    given = BUNDLED if model is None else os.fspath(model)
+    path = path_of(given)
+    is_path = isinstance(model, os.PathLike) or given.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
+    if given in (BUNDLED, RECALL) and not is_path:
+        return given, Path(__file__).parents[1] / given
+    # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
+    holds = any(os.path.isfile(path / name) for name in ("config.json", _ADAPTER))
+    if given and (holds or (path.suffix == ".gguf" and os.path.isfile(path))):
+        return in_one_line(path.resolve().name), path
+    if is_path or os.path.isfile(path):
+        raise SinkscopeError(
+            f"{given!r} is no model that is here: give a folder with config.json, a .gguf file, a hub id org/name or a "
+            "short name"
+        )
+    return given, given if _HUB_ID.fullmatch(given) else hub_id_of(given)
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -47,20 +112,25 @@ def _settings(file: Path) -> dict[str, Any]:
     content, folder = read_json(file, _WHOLE), file.parent
     if not isinstance(content, dict):
         raise SinkscopeError(f"{file.name} is no JSON object; download it again")
-    named = [*content.get("weight_map", {}).values()]
-    for field in filter(_NAMING.fullmatch, content):
-        named += content[field] if isinstance(content[field], list) else [content[field]]
     # Links of a snapshot end among the blobs of its repo.
     blobs = (folder.parents[1] / "blobs",) if folder.parent.name == "snapshots" else ()
-    for name in named:
-        # A name of the machine on which it was written, of which nothing is here, is not followed.
-        if isinstance(name, str) and os.path.lexists(folder / name.replace("\0", "")):
-            inside(folder, name, file.name, blobs)
+    for field in filter(_NAMING.fullmatch, content):
+        named = content[field]
+        if isinstance(named, dict):
+            named = [*{*named.values()}]
+        for name in named if isinstance(named, list) else [named]:
+            # A name of the machine on which it was written, of which nothing is here, is not followed.
+            if isinstance(name, str) and os.path.lexists(folder / name.replace("\0", "")):
+                inside(folder, name, file.name, blobs)
     return content
 
 
 class Files:
     """The files of a model: a GGUF file, a folder, or a repo on the hub.
+
+    Args:
+        model: As for `locate`.
+        revision: Branch, tag or commit of a hub id.
 
     Attributes:
         name: Name of the model, for errors and reports.
@@ -73,39 +143,40 @@ class Files:
     What a repo has beside its weights is downloaded at once.
 
     Raises:
-        SinkscopeError: The folder is no checkpoint or could harm.
+        SinkscopeError: There is no such model, it is no checkpoint or could harm, or something other than a repo is to
+            have a revision.
         OSError: The repo cannot be downloaded.
         UnsupportedError: It holds another kind of model.
     """
 
-    def __init__(self, source: ModelSource) -> None:
-        self.name, where = source.name, source.where
+    def __init__(self, model: str | os.PathLike[str] | None, revision: str | None = None) -> None:
+        self.name, where = locate(model)
         self.commit: str | None = None
         self.gguf: str | None = None
         self.config: Any = {}
-        self._repo = str(where)
+        self.repo = str(where)
         if isinstance(where, str):
-            known = snapshot_download(where, revision=source.revision, allow_patterns=_BESIDE, ignore_patterns="*/*")
+            known = snapshot_download(where, revision=revision, allow_patterns=_BESIDE, ignore_patterns="*/*")
             self.folder = Path(known)
             self.commit = self.folder.name
+        elif revision is not None:
+            raise SinkscopeError(f"revision {revision!r} means nothing for {self.name}: revisions belong to hub ids")
         elif where.is_file():
             self.folder, self.gguf = where.parent, where.name
             return
         else:
             self.folder = where
-        if (self.folder / ADAPTER_CONFIG).is_file():
+        if (self.folder / _ADAPTER).is_file():
             raise SinkscopeError(
-                f"{where} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with "
-                "sinkscope.load(...), put the adapter on it with peft.PeftModel.from_pretrained(base, "
-                f"{str(where)!r}), and measure that; or merge them; or give the model without the adapter"
+                f"{self.name} holds an adapter ({_ADAPTER}), so it is no model alone: load its base with "
+                "sinkscope.load, put the adapter on it with peft.PeftModel.from_pretrained, and measure that"
             )
-        for entry in os.scandir(self.folder):
-            if not entry.is_dir():  # a pipe would wait, and a device need not end
-                open_regular(Path(entry.path), entry.name, _WHOLE).close()
+        for file in self.folder.iterdir():
+            if not file.is_dir():  # a pipe would wait, and a device need not end
+                open_regular(file, file.name, _WHOLE).close()
+            if file.name in _SETTINGS:
+                _settings(file)
         self.config = _settings(self.folder / "config.json")
-        for name in _SETTINGS:
-            if (self.folder / name).is_file():
-                _settings(self.folder / name)
         classes = self.config.get("architectures")
         if classes and not any(str(name).endswith(_CAUSAL) for name in classes):  # before weights are downloaded
             raise UnsupportedError(
@@ -117,7 +188,7 @@ class Files:
         """Download files of a hub repo that are not here, if it has them."""
         missing = [name for name in names if not (self.folder / name).is_file()]
         if self.commit is not None and missing:
-            snapshot_download(self._repo, revision=self.commit, allow_patterns=missing)
+            snapshot_download(self.repo, revision=self.commit, allow_patterns=missing)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -133,15 +204,9 @@ class Files:
 
         The files are closed afterwards, so that their pages leave memory together with the last tensor.
         """
-        tensors: dict[str, Tensor] = {}
         with loading_errors(self.name):
-            for shard in sorted({self.weight_map[name] for name in names}):
-                self.fetch([shard])
-                with safe_open(self.folder / shard, "pt") as file:
-                    for name in names:
-                        if self.weight_map[name] == shard:
-                            tensors[name] = file.get_tensor(name)
-        return tensors
+            self.fetch({self.weight_map[name] for name in names})
+            return {name: safe_open(self.folder / self.weight_map[name], "pt").get_tensor(name) for name in names}
 
     def read_config(self) -> Any:
         """Read the configuration of a causal language model.
@@ -152,18 +217,13 @@ class Files:
         """
         from transformers import AutoConfig
 
-        header = None if self.gguf is None else GgufHeader(self.folder / self.gguf)
         config: Any = AutoConfig.from_pretrained(self.folder, gguf_file=self.gguf, trust_remote_code=False)
         text = config.get_text_config()
-        if header is not None:
-            header.apply_rope(text)
+        if self.gguf is not None:
+            scale_rope(text, self.folder / self.gguf)
         config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
         if getattr(text, "attn_logit_softcapping", None) is not None:
             config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
-        if text.num_hidden_layers < 1:
-            raise SinkscopeError(
-                f"{self.name} has no layers (num_hidden_layers is {text.num_hidden_layers} in its config.json)"
-            )
         return config
 
     def read_tokenizer(self) -> Any:
@@ -179,9 +239,15 @@ class Files:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def is_quantised(config: Any) -> bool:
-    """Return whether a configuration says how its weights are quantised."""
-    return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+def causal_class(config: Any) -> Any:
+    """Return what loads a causal model; a text model behind an image tower is loaded with it."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto as auto
+
+    is_behind = config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if is_behind and config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def without_place(model: Any, names: Iterable[str]) -> list[str]:
@@ -206,21 +272,25 @@ def model_with_weights(files: Files, config: Any, options: dict[str, Any]) -> An
     Raises:
         UnsupportedError: A tensor is missing, or of another shape, or has no place.
     """
-    if files.gguf is None:
-        files.fetch({*files.weight_map.values()})
-        options = {**options, "use_safetensors": True}  # pickles could run code
-    else:
-        options = {**options, "gguf_file": files.gguf}
-    options |= {"config": config, "trust_remote_code": False, "ignore_mismatched_sizes": True}
-    model, info = causal_class(config).from_pretrained(files.folder, output_loading_info=True, **options)
+    files.fetch({*files.weight_map.values()} if files.gguf is None else ())
+    model, info = causal_class(config).from_pretrained(
+        files.folder,
+        config=config,
+        gguf_file=files.gguf,
+        use_safetensors=True,  # pickles could run code
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
     wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if wrong:
         raise UnsupportedError(
             f"{files.name} lacks {len(wrong)} tensors of the shape that its configuration says, such as {wrong[0]}; "
-            "the weights belong to another config.json: download both from one revision"
+            "it is a part of a model, or the weights belong to another config.json: download both from one revision"
         )
     extra = without_place(model, info["unexpected_keys"])
-    if extra and not is_quantised(config):
+    if extra and not getattr(config, "quantization_config", None):
         raise UnsupportedError(
             f"{files.name} has the tensor {extra[0]}, for which its configuration has no place, so "
             "the model would run without it: config and weights are of different models, or the weights hold an "
@@ -234,19 +304,19 @@ def model_with_weights(files: Files, config: Any, options: dict[str, Any]) -> An
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Context manager that silences stdout and other libraries' reports; downloads have progress bars on a terminal."""
-    from huggingface_hub import utils as hub
+    """Context manager that silences stdout and the reports and progress bars of transformers."""
     from transformers.utils import logging
 
-    with ExitStack() as undo:
-        for library in (logging, hub.logging):
-            undo.callback(library.set_verbosity, library.get_verbosity())
-            library.set_verbosity_error()
-        if logging.is_progress_bar_enabled():
-            undo.callback(logging.enable_progress_bar)
-            logging.disable_progress_bar()
-        undo.enter_context(redirect_stdout(sys.stderr))
-        yield
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 # -- which checkpoint it is: the hub's commit, or the configuration and a sample of the weights ------------------------
@@ -264,25 +334,21 @@ def fingerprint(source: Files | nn.Module) -> str:
 
     The fingerprint of a repo on the hub is its commit.
     """
-    if isinstance(source, Files) and source.commit is not None:
-        return source.commit
     settings: Any = source.config
-    parts: list[Any] = []
     if isinstance(source, Files):
+        if source.commit is not None:
+            return source.commit
         files = [source.folder / source.gguf] if source.gguf else source.folder.glob("*.safetensors")
-        parts += [np.memmap(file, mode="r") for file in files]
+        parts: list[Any] = [np.memmap(file, mode="r") for file in files]
     else:
         settings = settings.to_dict()
-        for parameter in source.parameters():
-            here = local(parameter.detach())
-            if is_plain(here) and not here.is_meta and here.any():  # else it is quantised, elsewhere, or added
-                parts.append(here.reshape(-1))
-    samples: list[str] = []
-    for values in parts:
-        some = values[:: len(values) // _SOME | 1].tolist()  # an odd distance, so that columns and bytes take turns
-        samples.append(f"{values.dtype} {len(values)} {some}")
+        weights = [local(parameter.detach()) for parameter in source.parameters()]
+        # Others are quantised, elsewhere, or added.
+        parts = [weight.reshape(-1) for weight in weights if is_plain(weight) and not weight.is_meta and weight.any()]
+    # At an odd distance, so that columns and bytes take turns.
+    some = [f"{part.dtype} {len(part)} {part[:: len(part) // _SOME | 1].tolist()}" for part in parts]
     settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_MODEL}
-    text = json.dumps([settings, sorted(samples)], sort_keys=True, default=str)
+    text = json.dumps([settings, sorted(some)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

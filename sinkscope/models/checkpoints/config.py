@@ -1,10 +1,9 @@
-"""Errors of loading, dtypes and devices by name, the class of a causal model, and checks of weights."""
+"""Errors of loading, dtypes and devices by name, and checks of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,32 +37,20 @@ def loading_errors(name: str) -> Generator[None]:
 
 
 @contextmanager
-def float32_by_default() -> Iterator[None]:
+def plain_by_default() -> Iterator[None]:
     """Context manager, and decorator, in which new tensors are float32 and on the CPU, whatever the caller set.
 
-    The setting is torch's own, which all threads share; where it is float32, nothing changes.
+    Random numbers are drawn there, so that they are the same on every device. The settings are torch's own, of which
+    all threads share the first; one that is so already is not set, because a device that is set takes time in every
+    call of torch.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with cpu_by_default():
+        with torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext():
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def cpu_by_default() -> Iterator[None]:
-    """Context manager, and decorator, in which new tensors are on the CPU, whatever device the caller set for them.
-
-    Random numbers are drawn there, so that they are the same on every device. Where the CPU is the default already,
-    nothing is set, because a device that is set takes time in every call of torch.
-    """
-    if torch.get_default_device().type == "cpu":
-        yield
-        return
-    with torch.device("cpu"):
-        yield
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -96,23 +83,6 @@ def parse_device(device: torch.device | str | None) -> torch.device:
         raise SinkscopeError(f"device {str(device)!r} is not there ({first_line(error)}); give another") from None
 
 
-def causal_class(config: Any) -> Any:
-    """Return what loads a causal model: for text parts that transformers does not list, the class beside theirs."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto import modeling_auto as auto
-
-    if config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return AutoModelForCausalLM
-    if config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # a text model behind an image tower
-        return AutoModelForImageTextToText
-    with suppress(ImportError):
-        home = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-        for name, cls in vars(home).items():
-            if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
-                return cls
-    return AutoModelForCausalLM
-
-
 def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
     """Check that every token has a row in the embedding, except those that were added, other than BOS and EOS.
 
@@ -134,12 +104,12 @@ def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def check_finite(hf: torch.nn.Module, behind: str = "") -> None:
+def check_finite(hf: torch.nn.Module, path: str = "") -> None:
     """Check that no parameter holds NaN or infinity. Quantised parameters and those on meta are skipped.
 
     Args:
         hf: Module with the parameters.
-        behind: What stands behind the name of a parameter in the error, such as of which checkpoint it is.
+        path: What stands before the names of its parameters.
 
     Raises:
         SinkscopeError: A parameter does; the message names the first.
@@ -151,6 +121,6 @@ def check_finite(hf: torch.nn.Module, behind: str = "") -> None:
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):
             raise SinkscopeError(
-                f"tensor {name}{behind} holds values that are NaN or infinite; download the checkpoint again, or try "
+                f"tensor {path}{name} holds values that are NaN or infinite; download the checkpoint again, or try "
                 "dtype=float32 if it is of half precision"
             )

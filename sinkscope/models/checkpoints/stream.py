@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import stack_of
-from sinkscope.models.checkpoints.checkpoint import Files, without_place
-from sinkscope.models.checkpoints.config import causal_class, check_finite
+from sinkscope.models.checkpoints.checkpoint import Files, causal_class, without_place
+from sinkscope.models.checkpoints.config import check_finite, loading_errors
 
 _LOCK = threading.Lock()  # while a model is made without weights, for the whole process
 
@@ -37,10 +37,8 @@ class LayerStore:
     def __init__(self, source: Files, config: Any, *, device: torch.device, dtype: torch.dtype, resident: int) -> None:
         self.source, self.resident, self._device = source, resident, device
         self._in_memory: set[int] = set()
-        cls = causal_class(config)
-        make = getattr(cls, "from_config", None) or cls._from_config
         with _LOCK, init_empty_weights():  # but buffers are made, such as rotary frequencies
-            self.causal: Any = make(config, dtype=dtype)
+            self.causal: Any = causal_class(config).from_config(config, dtype=dtype)
         base = self.causal.eval().requires_grad_(False).base_model
         for module in base.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -82,13 +80,8 @@ class LayerStore:
 
     def _read(self, module: nn.Module, path: str, own: Mapping[str, Tensor]) -> None:
         """Read tensors of a module, of which `own` has the dtypes; `path` is before their names below the base."""
-        what = f"{path.strip('.') or 'the part around the layers'} of {self.source.name}"
-        tensors = self.source.tensors([self._stored[path + name] for name in own])
-        state = {name: tensors[self._stored[path + name]].to(self._device, own[name].dtype) for name in own}
-        try:
+        with loading_errors(self.source.name):
+            tensors = self.source.tensors([self._stored[path + name] for name in own])
+            state = {name: tensors[self._stored[path + name]].to(self._device, own[name].dtype) for name in own}
             module.load_state_dict(state, strict=False, assign=True)
-        except RuntimeError:
-            raise UnsupportedError(
-                f"{what} has other shapes than its configuration says: download both from one revision"
-            ) from None
-        check_finite(module, f" of {what}")
+            check_finite(module, path)
