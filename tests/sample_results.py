@@ -7,8 +7,7 @@ from dataclasses import replace
 from repository import FIGURES
 
 from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.records import SpikeResult
-from sinkscope.sinks.spikes.result import FindSinks
+from sinkscope.sinks.spikes.result import FindSinks, SpikeResult
 from sinkscope.sinks.spikes.spike import PlaceWords
 
 STOP = PlaceWords("'.' wherever it stands", ".")

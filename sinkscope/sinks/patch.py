@@ -34,9 +34,9 @@ from sinkscope.results.notation import Neuron, count_of, percent, word_list
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
-from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
+from sinkscope.sinks.spikes.needs import random_neurons
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.thresholds import HALF, READS

@@ -8,8 +8,7 @@ from sample_results import sample_find_sinks, with_rows
 
 from sinkscope.results.row import Mean, row_of
 from sinkscope.results.style import BLUE, GREY
-from sinkscope.sinks.spikes.records import ONE_OTHER, PURPOSE_CONTROLS
-from sinkscope.sinks.spikes.result import WhySink
+from sinkscope.sinks.spikes.result import ONE_OTHER, PURPOSE_CONTROLS, WhySink
 
 
 def test_answers_are_bars_of_rows_with_their_controls_in_grey_and_no_text_is_markup():

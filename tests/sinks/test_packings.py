@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.sinks.spikes.find import find_sinks
-from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.result import SpikeResult
 
 pytestmark = pytest.mark.few_texts
 

@@ -10,7 +10,7 @@ from organisms import KINDS
 from organisms.planted import PlantedSpike
 
 from sinkscope.sinks.spikes.find import sinks_of, why_sink
-from sinkscope.sinks.spikes.records import TAKEN, SpikeResult, sufficient
+from sinkscope.sinks.spikes.result import TAKEN, SpikeResult, sufficient
 
 few_texts = pytest.mark.few_texts
 PLANTED = [(kind, "llama") for kind in KINDS if kind not in ("late_mark", "some_first_tokens")]

@@ -14,7 +14,7 @@ from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEGIN, purpose_of
 from sinkscope.sinks.spikes.edited import Batch, read
 from sinkscope.sinks.spikes.find import sinks_of
-from sinkscope.sinks.spikes.records import PURPOSE_CONTROLS
+from sinkscope.sinks.spikes.result import PURPOSE_CONTROLS
 
 
 @pytest.fixture(scope="module")

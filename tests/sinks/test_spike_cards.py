@@ -9,7 +9,7 @@ from refusals import refused
 from sample_results import sample_find_sinks, with_rows
 
 from sinkscope.results.row import Mean, row_of
-from sinkscope.sinks.spikes.records import NO_EQUAL, needed_sentence
+from sinkscope.sinks.spikes.result import NO_EQUAL, needed_sentence
 
 
 def said_of(count: int, loss: float, busiest: float, random: float, note: str = "") -> str:

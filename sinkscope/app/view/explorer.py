@@ -41,7 +41,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
 from sinkscope.models.neurons import norms_of
 from sinkscope.models.text import beginning
-from sinkscope.sinks.spikes.records import purpose_sentence, spike_card
+from sinkscope.sinks.spikes.result import purpose_sentence, spike_card
 
 MOST_TOKENS = 512
 STORY = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.measure import Result
 from sinkscope.results.row import Card
 from sinkscope.results.tables import Table
-from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.result import SpikeResult
 from sinkscope.sinks.spikes.spike import span
 
 LEVELS = 255

@@ -30,7 +30,6 @@ from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.models.draws import draws
 from sinkscope.results.notation import Neuron
 from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.controls import equal_sets, other_components
 from sinkscope.sinks.spikes.edited import (
     Batch,
     batch_of,
@@ -40,8 +39,8 @@ from sinkscope.sinks.spikes.edited import (
     share_left,
     takes_positions,
 )
-from sinkscope.sinks.spikes.needs import Needs, neurons_of
-from sinkscope.sinks.spikes.records import AS_IT_IS, CAUSES, NO_EQUAL, ONE_OTHER, PURPOSE_CONTROLS, TAKEN, WRITES
+from sinkscope.sinks.spikes.needs import Needs, equal_sets, neurons_of, other_components
+from sinkscope.sinks.spikes.result import AS_IT_IS, CAUSES, NO_EQUAL, ONE_OTHER, PURPOSE_CONTROLS, TAKEN, WRITES
 from sinkscope.sinks.spikes.spike import Parts, Spike, at_position
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import READS

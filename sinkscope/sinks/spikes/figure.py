@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, bars, figure_of
-from sinkscope.sinks.spikes.records import AS_IT_IS, ONE_OTHER, PURPOSE_CONTROLS
+from sinkscope.sinks.spikes.result import AS_IT_IS, ONE_OTHER, PURPOSE_CONTROLS
 from sinkscope.sinks.spikes.spike import run
 
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7")

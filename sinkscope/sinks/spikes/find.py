@@ -30,8 +30,7 @@ from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.edited import left_at_place
 from sinkscope.sinks.spikes.marks import heads_that_mark, marks_of
 from sinkscope.sinks.spikes.needs import like_needs, needs_of
-from sinkscope.sinks.spikes.records import SpikeResult, sufficient
-from sinkscope.sinks.spikes.result import FindSinks, WhySink
+from sinkscope.sinks.spikes.result import FindSinks, SpikeResult, WhySink, sufficient
 from sinkscope.sinks.spikes.spike import (
     at_position,
     attended,

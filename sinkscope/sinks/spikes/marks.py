@@ -26,8 +26,8 @@ from sinkscope.models.target import Target
 from sinkscope.results.notation import Component, Head, word_list
 from sinkscope.results.row import row_of
 from sinkscope.sinks.spikes.asked import SpikeCircuit
-from sinkscope.sinks.spikes.controls import RANDOM_SETS
 from sinkscope.sinks.spikes.edited import Batch, Written, left_at_place, left_of, means_of, read, share_left
+from sinkscope.sinks.spikes.needs import RANDOM_SETS
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, HALF, REMAINS, REMOVED

@@ -5,23 +5,37 @@
 2. Remove each candidate alone: what lowers the spike is a writer, what raises it or lowers another spike more is not.
 
 Neurons are zeroed at the place alone, equal neurons as one.
+
+Controls of what the needed neurons do are sets of other neurons that write as much:
+
+1. The busiest other neurons of the same layers: the largest mean written norm first, until they write as much as the
+   neurons that are compared, in norm. So a neuron that is split into many does not enlarge the control.
+2. Random sets of other neurons of these layers that write as much.
+3. More than two thirds of a layer are the layer, and no control: a set ends there, and the result says so.
+
+A draw goes by an order that is measured, so that it is the same however a model numbers its parts. Norms are rounded
+for it, because their last digits differ by machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
+from sinkscope.models.draws import draws
+from sinkscope.models.neurons import LayerView, columns, flat_number, view_layer
+from sinkscope.models.target import Target
 from sinkscope.results.notation import Component, Neuron
 from sinkscope.sinks.spikes.edited import left_at_place, left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
+from sinkscope.sinks.spikes.survey import Survey, rows_at_once
 from sinkscope.sinks.spikes.writers import (
     Unit,
     components,
@@ -30,13 +44,19 @@ from sinkscope.sinks.spikes.writers import (
     of_layer,
     shares_on,
     writers_of,
+    writing_of,
 )
 from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, REMOVED
+from sinkscope.sinks.tokens import TokenRows
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
 PAIRED = 4  # components that are tried in pairs
 PREFIXES = 16  # the first units of an order are tried as sets of 1, 2, ... 16
 FEW = 4  # texts in which a set is searched
+RANDOM_SETS = 12  # random sets of heads; other components
+EQUAL_SETS = 8  # random sets of neurons that write as much, each read in a text of its own
+MOST = 2 / 3  # share of a layer's neurons that may be a control
+DIGITS = 1e-3  # relative differences of norms below this decide no order
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,3 +254,160 @@ def components_needed(spike: Spike) -> dict[str, Parts]:
         best, share = next(iter(left_of(spike, [(*one, *other) for one, other in pairs]).items()), ((), 1.0))
         needed = best if abs(share) < REMOVED else ()
     return {"needed": needed, "order": tuple(chain(*order))}
+
+
+# --- controls ---
+
+
+@torch.no_grad()
+def equal_sets(
+    survey: Survey, units: Sequence[Unit], excluded: Iterable[Neuron], seed: int
+) -> tuple[dict[tuple[Neuron, ...], float], bool]:
+    """Choose other neurons that write as much, or as near to it as their layers come, in each MLP or expert apart.
+
+    Args:
+        survey: The survey, whose texts tell what neurons write.
+        units: The neurons that are compared.
+        excluded: Neurons that are no controls: all candidates.
+        seed: Seed of the random sets.
+
+    Returns:
+        Those that write most, in norm, and then random sets, each with its mean written norm over that of the neurons
+        that are compared; none if no other neuron writes anything. And whether two thirds of a layer's neurons or fewer
+        write as much.
+    """
+    groups: dict[tuple[int, int | None], list[Unit]] = {}
+    for unit in units:
+        groups.setdefault((unit[0].layer, unit[0].expert), []).append(unit)
+    drawn = [list[Neuron]() for _ in range(1 + EQUAL_SETS)]
+    sizes = [0.0] * (1 + EQUAL_SETS)
+    whole = 0.0
+    enough = True
+    for (layer, expert), own in groups.items():
+        norms, total = written_norms(survey, layer, own)
+        first = flat_number(survey.target, layer, expert, 0)
+        width = survey.target.width(layer, expert)
+        whole = whole + total
+        most = int(MOST * width)
+        free = norms[first : first + width] > 0
+        free[[neuron.neuron for neuron in excluded if (neuron.layer, neuron.expert) == (layer, expert)]] = False
+        pool = by_norm(first + free.nonzero().flatten(), norms)
+        for draw in range(1 + EQUAL_SETS if len(pool) else 0):
+            order = pool
+            if draw:
+                generator = draws(seed, f"neurons of equal norm, layer {layer}, draw {draw}")
+                order = pool[torch.randperm(len(pool), generator=generator)]
+            count = 1 + int((norms[order].cumsum(0) - total).abs().argmin())  # as near to it as these come
+            enough &= count <= most
+            members = order[: min(count, most)]
+            sizes[draw] += float(norms[members].sum())
+            drawn[draw] += [Neuron(layer, expert, number - first) for number in members.tolist()]
+    known: set[frozenset[Neuron]] = set()
+    sets: dict[tuple[Neuron, ...], float] = {}
+    for members, size in zip(drawn, sizes, strict=True):
+        if members and whole and frozenset(members) not in known:  # equal sets count once
+            known.add(frozenset(members))
+            sets[tuple(members)] = size / whole
+    return sets, enough
+
+
+def by_norm(numbers: Int[Tensor, " some"], norms: Float[Tensor, " neuron"]) -> Int[Tensor, " some"]:
+    """Order neurons by what they write, largest norm first; those whose rounded norms are equal, by their numbers.
+
+    Args:
+        numbers: Numbers of neurons that write something, in ascending order.
+        norms: What each neuron writes.
+    """
+    steps = (norms[numbers].double().log() / DIGITS).round()
+    return numbers[steps.argsort(descending=True, stable=True)]
+
+
+@torch.no_grad()
+def written_norms(survey: Survey, layer: int, units: Sequence[Unit]) -> tuple[Float[Tensor, " neuron"], float]:
+    """Return the norm of what each neuron of a layer writes, mean over all tokens, and that of units, each as a vector.
+
+    Args:
+        survey: Its texts are read, as many as memory allows.
+        layer: The layer.
+        units: Units of the layer; their norms are summed.
+    """
+    target = survey.target
+    texts = survey.ids[: rows_at_once(survey.ids.shape[1], target.d_mlp * max(1, target.n_experts(layer)))]
+    where = torch.ones_like(texts, dtype=torch.bool)
+    rows = slice(0, len(texts))
+    view = view_layer(target, layer, texts, where, survey.start(layer, rows))
+    gain, scale = writing_of(target, view, survey.mlp[layer][rows][where])
+    total = 0.0
+    for unit in units:
+        numbers = torch.tensor([flat_number(target, layer, neuron.expert, neuron.neuron) for neuron in unit])
+        vectors = (view.post.cpu()[:, numbers] * scale) @ (columns(target, layer, numbers).cpu() * gain)
+        total += float(vectors.norm(dim=1).mean())
+    return norms_of(target, view, gain, scale), total
+
+
+def norms_of(target: Target, view: LayerView, gain: Tensor, scale: Tensor) -> Float[Tensor, " neuron"]:
+    """Return the norm of what each neuron of a layer writes, mean over its positions.
+
+    Args:
+        target: The model.
+        view: The layer.
+        gain: Factor of each dimension.
+        scale: Factor of each position.
+    """
+    norms = (view.post.abs().cpu() * scale).mean(0)
+    every = torch.arange(view.post.shape[1])
+    for some in every.split(1024):
+        norms[some] *= (columns(target, view.layer, some).cpu() * gain).norm(dim=1)
+    return norms
+
+
+# --- random parts ---
+
+
+@torch.no_grad()
+def random_neurons(
+    target: Target, ids: TokenRows, neurons: Sequence[Neuron], seed: int, excluded: Sequence[Neuron] = ()
+) -> tuple[Neuron, ...]:
+    """Draw as many other neurons of the same MLPs or experts; none of these or `excluded` if there are enough.
+
+    A draw goes by how much neurons write in the first text, mean over its tokens; silent ones are left out.
+
+    Args:
+        target: The model.
+        ids: The texts.
+        neurons: The neurons that are compared with the random ones.
+        seed: Seed of the measurement.
+        excluded: Other neurons that are not drawn.
+    """
+    ranked = dict[tuple[int, int | None], list[Neuron]]()
+    text = ids[:1]
+    one = torch.ones(1)
+    for layer, expert in dict.fromkeys((neuron.layer, neuron.expert) for neuron in neurons):
+        view = view_layer(target, layer, text, torch.ones_like(text, dtype=torch.bool))
+        first = flat_number(target, layer, expert, 0)
+        own = norms_of(target, view, one, one)[first : first + target.width(layer, expert)]
+        order = own.argsort(descending=True, stable=True)
+        numbers = order[own[order] > 0].tolist() or order.tolist()
+        ranked[layer, expert] = [Neuron(layer, expert, number) for number in numbers]
+    generator = draws(seed, "random neurons, draw 0")
+    drawn = list[Neuron]()
+    for neuron in neurons:
+        every = ranked[neuron.layer, neuron.expert]
+        others = [other for other in every if other not in (*excluded, *neurons, *drawn)] or every
+        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
+    return tuple(drawn)
+
+
+def other_components(order: Sequence[Component], needed: Parts) -> list[Parts]:
+    """Return other components, each alone, the strongest first: of the same kinds, if there are such.
+
+    The embedding is left out, because everything is computed from it.
+
+    Args:
+        order: Components, strongest effect first.
+        needed: The components that are needed.
+    """
+    others = [part for part in order if part not in needed and part.layer is not None]
+    kinds = {part.kind for part in needed if isinstance(part, Component)}
+    alike = [part for part in others if part.kind in kinds] or others
+    return [(part,) for part in alike[:RANDOM_SETS]]
