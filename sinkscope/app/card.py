@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sinkscope.results.pages import render
 from sinkscope.results.result import Result
 from sinkscope.results.row import Card, Row
 
@@ -73,10 +72,6 @@ class SinkCard(Result):
     def cards(self) -> list[Card]:
         """Return the cards of the first part: the spikes."""
         return list(self.parts[0].cards)
-
-    def first_screen(self) -> str:
-        """Return a tile for each topic (number, control, conclusion) and the cards of the spikes, as escaped HTML."""
-        return render("results/pages/tiles.html", scan=self)
 
     def findings(self) -> list[Row]:
         """Return the rows of all parts, each about its part."""

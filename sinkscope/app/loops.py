@@ -64,18 +64,15 @@ def loops(
                 if follow:
                     tell(visible(str(output)))
         if len(files) > 1:
-            watch.checked[before:] = [_named_with(name, output) for output in watch.checked[before:]]
+            for number, output in enumerate(watch.checked[before:], before):
+                if output.name != name:  # else the file is one text
+                    watch.checked[number] = replace(output, name=f"{name} {output.name}")
     return check_of(watch, _name_of(files[0]) if len(files) == 1 else count_of(len(files), "file"), started)
 
 
 def _name_of(file: str) -> str:
     """The name of a file, for the result and errors."""
     return "standard input" if file == "-" else in_one_line(Path(file).name)
-
-
-def _named_with(file: str, output: Any) -> Any:
-    """An output under a name that says its file as well, unless the file is one text."""
-    return output if output.name == file else replace(output, name=f"{file} {output.name}")
 
 
 def _opened(file: str) -> Any:

@@ -23,7 +23,7 @@ from sinkscope.files.store import Keyed, kept_in
 from sinkscope.measure import Setup
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
-from sinkscope.results.pages import document
+from sinkscope.results.pages import document, render
 from sinkscope.results.result import Result
 
 PAGE = "card.html"
@@ -156,7 +156,8 @@ def scan(
         card.save(folder / CARD)
         results = {CARD: card} | {f"{part.name}.json": outcome for part, outcome in zip(parts, outcomes, strict=True)}
         sections, _ = sections_of(results, opened=("find-sinks.json",))
-        page = document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
+        tiles = render("results/pages/tiles.html", scan=card)  # for each topic a number, its control, a conclusion
+        page = document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=tiles)
         write_output(folder / PAGE, page)
     note(f"Card: {folder / PAGE}")
     return card

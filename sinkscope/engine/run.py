@@ -41,9 +41,11 @@ def held(target: Target, run: Run | None = None) -> Iterator[None]:
     """Context manager in which this thread steers a model; it waits while another one does that lives."""
     me, decoder = threading.current_thread(), target.base
     with _CHANGED:
-        while any(thread is not me and thread.is_alive() for thread, _ in _HOLDS.get(decoder, ())):
+        holds = _HOLDS.get(decoder, ())
+        while holds and holds[-1][0] is not me and holds[-1][0].is_alive():
             _CHANGED.wait(0.5)  # then look whether that thread still lives
-        _HOLDS[decoder] = (*_HOLDS.get(decoder, ()), (me, run))  # another tuple: others read it without the lock
+            holds = _HOLDS.get(decoder, ())
+        _HOLDS[decoder] = (*holds, (me, run))  # another tuple: others read it without the lock
     try:
         yield
     finally:

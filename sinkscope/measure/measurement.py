@@ -77,7 +77,7 @@ class Measurement(Generic[P, R]):
             setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
             for name, value in editing.items():
                 if value:
-                    setup.record(**{name: str(value)})
+                    setup.settings[name] = str(value)
             return self._measured(setup, own)
 
     @plain_by_default()
@@ -104,7 +104,7 @@ class Measurement(Generic[P, R]):
         setup.target.shards.agree("model, text, seed or setting", *whole)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
-        settings = {"bos": setup.bos is not None, "texts": len(setup.ids), "seed": setup.seed}
+        settings: dict[str, Any] = {"bos": setup.bos is not None, "texts": len(setup.ids), "seed": setup.seed}
         settings[TEXT_READ] = setup.text_read
         for each in self.parameters:
             if each.name not in PYTHON_ONLY | WRITTEN:

@@ -39,22 +39,19 @@ class ProgressBar:
         if self._bar is None or self._stage != (stage, total):
             from tqdm.auto import tqdm
 
-            self._close()
+            if self._bar is not None:
+                self._bar.close()
             self._stage = stage, total
             options: Any = {"bar_format": COUNTED if total else WAITED, "leave": False, "dynamic_ncols": True}
             options |= {"desc": visible(stage), "total": total or None, "initial": done}
             self._bar = tqdm(**options, mininterval=0.5, file=sys.stderr, disable=None)  # None: on a terminal alone
         self._bar.update(done - self._bar.n)
 
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
     def end(self) -> None:
         """Take the bar off the screen; it does not come back."""
-        self._close()
-        self._stage = None
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = self._stage = None
 
     def __exit__(self, *_: object) -> None:
         self.end()

@@ -23,7 +23,7 @@ def word_list(things: Sequence[object], most: int = 12) -> str:
         things: The items; strings are written as they are.
         most: Items that are written out.
     """
-    names = [str(thing) for thing in things[:most]]
+    names = [*map(str, things[:most])]
     if len(things) > most:
         names.append(f"{len(things) - most:,} more")
     if len(names) < 2:
@@ -47,7 +47,7 @@ def _read(pattern: re.Pattern[str], text: str, option: str, expected: str) -> tu
     match = pattern.fullmatch(text.strip())
     if match is None:
         raise SinkscopeError(f"{option} {text!r}: expected {expected}")
-    return tuple(int(part) for part in match.groups() if part is not None)
+    return tuple(map(int, filter(None, match.groups())))
 
 
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:

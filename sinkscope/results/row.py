@@ -37,16 +37,21 @@ class Mean:
     kind: Kind = "number"
 
     def __str__(self) -> str:
-        """Return the number as text, with its margin where that shows."""
-        text = self.digits(self.value)
-        margin = "" if self.margin is None else self.digits(self.margin)
-        return f"{text} (± {margin})" if margin.strip("0.%") else text
+        return format(self)
 
     def __format__(self, noun: str) -> str:
-        """Return the number as text, with a noun that agrees with it, such as "2 heads" of "{heads:head}"."""
+        """Return the number as text, with its margin where that shows.
+
+        Args:
+            noun: A noun that agrees with it, such as "head" in "{heads:head}" for "2 heads". Empty: none.
+        """
+        text = self.digits(self.value)
+        margin = "" if self.margin is None else self.digits(self.margin)
+        if margin.strip("0.%"):
+            text += f" (± {margin})"
         if not noun:
-            return str(self)
-        return f"{self} {noun}" + "s" * (str(self) != "1")
+            return text
+        return f"{text} {noun}" + "s" * (text != "1")
 
     def digits(self, value: float) -> str:
         """Return a value of this kind as text; what rounds to zero has no sign."""
@@ -155,10 +160,10 @@ class Card:
             width: Characters of a line. None: 200.
         """
         width = width or LONGEST
-        margin = 4 + max((len(label) for label, _ in self.rows), default=0)
+        margin = 4 + max(map(len, dict(self.rows)), default=0)
         lines = wrap(self.title, width)
         for label, numbers in self.rows:
             start = f"  {label}".ljust(margin)
-            indents = {"initial_indent": start, "subsequent_indent": " " * margin}
-            lines += wrap(numbers, max(20 + margin, width), **indents, break_on_hyphens=False)
+            end = max(20 + margin, width)
+            lines += wrap(numbers, end, initial_indent=start, subsequent_indent=" " * margin, break_on_hyphens=False)
         return "\n".join(lines)

@@ -45,14 +45,6 @@ class Retention:
             recent = min(self.recent, after_anchors) // 2 >> min(level, MAX_LEVEL)
         return max(1, recent)
 
-    @property
-    def sparse_tokens(self) -> int:
-        """Number of history tokens kept at every level: what the anchors and the recent tokens of level 0 leave.
-
-        Recent tokens that a higher level gives up are not replaced, so the cache shrinks with the level.
-        """
-        return self.budget - self.anchors - self.recent_tokens(0)
-
 
 def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Retention, level: int = 0) -> list[int]:
     """Choose the positions to keep, ascending.
@@ -82,7 +74,10 @@ def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Re
         begin = length - retention.recent
         history = [position for position in others if position < begin]
         clean = [position for position in clean if position >= begin]
-    sparse, recent = evenly_spaced(history, retention.sparse_tokens), clean[-count:]  # I_sparse, I_recent
+    # At every level as many of the history: recent tokens that a higher level gives up are not replaced, so that the
+    # cache shrinks with the level.
+    sparse_tokens = retention.budget - retention.anchors - retention.recent_tokens(0)
+    sparse, recent = evenly_spaced(history, sparse_tokens), clean[-count:]  # I_sparse, I_recent
     return [*anchors, *sparse, *recent]  # I_keep, Eq. 10
 
 
