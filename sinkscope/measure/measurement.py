@@ -104,8 +104,12 @@ class Measurement(Generic[P, R]):
         setup.target.shards.agree("model, text, seed or setting", *whole)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
-        settings: dict[str, Any] = {"bos": setup.bos is not None, "texts": len(setup.ids), "seed": setup.seed}
-        settings[TEXT_READ] = setup.text_read
+        settings: dict[str, Any] = {
+            "bos": setup.bos is not None,
+            "texts": len(setup.ids),
+            "seed": setup.seed,
+            TEXT_READ: setup.text_read,
+        }
         for each in self.parameters:
             if each.name not in PYTHON_ONLY | WRITTEN:
                 settings[each.name] = own.get(each.name, each.default)
