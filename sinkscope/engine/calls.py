@@ -30,7 +30,7 @@ from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.engine.tap import Listener
 from sinkscope.engine.visible import CausalMask, FunctionMask
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.call_cache import CACHE_NAMES, by_name, new_call_cache, with_cache
+from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_argument, new_call_cache
 from sinkscope.models.hooks import DEPTH, Args, Kwargs
 from sinkscope.models.target import Target
 
@@ -138,7 +138,7 @@ class Calls:
         if self._listener is not None and cache is None:
             cache = new_call_cache(arguments, self.target)
             if cache is not None:
-                arguments = with_cache(module, arguments, cache)
+                arguments = {**arguments, **cache_argument(cache)}
                 changed = (), arguments
         told = arguments
         if self._told is not None and not _says_tokens(arguments):

@@ -157,7 +157,7 @@ def decode(
             run.draft = Draft(cache, new)
             settings["custom_generate"] = partial(_written, run.draft)
         if cache is not None:
-            settings |= cache_argument(model, cache)
+            settings |= cache_argument(cache)
         answers = model.generate(**settings)[:, ids.shape[1] :].tolist()
     if forced is None and len(answers) > 1:  # rows that ended are filled up
         answers = [to_end(answer, end_ids(target)) for answer in answers]
@@ -188,7 +188,7 @@ def _written(
                 return ids
         else:
             ids = torch.cat([ids[:, : back.length], ids.new_tensor([[back.reread]])], 1)
-        output = model(input_ids=ids[:, -1:], use_cache=True, return_dict=True, **cache_argument(model, draft.cache))
+        output = model(input_ids=ids[:, -1:], use_cache=True, return_dict=True, **cache_argument(draft.cache))
 
 
 def _finite(target: Target, ids: Tensor, scores: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def generate(
     target = target_of(model, tokenizer)
     target.check_head()
     tok = tokenizer_of(target)  # a model without one is refused
-    rows = read_inputs(target, prompts).rows()
+    rows = read_inputs(target, prompts).rows
     for number, text in enumerate(prompts if isinstance(prompts, list | tuple) else [prompts]):
         if isinstance(text, str) and uses_template(tok, text, chat, target.name):
             rows[number] = chat_ids(tok, [{"role": "user", "content": text}], target.name)

@@ -30,7 +30,7 @@ from sinkscope.kv.watch import Observe
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.setup import prompt_and_continuation
-from sinkscope.models.inputs import attending_layers, check_site, read_row
+from sinkscope.models.inputs import attending_layers, check_length, check_site, read_row
 from sinkscope.models.layers import per_query_head
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import Head, count_of
@@ -224,6 +224,7 @@ def barcode(
         own_ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens)
     elif prompt is None and max_new_tokens is None:
         own_ids, prompt_tokens = read_row(setup.target, ids), 1
+        check_length(setup.target, "the input", len(own_ids))
     else:
         raise SinkscopeError("ids are a whole sequence: give no prompt and no max_new_tokens beside them")
     length, steps = len(own_ids), len(own_ids) - prompt_tokens

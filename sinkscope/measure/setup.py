@@ -223,20 +223,19 @@ class Setup:
 # -- prompts as token ids, and what a model writes after them ---------------------------------------------------------
 
 
-def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None, *, any_length: bool = False) -> list[int]:
+def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
     """Return ids of a prompt: a text, ids, or by default the beginning of the typical text.
 
     Args:
         setup: The model and typical text.
         prompt: The prompt.
-        any_length: Whether it may be longer than the context, because it is shortened.
 
     Raises:
         SinkscopeError: It is empty, or contains an id unknown to the model.
     """
     if prompt is None:
         return setup.ids[0].tolist()
-    ids = read_row(setup.target, prompt, special=False, any_length=any_length)
+    ids = read_row(setup.target, prompt, special=False)
     if isinstance(prompt, str) and setup.bos is not None:
         ids = [*beginning(setup.tokenizer, setup.bos), *ids]
         note_second_bos(ids, setup.bos, "the prompt")

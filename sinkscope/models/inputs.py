@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from typing import Annotated, Any
 
 import torch
@@ -49,11 +50,10 @@ def check_site(
     if neuron is None:
         return
     is_mixture = layer in target.mixtures
-    if is_mixture != (expert is not None) and not (is_mixture and "down" in target.paths[layer]):
-        is_like = "a mixture of experts; give (layer, expert, neuron)"
-        if not is_mixture:
-            is_like = "one MLP without experts; give (layer, neuron)"
-        raise SinkscopeError(f"{Neuron(layer, expert, neuron)}: layer {layer} of {target.name} is {is_like}")
+    has_both = is_mixture and "down" in target.paths[layer]
+    if is_mixture != (expert is not None) and not has_both:
+        has = "a mixture of experts; give (layer, expert, neuron)" if is_mixture else "no experts; give (layer, neuron)"
+        raise SinkscopeError(f"{Neuron(layer, expert, neuron)}: layer {layer} of {target.name} has {has}")
     _check_number(target, "expert", expert, target.n_experts(layer))
     _check_number(target, "neuron", neuron, target.width(layer, expert))
 
@@ -73,7 +73,6 @@ def attending_layers(target: Target, layers: Sequence[int] | None) -> list[int]:
     if not wanted:
         raise SinkscopeError("no layer was given: expected at least one")
     for layer in wanted:
-        check_site(target, layer)
         if layer not in target.attending:
             attending = ", ".join(map(str, target.attending))
             raise SinkscopeError(f"layer {layer} of {target.name} has no softmax attention; these have: {attending}")
@@ -93,12 +92,12 @@ def check_length(target: Target, what: str, tokens: int, new: int = 0, remedy: s
         SinkscopeError: It does not fit.
     """
     limit = target.max_positions
-    if limit is None or tokens + new <= limit:
-        return
-    length = f"{tokens} tokens" + f" and {new} more are to come" * (new > 0)
-    if new > 0 and tokens < limit:
-        remedy += f", or ask for at most {limit - tokens} new tokens"
-    raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
+    if limit is not None and tokens + new > limit:
+        length = f"{tokens} tokens"
+        if new:
+            length += f" and {new} more are to come"
+            remedy += ", or ask for fewer new tokens"
+        raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
 def end_ids(target: Target) -> list[int]:
@@ -106,8 +105,7 @@ def end_ids(target: Target) -> list[int]:
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
     if ends is None:
         return []
-    what = f"eos_token_id of the generation_config of {target.name}"
-    return checked_value(list[int], [ends] if isinstance(ends, int) else ends, what, strict=True)
+    return [ends] if isinstance(ends, int) else list(ends)
 
 
 Ids = Int[Tensor, "batch pos"]
@@ -118,18 +116,14 @@ class Inputs:
     """Rows of token ids.
 
     Attributes:
+        rows: The real ids of each row.
         ids: Token ids as given; rows of different lengths are padded on the right.
         mask: 1 for real tokens, 0 for padding. None if there is no padding.
     """
 
+    rows: list[list[int]]
     ids: Ids
     mask: Ids | None
-
-    def rows(self) -> list[list[int]]:
-        """Return the real ids of each row."""
-        if self.mask is None:
-            return self.ids.tolist()
-        return [row[real.bool()].tolist() for row, real in zip(self.ids, self.mask, strict=True)]
 
 
 def read_inputs(target: Target, inputs: Any, mask: Any = None, *, special: bool = True) -> Inputs:
@@ -152,54 +146,31 @@ def read_inputs(target: Target, inputs: Any, mask: Any = None, *, special: bool 
         inputs = [inputs]
     if isinstance(inputs, list | tuple) and len(inputs) > 0 and all(isinstance(text, str) for text in inputs):
         inputs = _encoded(target, inputs, special)
-    rows = _checked_rows(target, inputs)
-    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    if len({*map(len, rows)}) == 1:
-        return Inputs(ids, None if mask is None else _checked_mask(mask, ids))
+    weight = getattr(target.embedding, "weight", None)
+    size = len(weight) if is_plain(weight) else int(target.config.vocab_size)
+    rows = _numbers(inputs, size, "tokens", strict=True)
+    real = [[1] * len(row) for row in rows]
     if mask is not None:
-        raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-    return Inputs(ids, pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], batch_first=True))
+        real = _numbers(mask, 2, "attention_mask")  # often of bools, or of numbers that are not whole
+        if [*map(len, real)] != [*map(len, rows)] or not all(map(any, real)):
+            raise SinkscopeError(
+                "attention_mask: expected 1 at real tokens and 0 at padding, one for each token id, and a real token "
+                "in every row"
+            )
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    padded = pad_sequence([torch.tensor(row) for row in real], batch_first=True)
+    rows = [[*compress(row, kept)] for row, kept in zip(rows, real, strict=True)]
+    return Inputs(rows, ids, None if padded.all() else padded)
 
 
-def read_row(
-    target: Target, inputs: Any, what: str = "the input", *, special: bool = True, any_length: bool = False
-) -> list[int]:
-    """Return the ids of one text, or of one row of ids.
-
-    Args:
-        target: The model, whose tokenizer encodes a text.
-        inputs: A text; or ids as a list, an array or a tensor.
-        what: What it is, as errors name it.
-        special: Whether the tokenizer adds its special tokens to a text.
-        any_length: Whether it may be longer than the context, because it is shortened.
-
-    Raises:
-        SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
-    """
-    if isinstance(inputs, list | tuple):
-        inputs = [inputs]
-    try:
-        rows = read_inputs(target, inputs, special=special).rows()
-    except SinkscopeError as error:
-        raise SinkscopeError(f"{what}: {error}") from None
-    if len(rows) > 1:
-        raise SinkscopeError(f"{what} has {len(rows)} rows: expected one text, or one row of token ids")
-    if not any_length:
-        check_length(target, what, len(rows[0]))
-    return rows[0]
-
-
-def _checked_mask(values: Any, ids: Ids) -> Ids:
-    """Return the user's attention mask as `[batch pos]`, if it fits the ids."""
-    mask = torch.empty(0)
-    with suppress(TypeError, ValueError, RuntimeError):  # it holds no numbers
-        mask = torch.atleast_2d(torch.as_tensor(values))
-    if mask.shape != ids.shape or not ((mask == 0) | (mask == 1)).all() or not mask.any(1).all():
-        raise SinkscopeError(
-            f"attention_mask of shape {tuple(mask.shape)} for token ids of shape {tuple(ids.shape)}: expected 1 at "
-            "real tokens and 0 at padding, and a real token in every row"
-        )
-    return mask.long()
+def _numbers(values: Any, size: int, name: str, *, strict: bool = False) -> list[list[int]]:
+    """A list for each row of a tensor, an array, or lists, of whole numbers below a size."""
+    with suppress(SinkscopeError):  # it is of no kind that holds numbers
+        values = plain(values)
+    if isinstance(values, list) and not any(isinstance(row, list) for row in values):
+        values = [values]
+    row = Annotated[list[Annotated[int, Field(ge=0, lt=size)]], Field(min_length=1)]
+    return checked_value(list[row], values, name, strict=strict)
 
 
 def _encoded(target: Target, texts: Sequence[str], special: bool) -> list[list[int]]:
@@ -210,20 +181,28 @@ def _encoded(target: Target, texts: Sequence[str], special: bool) -> list[list[i
     for number, text in enumerate(texts, 1):
         check_encodable(text, f"prompt {number}")
         rows.append(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-        if not rows[-1] or not text.strip():
-            raise SinkscopeError(f"prompt {number} is empty: write at least one word that {target.name} has tokens for")
+        if not text.strip():
+            raise SinkscopeError(f"prompt {number} is empty: write at least one word")
         note_second_bos(rows[-1], bos, f"prompt {number}")
     return rows
 
 
-def _checked_rows(target: Target, ids: Any) -> list[list[int]]:
-    """Return a list for each row of a tensor, an array, or lists, of ids for which the embedding has a row."""
-    rows = ids
-    with suppress(SinkscopeError):  # it is of no kind that holds numbers
-        rows = plain(ids)
-    if isinstance(rows, list) and not any(isinstance(row, list) for row in rows):
-        rows = [rows]
-    weight = getattr(target.embedding, "weight", None)
-    size = len(weight) if is_plain(weight) else int(target.config.vocab_size)
-    row = Annotated[list[Annotated[int, Field(ge=0, lt=size)]], Field(min_length=1)]
-    return checked_value(list[row], rows, "tokens", strict=True)
+def read_row(target: Target, inputs: Any, what: str = "the input", *, special: bool = True) -> list[int]:
+    """Return the ids of one text, or of one row of ids.
+
+    Args:
+        target: The model, whose tokenizer encodes a text.
+        inputs: A text; or ids as a list, an array or a tensor.
+        what: What it is, as errors name it.
+        special: Whether the tokenizer adds its special tokens to a text.
+
+    Raises:
+        SinkscopeError: As for `read_inputs`; or there are several rows.
+    """
+    try:
+        rows = read_inputs(target, inputs, special=special).rows
+    except SinkscopeError as error:
+        raise SinkscopeError(f"{what}: {error}") from None
+    if len(rows) > 1:
+        raise SinkscopeError(f"{what} has {len(rows)} rows: expected one text, or one row of token ids")
+    return rows[0]

@@ -52,7 +52,7 @@ def sink_mask(
     """
     target = open_target(model, tokenizer, needed=False)
     inputs = read_inputs(target, ids, attention_mask)
-    rows = inputs.rows()
+    rows = inputs.rows
     check_length(target, "the longest row", max(map(len, rows)))
     real = torch.ones_like(inputs.ids, dtype=torch.bool)
     if inputs.mask is not None:

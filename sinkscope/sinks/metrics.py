@@ -44,7 +44,7 @@ def sink_metrics(
     target = open_target(model, tokenizer, needed=False)
     inputs = read_inputs(target, ids, attention_mask)
     by_length: dict[int, list[list[int]]] = {}
-    for row in inputs.rows():
+    for row in inputs.rows:
         by_length.setdefault(len(row), []).append(row)
     longest = max(by_length)
     check_length(target, "the longest row", longest)

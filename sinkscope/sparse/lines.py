@@ -349,7 +349,7 @@ def texts_of(
 
 def _row(setup: Setup, text: str | Sequence[int], most: int) -> Int[Tensor, " pos"]:
     """The ids of a text; long texts are cut in the middle, as in LongBench."""
-    ids = prompt_ids(setup, text, any_length=True)
+    ids = prompt_ids(setup, text)
     if len(ids) > most:
         half = (most - (setup.bos is not None)) // 2
         ids = [*ids[: most - half], *ids[len(ids) - half :]]

@@ -27,7 +27,7 @@ class Decoder(LlamaModel):
 class Causal(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **given):
         out = self.model(input_ids, attention_mask, position_ids, memory=cache_in(given))
-        found = cache_argument(tiny_model("llama")[0], cache_in(out))
+        found = cache_argument(cache_in(out))
         return CausalLMOutputWithPast(logits=self.lm_head(out[0]), **found)
 
 
@@ -42,6 +42,12 @@ def test_a_cache_by_an_unknown_name_is_refused():
     with refused("its cache does not come as cache or past_key_values, or .*; rename that argument"):
         with ss.Ablate(layer=1, neurons=[3], positions=0).on(model):
             generated(model)
+
+
+def test_a_new_cache_is_of_the_class_that_the_model_asks_for():
+    model = decoder("minimax")
+    with ss.LoopGuard().on(model):  # which watches a cache
+        assert "MiniMax" in type(model(IDS).past_key_values).__name__
 
 
 def test_positions_go_on_where_the_first_layer_keeps_a_state():

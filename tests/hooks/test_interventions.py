@@ -72,7 +72,7 @@ WRONG = {
     "SinkPatch(layer=-1, neurons=[3])": ["(-1, 3)", "from 0"],
     "mixtral: Ablate([(1, 0, 3)], site='up')": ["experts", 'site="post"'],
     "Ablate([(1, 1)], positions=slice(-3, None))": ["positions=slice(-3, None, None)", "expected"],
-    "Ablate([(1, 0, 3)])": ["without experts", "(layer, neuron)"],
+    "Ablate([(1, 0, 3)])": ["no experts", "(layer, neuron)"],
     "mixtral: Ablate([(1, 3)])": ["mixture", "(layer, expert, neuron)"],
     "mixtral: Ablate([(1, 4, 3)])": ["expert 4", "0 to 3"],
     "qwen3_moe: Ablate([(1, 0, 32)])": ["neuron 32", "0 to 31"],  # narrower than a dense layer

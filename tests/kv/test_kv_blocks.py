@@ -55,7 +55,7 @@ STREAMING = StreamingLLM(budget=9)
         ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
         ("llama", AShape() | TriShape(), "AShape and TriShape would both decide how prompts are read"),
-        ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
+        ("llama", Observe(ignore, layers=[2]), "layer 2 of .* has no softmax attention; these have: 0, 1"),
         ("bridge", ss.Knockout("first"), "a TransformerBridge computes its own attention.*plain Hugging Face"),
     ],
 )

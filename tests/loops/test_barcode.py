@@ -83,10 +83,11 @@ def test_without_planted_heads_nothing_locks():
     ("options", "message"),
     [
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
-        ({"max_new_tokens": 5000}, "ask for at most"),
+        ({"max_new_tokens": 5000}, "ask for fewer"),
         ({"prompt": [5, 200]}, r"tokens\[0\]\[1\]=200: expected less than"),
         ({"ids": [5], "prompt": "word"}, "ids are a whole sequence: give no prompt and no max_new_tokens"),
         ({"ids": [5, 6]}, "a barcode needs 2"),
+        ({"ids": [5] * 2000}, "the input has 2000 tokens, but the context"),
     ],
 )
 def test_bad_input_of_barcode_is_refused(options, message):

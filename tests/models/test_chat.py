@@ -16,7 +16,7 @@ CHAT = (
     "{% for m in messages %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}"
     "{% if add_generation_prompt %}<s> assistant {% endif %}"
 )
-FORGETFUL = "{% for m in messages[-1:] %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}<s> assistant "
+REWRITES = CHAT.replace("m.content", "m.content if m.role == 'user' else 'cat'")
 NOTE = "texts are put into the chat template of"
 
 
@@ -67,7 +67,7 @@ def test_a_template_that_says_nothing_is_refused_with_the_option_that_exists(tem
 
 @pytest.mark.parametrize(
     ("trim", "answer", "end"),
-    [("", "Ġthe Ġc at", "</s>"), (" | trim", "Ġ t h e Ċ", "</s>"), ("", "Ġ t h e </s>", "")],
+    [("", "Ġthe Ġc at", "</s>"), ("", "Ġ t h e Ċ", "</s>"), (" | trim", "Ġ t h e Ċ", "</s>"), ("", "Ġ t h e </s>", "")],
 )
 def test_a_turn_goes_on_from_an_answer_in_other_tokens_than_the_tokenizer_would_make(trim, answer, end):
     """A model may write a word in pieces, end by itself, and write a newline that the template trims."""
@@ -83,7 +83,7 @@ def test_a_turn_goes_on_from_an_answer_in_other_tokens_than_the_tokenizer_would_
 
 
 def test_what_a_template_writes_anew_is_refused_and_changes_nothing():
-    model, tokenizer = chatty(FORGETFUL)
+    model, tokenizer = chatty(REWRITES)
     chat = ss.Conversation(model, tokenizer=tokenizer, chat=True)
     first = chat.ask("poem dog", max_new_tokens=3)
     with refused(r"does not go on from the \d+ tokens so far, because .* give chat=False"):

@@ -42,9 +42,9 @@ def masked(ids, mask) -> dict:
         ([1.0, 2.0], ["tokens[0][0]=1.0: expected a valid integer"]),
         (["the dog", " "], ["prompt 2 is empty"]),
         (["the dog", 5], ["tokens[0][0]='the dog': expected a valid integer"]),
-        (masked([[1, 2], [3]], [[1, 1], [1, 0]]), ["several lengths"]),
-        (masked([[1, 2]], [[1, 1, 1]]), ["(1, 3)", "(1, 2)"]),
-        (masked([[1, 2]], [["x", None]]), ["attention_mask", "expected 1 at real tokens"]),
+        (masked([[1, 2], [3]], [[1, 1], [1, 0]]), ["attention_mask", "one for each token id"]),
+        (masked([[1, 2]], [[1, 1, 1]]), ["one for each token id"]),
+        (masked([[1, 2]], [["x", None]]), ["attention_mask[0][0]='x': expected a valid integer"]),
         (masked([[1, 2]], [[0, 0]]), ["real token in every row"]),
     ],
 )

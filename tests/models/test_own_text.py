@@ -48,8 +48,8 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
     assert read == "<|user|>Say 0<|end|><|assistant|>It is 0.<|end|>\n\n<|user|>Hi<|end|>"
     assert said == "2 texts, 2 of them chats in the model's template"
     assert own_text(text_records(written(DATA), "abstract"), Words(), "m") == ("Word 0 here\n\nWord 1", "2 texts")
-    with pytest.warns(match="has no chat template"):
-        assert own_text(text_records(written(CHATS)), Words(None), "m")[0].split("\n\n")[-1] == "Hi"
+    read, said = own_text(text_records(written(CHATS, "a.txt")), Words(None), "m")
+    assert read.endswith("\n\nHi") and "without authors" in said
     assert text_records(written("{curly words} stay prose.\nAnd so on.", "a.txt"))[0][0]["content"].startswith("{curly")
 
 
@@ -57,13 +57,13 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
     ("rows", "name", "field", "says"),
     [
         (DATA, "a.jsonl", None, r"holds no text that is known, but .*abstract.*field"),
-        (CHATS, "a.txt", None, r"a\.txt holds JSON: name it \.json or \.jsonl"),
-        ("Prose.", "a.txt", "body", "--field body: a.txt is one text without fields"),
+        ('{\n  "text": 5}', "a.txt", None, "a.txt line 1 is not JSON: give JSON lines"),
+        ("Prose.", "a.txt", "body", "a.txt line 1 is not JSON: give JSON lines"),
         (
             [chat("system: Be brief")],
             "a.jsonl",
             None,
-            r"failed at record 1 \(no system message\): .*--field",
+            r"failed \(no system message\): leave record 1 out, .*--field",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_padding_is_no_sink_and_changes_none(kind, left):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_mask": torch.ones(2, 7)}, r"\(2, 7\) for token ids of shape \(2, 8\)"),
+        ({"attention_mask": torch.ones(2, 7)}, r"one for each token id"),
         ({"ids": torch.full((1, 5000), 9)}, "the longest row has 5000 tokens"),
         ({"site": "blocks.14"}, "matches nothing"),
         ({"site": "blocks.0.attn.hook_pattern"}, "attention rows"),

@@ -77,14 +77,14 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     """
     if bos is False:
         return None
-    bos_id = getattr(tokenizer, "bos_token_id", None)
-    if bos_id is None and tokenizer is not None:
+    bos_id = tokenizer.bos_token_id
+    if bos_id is None:
         bos_id = next(iter(put_before(tokenizer)), None)
     if bos_id is None and bos:
         raise SinkscopeError(
             f"--bos: the tokenizer of this {config.model_type} model has no BOS token; leave --bos out or use --no-bos"
         )
-    return None if bos_id is None else int(bos_id)
+    return bos_id
 
 
 def put_before(tokenizer: Any) -> list[int]:
@@ -102,9 +102,7 @@ def beginning(tokenizer: Any, bos: int | None) -> list[int]:
     if bos is None:
         return []
     put = put_before(tokenizer)
-    if put[:1] == [bos]:
-        return put
-    return [bos, *put]
+    return put if put[:1] == [bos] else [bos, *put]
 
 
 def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
@@ -116,9 +114,9 @@ def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
         )
 
 
-def _start(tokenizer: Any, length: int, bos: int | None) -> Int[Tensor, " pos"]:
+def _start(tokenizer: Any, length: int, bos: int | None) -> list[int]:
     """What stands before a text, if pieces of this length have room for more."""
-    start = torch.tensor(beginning(tokenizer, bos), dtype=torch.long)
+    start = beginning(tokenizer, bos)
     if len(start) >= length:
         raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
     return start
@@ -143,26 +141,21 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
             f"this tokenizer makes {len(ids)} tokens of the text, or of the half of it that is read; {body} are needed "
             "for one piece: give a longer --text, of a kind that it knows"
         )
-    count = min(rows, len(ids) // body)
-    note_second_bos([*start.tolist(), *ids[:1]], bos, "the text")
-    tokens = torch.tensor(ids[: count * body], dtype=torch.long)
-    check_varied(tokenizer, tokens)
-    return torch.cat([start.expand(count, -1), tokens.view(count, body)], 1)
+    note_second_bos([*start, *ids[:1]], bos, "the text")
+    return _rows(start, [ids[first : first + body] for first in range(0, len(ids) - body + 1, body)][:rows])
 
 
-def check_varied(tokenizer: Any, tokens: Int[Tensor, "*pos"]) -> None:
-    """Refuse tokens that are nearly all the same, mostly the unknown token: nothing can be compared with them.
+def _rows(start: list[int], pieces: list[list[int]]) -> Int[Tensor, "row pos"]:
+    """Pieces of text, each behind what stands before a text.
 
     Raises:
-        SinkscopeError: More than nine tenths are one token.
+        SinkscopeError: They are nearly all one token, mostly the unknown token: nothing can be compared with them.
     """
-    most = int(tokens.flatten().mode().values)
-    share = float((tokens == most).float().mean())
+    tokens = torch.tensor(pieces, dtype=torch.long)
+    share = int(tokens.unique(return_counts=True)[1].max()) / tokens.numel()
     if share > ONE_TOKEN and tokens.numel() >= FEWEST_TOKENS:
-        what = f"the one token {tokenizer.decode([most])!r}"
-        raise SinkscopeError(
-            f"{share:.0%} of the text is {what}: give text of words that this tokenizer knows (--text)"
-        )
+        raise SinkscopeError(f"{share:.0%} of the text is one token: give text that this tokenizer knows (--text)")
+    return torch.cat([torch.tensor(start, dtype=torch.long).expand(len(tokens), -1), tokens], 1)
 
 
 # -- four kinds --------------------------------------------------------------------------------------------------------
@@ -191,18 +184,16 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
         SinkscopeError: There is no room for text, or this tokenizer turns it into one repeated token.
     """
     start = _start(tokenizer, length, bos)
+    body = length - len(start)
     pieces: list[list[int]] = []
     for number in range(MOST):
         for kind in KINDS:
             own = documents(kind)[half == "report" :: 2]
             ids: list[int] = []
             for document in (*own[number:], *own[:number]):
-                if len(ids) < length - len(start):
+                if len(ids) < body:
                     ids += _ids(tokenizer, document)
-            if len(ids) < length - len(start):
+            if len(ids) < body:
                 raise SinkscopeError(f"this tokenizer makes too few tokens of the {kind} in the package")
-            if number < len(own):
-                pieces.append(ids[: length - len(start)])
-    tokens = torch.tensor(pieces[:rows], dtype=torch.long)
-    check_varied(tokenizer, tokens)
-    return torch.cat([start.expand(len(tokens), -1), tokens], 1)
+            pieces.append(ids[:body])
+    return _rows(start, pieces[:rows])
