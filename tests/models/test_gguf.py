@@ -76,7 +76,6 @@ def test_rope_is_scaled_as_the_file_says(said, truth, factor, tmp_path):
     [
         (None, "lacks 30 tensors .*it is a part of a model"),
         ({f"{SCALING}type": "su"}, "scales rope by su, of which transformers has no equal"),
-        (YARN | {f"{SCALING}yarn_log_multiplier": 0.1}, "scales rope by yarn, yarn_log_multiplier"),
         (YARN | BY_PAIR, "scales rope by yarn, rope_freqs.weight"),
         (LINEAR | {f"{SCALING}alpha": 2.0}, "scales rope by linear, alpha"),
     ],

@@ -58,7 +58,6 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
     [
         (DATA, "a.jsonl", None, r"holds no text that is known, but .*abstract.*field"),
         ('{\n  "text": 5}', "a.txt", None, "a.txt line 1 is not JSON: give JSON lines"),
-        ("Prose.", "a.txt", "body", "a.txt line 1 is not JSON: give JSON lines"),
         (
             [chat("system: Be brief")],
             "a.jsonl",
