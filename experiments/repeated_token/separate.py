@@ -29,7 +29,7 @@ from experiments.script import run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import PIECE, Setup
-from sinkscope.models.draws import seed_of
+from sinkscope.models.draws import draws
 from sinkscope.models.inputs import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.style import figure_of
@@ -50,7 +50,7 @@ def measure(setup: Setup, layer: int, pieces: int) -> list[Row]:
     ids = text_rows(setup.tokenizer, setup.text, pieces, PIECE, setup.bos)
     if len(ids) < FOLDS:
         raise SinkscopeError(f"there are {len(ids)} pieces of text; expected {FOLDS} or more")
-    generator = np.random.default_rng(seed_of(setup.seed, "places of later tokens"))
+    generator = np.random.default_rng(draws(setup.seed, "places of later tokens").initial_seed())
     order = generator.permutation(len(ids) * (PIECE - CLEAR))
     _, chosen = np.unique(ids[:, CLEAR:].flatten()[order], return_index=True)  # one place of each token
     row, pos = np.divmod(order[generator.permutation(chosen)[:TOKENS]], PIECE - CLEAR)
@@ -79,13 +79,14 @@ def probe(name: str, inputs: Float[np.ndarray, "sample d"], texts: np.ndarray, s
         The neuron that separates all texts best; the area under the ROC curve on what was held out, mean over folds;
         and the same with shuffled labels.
     """
-    first = np.arange(len(inputs)) < len(inputs) // 2
+    first = np.repeat([True, False], len(inputs) // 2)
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     neuron = None
     if name != "plane":
         model.steps.insert(0, ("best", SelectKBest(k=1)))
         neuron = int(SelectKBest(k=1).fit(inputs, first).scores_.argmax())
-    folds, draw = GroupKFold(FOLDS), seed_of(seed, "labels of first and later tokens") % 2**32
+    folds = GroupKFold(FOLDS)
+    draw = draws(seed, "labels of first and later tokens").initial_seed() % 2**32
     areas = cross_val_score(model, inputs, first, groups=texts, cv=folds, scoring="roc_auc")
     _, chance, _ = permutation_test_score(
         model, inputs, first, groups=texts, cv=folds, scoring="roc_auc", n_permutations=FOLDS, random_state=draw

@@ -28,7 +28,7 @@ from sinkscope.engine.attention import Attention, AttentionOutput, AttentionRows
 from sinkscope.engine.stock import NAME, STOCK, eager, stock_of, switched
 from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.hooks import Hook, on_output, without_compiler
+from sinkscope.models.hooks import Hook, without_compiler
 from sinkscope.models.layers import layer_window
 from sinkscope.models.target import Target
 
@@ -260,15 +260,15 @@ def attention_rows(
     hooks = list[Hook]()
     for layer in wanted:
 
-        def read(output: Any, layer: int = layer) -> None:
-            rows = output if is_bridge else _returned_rows(target, layer, output)
+        def read(*values: Any, layer: int = layer) -> None:
+            rows = values[-1] if is_bridge else _returned_rows(target, layer, values[-1])
             observer(AttentionRows(layer, begin, rows[:, :, begin:].float()))
 
         if is_bridge:
             module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
         else:
             module = target.sub(layer, "attn")
-        hooks.append((module, "post", on_output(read)))
+        hooks.append((module, "post", read))
     with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
         yield
 

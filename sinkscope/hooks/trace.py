@@ -135,12 +135,10 @@ def _site(target: Target, name: str) -> Site:
     if name == "ln_final":
         return Site(name, target.n_layers, HookPoint(target.base), cut=lambda output: output[0])
     if name == "logits":
-        target.check_head()
         return Site(name, target.n_layers, HookPoint(target.hf), cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)
     layer, place, adapter = int(number), _PLACES[part], target.adapter
-    unproved = dict(adapter.unproved)
-    reason = unproved.get(name, unproved.get("*"))
+    reason = target.unproved.get(name, target.unproved.get("*"))
     if reason is not None and part != "attn.hook_pattern":
         raise UnsupportedError(
             f"site {name!r} is not offered on {adapter.model_type}, because its place could not be proved: {reason}; "

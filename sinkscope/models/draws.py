@@ -13,19 +13,15 @@ from torch import Tensor
 Item = TypeVar("Item")
 
 
-def seed_of(seed: int, purpose: str) -> int:
-    """Return the seed of one draw, the same in every process.
+def draws(seed: int, purpose: str) -> torch.Generator:
+    """Return the random numbers of one draw, the same in every process.
 
     Args:
         seed: Seed that the caller chose.
         purpose: What is drawn, with every number that distinguishes this draw, such as "controls of layer 3".
     """
-    return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:7])
-
-
-def draws(seed: int, purpose: str) -> torch.Generator:
-    """Return the random numbers of one draw; the arguments are those of `seed_of`."""
-    return torch.Generator().manual_seed(seed_of(seed, purpose))
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:7])
+    return torch.Generator().manual_seed(number)
 
 
 def gumbel(size: int, dtype: torch.dtype, generator: torch.Generator) -> Float[Tensor, " size"]:

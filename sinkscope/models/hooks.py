@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
-from sinkscope.models.shards import shards_of
+from sinkscope.models.shards import Shards
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -131,52 +130,28 @@ def with_hidden(args: Args, kwargs: Kwargs, hidden: Tensor) -> tuple[Args, Kwarg
     return args, {**kwargs, "hidden_states": hidden}
 
 
-def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """Return a forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may replace them."""
+def on_hidden(module: nn.Module, when: str, fn: Callable[[Tensor], Tensor | None]) -> Hook:
+    """Return a hook by which `fn` sees the hidden states that enter a module, or leave it, and may replace them.
 
-    def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        new = _changed(fn, module, "in_features", hidden_of(args, kwargs))
-        return None if new is None else with_hidden(args, kwargs, new)
-
-    return hook
-
-
-def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """Return a forward hook with kwargs: `fn` sees the hidden states that leave a module, and may replace them."""
-
-    def hook(module: nn.Module, _args: object, _kwargs: object, output: Any) -> Any:
-        new = _changed(fn, module, "out_features", first_tensor(output))
-        if new is None or not isinstance(output, tuple | list):
-            return new
-        return type(output)([new, *output[1:]])
-
-    return hook
-
-
-def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a forward hook with kwargs: `fn` sees all that a module returns, and may return something else."""
-    return lambda _module, _args, _kwargs, output: fn(output)
-
-
-def _changed(fn: Callable[[Any], Any], module: nn.Module, side: str, seen: Any) -> Any:
-    """What replaces the tensor that a hook on a module sees; where a process holds a part, `fn` sees the whole.
-
-    Args:
-        fn: What the hook does.
-        module: The module.
-        side: "in_features" before it, "out_features" after it.
-        seen: The tensor.
+    Where a process holds a part of them, `fn` sees the whole.
     """
-    shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
-    if shards.size == 1 or size is None or not isinstance(seen, Tensor) or seen.shape[-1] == size:
-        return fn(seen)
-    new = fn(shards.gather(seen, size))
-    if new is not None and seen.requires_grad:
-        raise UnsupportedError(
-            "no gradient passes through an edit of a model that is split over processes: call it under "
-            "torch.no_grad(), or load it with device_map"
-        )
-    return None if new is None else shards.part(new, seen.shape[-1])
+    leaves = when == "post"
+    shards, size = Shards(getattr(module, "weight", None)), None
+    if shards.size > 1:
+        size = getattr(module, "out_features" if leaves else "in_features", None)
+
+    def hook(_module: nn.Module, args: Args, kwargs: Kwargs, output: Any = None) -> Any:
+        seen = first_tensor(output) if leaves else hidden_of(args, kwargs)
+        new = fn(seen if size is None else shards.gather(seen, size))
+        if new is None:
+            return None
+        if size is not None:
+            new = shards.part(new, seen)
+        if not leaves:
+            return with_hidden(args, kwargs, new)
+        return type(output)([new, *output[1:]]) if isinstance(output, tuple | list) else new
+
+    return module, when, hook
 
 
 def first_tensor(output: Any) -> Tensor:

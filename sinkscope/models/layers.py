@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from einops import rearrange, repeat
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from transformers import DynamicCache
@@ -16,20 +15,12 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 
 
-class ChunkWindow(int):
-    """A window that ends where the query's chunk of this many tokens begins (Llama 4)."""
-
-
 def layer_window(config: Any, layer: int) -> int | None:
     """Return the sliding window of a layer of a decoder, in tokens; None if the layer sees everything."""
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    names = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     kinds = getattr(config, "layer_types", None)
     kind = "sliding_attention" if kinds is None else kinds[layer]
-    if window and kind == "chunked_attention":
-        return ChunkWindow(config.attention_chunk_size)
-    if window and kind == "sliding_attention":
-        return int(window)
-    return None
+    return getattr(config, names.get(kind, ""), None) or None
 
 
 KEYS_ALONE = ("DynamicLayer", "DynamicSlidingWindowLayer")
@@ -48,9 +39,9 @@ def check_caches_filled(target: Target) -> None:
     Raises:
         UnsupportedError: A layer without softmax attention keeps no state either, or a layer attends beyond its window.
     """
-    states, unproved = layers_with_states(target), dict(target.adapter.unproved)
+    states = layers_with_states(target)
     for place in range(target.n_layers):
-        reason = unproved.get(f"blocks.{place}.cache")
+        reason = target.unproved.get(f"blocks.{place}.cache")
         if reason is not None:
             raise UnsupportedError(
                 f"layer {place} of {target.name} {reason}: use another model for cache policies, guards and observers"
@@ -69,17 +60,12 @@ def check_caches_filled(target: Target) -> None:
 def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
     """Return q, k or v by head, before rotary, from the output of its own projection or of a shared one."""
     adapter, index = target.adapter, "qkv".index(which)
-    if getattr(adapter, which) is None:
-        if adapter.qkv_layout == "by head":
-            split = rearrange(tensor, "... (head qkv d_head) -> qkv ... head d_head", head=target.n_heads, qkv=3)
-            return split[index]
-        width = int(getattr(target.config, "head_dim", None) or target.d_model // target.n_heads)
-        heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
-        tensor = tensor.split([count * width for count in heads], -1)[index]
-    count = target.n_kv_heads
-    if which == "q":
-        count = target.n_heads
-    return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
+    heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
+    if getattr(adapter, which) is not None:
+        return tensor.unflatten(-1, (heads[index], -1))
+    if adapter.qkv_layout == "by head":
+        return tensor.unflatten(-1, (target.n_heads, 3, -1)).select(-2, index)
+    return tensor.unflatten(-1, (sum(heads), -1)).split(heads, -2)[index]
 
 
 def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> Shaped[Tensor, "batch _ *rest"]:
@@ -87,7 +73,7 @@ def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> S
     kv_heads = by_kv_head.shape[1]
     if kv_heads in (1, heads):
         return by_kv_head
-    return repeat(by_kv_head, "batch kv_head ... -> batch (kv_head group) ...", group=heads // kv_heads)
+    return by_kv_head.repeat_interleave(heads // kv_heads, 1)
 
 
 def in_groups(

@@ -6,8 +6,9 @@ Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,65 +16,34 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sinkscope.errors import UnsupportedError
-from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, on_input, with_hidden
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
 from sinkscope.models.target import LayerInput, Target, has_shared_beside
-from sinkscope.models.weights import Experts, Routed, brought, input_columns
+from sinkscope.models.weights import Experts, brought, input_columns, input_width
 from sinkscope.results.notation import Neuron
 
 
-def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """Return L2 norms in float32; no smaller type is summed in itself."""
-    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.promote_types(tensor.dtype, torch.float32)).float()
-
-
 def mlp_writers(target: Target, layer: int) -> list[nn.Module]:
-    """Return the modules whose sum is what the MLP gives: one, or a mixture and the shared expert beside it."""
-    writers = [target.sub(layer, "mlp")]
-    if has_shared_beside(target.paths[layer]):
+    """Return the modules whose sum is what the MLP adds: one, or a mixture and the shared expert beside it."""
+    writers = [target.sub(layer, "post_mlp_norm", "mlp")]
+    if "post_mlp_norm" not in target.paths[layer] and has_shared_beside(target.paths[layer]):
         writers.append(target.sub(layer, "down"))
     return writers
 
 
-def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
-    """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
-    writers = mlp_writers(target, layer)
-    outputs: list[Tensor] = []
-
-    def keep(output: Tensor) -> None:
-        outputs.append(output)
-        if len(outputs) == len(writers):
-            total = outputs[0].clone()  # some layers add to it in place
-            for other in outputs[1:]:
-                total += other.view_as(total)
-            outputs.clear()
-            see(total)
-
-    return [(writer, "post", on_hidden(keep)) for writer in writers]
-
-
-@dataclass(frozen=True)
-class LayerView:
+class LayerView(NamedTuple):
     """A layer at `n` positions.
 
     Attributes:
         layer: Number of the layer.
-        mlp: Output of the MLP, before any norm after it; times the factor that the layer puts on it.
         post: `hook_post`; in a mixture, times the weight in `routing`.
-        routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
-            the layer is not a mixture.
+        routing: Weight of every expert, 0 for those not chosen; that of the dense MLP, or of a shared expert, is last.
+        before_norm: What the norm behind the MLP reads. None: there is no such norm.
     """
 
     layer: int
-    mlp: Float[Tensor, "n d_model"]
     post: Float[Tensor, "n neuron"]
-    routing: Float[Tensor, "n expert"] | None = None
-
-    def at(self, some: Bool[Tensor, " n"]) -> LayerView:
-        """Return the layer at some of these positions."""
-        routing = None if self.routing is None else self.routing[some.to(self.routing.device)]
-        chosen = some.to(self.post.device)
-        return LayerView(self.layer, self.mlp[chosen], self.post[chosen], routing)
+    routing: Float[Tensor, "n expert"]
+    before_norm: Float[Tensor, "n d_model"] | None
 
 
 @torch.no_grad()
@@ -93,7 +63,7 @@ def view_layer(
         where: The positions.
         start: What entered a layer up to this one when these texts were read; the pass begins there.
     """
-    target.check_neurons(layer)
+    target.check_proved(layer, "mlp.hook_post", "neurons")
     chosen = where.flatten()
     parts: dict[str, Tensor] = {}
 
@@ -104,63 +74,49 @@ def view_layer(
     def keep_experts(module: nn.Module, args: Args, kwargs: Kwargs, _output: Any) -> None:
         with brought(module):
             experts = target.experts(layer)
-            routed = experts.routed(args, kwargs)
-            keep("routing", routed.weight)
-            parts["of experts"] = _of_experts(experts, routed, chosen)
+            entering, weight = experts.routed(args, kwargs)
+            keep("routing", weight)
+            some = chosen.to(weight.device)
+            parts["experts"] = experts.values(entering[:, some], weight[some]).flatten(1)
 
-    hooks = on_mlp(target, layer, partial(keep, "mlp"))
-    hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "post")))
-    hooks += target.part_hooks(layer, "shared_gate", "post", on_hidden(partial(keep, "gate")))
+    hooks: list[Hook] = []
+    for part, when in (("down", "pre"), ("shared_gate", "post"), ("post_mlp_norm", "pre")):
+        if part in target.paths[layer]:
+            hooks.append(on_hidden(target.sub(layer, part), when, partial(keep, part)))
     if layer in target.mixtures:
-        hooks += target.part_hooks(layer, "experts", "post", keep_experts)
+        hooks.append((target.sub(layer, "experts"), "post", keep_experts))
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
-    mlp, post, routing = parts["mlp"] * target.adapter.write_factor, parts.get("of experts"), parts.get("routing")
-    if post is None or routing is None:
-        return LayerView(layer, mlp, parts["post"])
-    if "post" in parts:
-        shared = parts["post"]
-        weight = parts["gate"].sigmoid() if "gate" in parts else torch.ones_like(shared[:, :1])
-        post, routing = torch.cat([post, shared * weight], 1), torch.cat([routing, weight], 1)
-    return LayerView(layer, mlp, post, routing)
+    post, routing = [list[Tensor](), list[Tensor]()]
+    if layer in target.mixtures:
+        post.append(parts["experts"])
+        routing.append(parts["routing"])
+    if "down" in parts:
+        shared = parts["down"]
+        weight = parts["shared_gate"].sigmoid() if "shared_gate" in parts else torch.ones_like(shared[:, :1])
+        post.append(shared * weight)
+        routing.append(weight)
+    return LayerView(layer, torch.cat(post, 1), torch.cat(routing, 1), parts.get("post_mlp_norm"))
 
 
-def _of_experts(experts: Experts, routed: Routed, chosen: Tensor) -> Tensor:
-    """The neurons of all experts for the chosen tokens, times the routing weight; 0 where an expert was not chosen."""
-    chosen = chosen.to(routed.weight.device)
-    routing = routed.weight[chosen].float()
-    post = torch.zeros(*routing.shape, experts.width, device=routing.device)
-    for expert in range(experts.count):
-        rows = routing[:, expert].nonzero().flatten()
-        if len(rows):
-            values = experts.post(expert, routed.entering(expert)[chosen][rows])
-            post[rows, expert] = values.float() * routing[rows, expert, None]
-    return post.flatten(1)
-
-
-def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:
+def number_of(target: Target, neuron: Neuron) -> int:
     """Return the number of a neuron in a `LayerView`."""
-    if expert is None:
-        expert = target.n_experts(layer)
-    return expert * target.d_mlp + neuron
+    expert = target.n_experts(neuron.layer) if neuron.expert is None else neuron.expert
+    return expert * target.d_mlp + neuron.neuron
 
 
-def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | None, int]:
-    """Return the inverse of `flat_number`.
-
-    The expert is None if the layer is not a mixture, and for a shared expert.
-    """
+def neuron_at(target: Target, layer: int, number: int) -> Neuron:
+    """Return the neuron of a number of a `LayerView`."""
     count = target.n_experts(layer)
     expert = min(number // target.d_mlp, count)
-    return None if expert == count else expert, number - expert * target.d_mlp
+    return Neuron(layer, None if expert == count else expert, number - expert * target.d_mlp)
 
 
 def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
     """Return the factor of a norm for each dimension, however it is stored: probed by a vector of mean 0, square 1."""
     signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
     signs[1::2] = -1
-    positive, negative = norm(torch.stack([signs, -signs])).float()
-    return (positive - negative) / 2 * signs.float()
+    return (norm(signs) - norm(0 * signs)).float() * signs.float()
 
 
 @torch.no_grad()
@@ -183,7 +139,7 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
             own = experts == expert
             numbers = (neurons[own] - expert * target.d_mlp).tolist()
             if expert < count:
-                factor, of_expert = adapter.expert_factor, target.experts(layer).columns(expert, numbers)
+                factor, of_expert = adapter.expert_factor, target.experts(layer).down[expert, numbers]
             else:
                 factor = adapter.shared_factor if count else adapter.down_factor
                 of_expert = input_columns(target, target.sub(layer, "down"), numbers)
@@ -191,39 +147,25 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
     return written
 
 
-def neutral_post(target: Target, text: LayerView, number: int) -> float:
-    """Return the median `hook_post` of a neuron on typical text; of a routed expert, over the tokens that chose it."""
-    post = text.post[:, number]
-    if text.routing is None:
-        return float(post.median())
-    expert, _ = expert_and_neuron(target, text.layer, number)
-    weight = text.routing[:, -1 if expert is None else expert]  # the last weight is the shared expert's
-    chosen = weight > 0
-    if not bool(chosen.any()):
-        return 0.0
-    return float((post[chosen] / weight[chosen]).median())
+def neutral_post(target: Target, view: LayerView, where: Bool[Tensor, " n"], number: int) -> float:
+    """Return the median `hook_post` of a neuron at some positions; of a routed expert, at those that chose it."""
+    some = where.to(view.post.device)
+    weight = view.routing[some, min(number // target.d_mlp, view.routing.shape[1] - 1)]
+    post, chosen = view.post[some, number], weight > 0
+    return float((post[chosen] / weight[chosen]).median()) if bool(chosen.any()) else 0.0
 
 
-Added = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d_model"]]
-"""Gives how much of the residual stream after a layer is not there if the MLP gives zero."""
+def before_mlp(target: Target, layer: int, see: Callable[[Float[Tensor, "row pos d_model"]], None]) -> Hook:
+    """Return a hook by which `see` gets what a layer that is about to run would give if its MLP gave zero."""
 
+    @torch.no_grad()
+    def hook(module: Any, args: Args, kwargs: Kwargs) -> None:
+        args, kwargs = with_hidden(args, kwargs, hidden_of(args, kwargs).clone())  # some layers add to it in place
+        silenced = [on_hidden(writer, "post", torch.zeros_like) for writer in mlp_writers(target, layer)]
+        with target.loaded(layer), target.hooks(*silenced):
+            see(first_tensor(module.forward(*args, **kwargs)))
 
-def keep_call(target: Target, layer: int, calls: list[Added]) -> Hook:
-    """Return a hook that keeps the call of a layer, which does not simply add what its MLP gives."""
-
-    def keep(_module: Any, args: Args, kwargs: Kwargs) -> None:
-        hidden = hidden_of(args, kwargs).clone()  # some layers add to it in place
-        args, kwargs = with_hidden(args, kwargs, hidden)
-
-        @torch.no_grad()
-        def added(resid: Tensor) -> Tensor:
-            silenced = mlp_writers(target, layer)[0], "post", on_hidden(torch.zeros_like)
-            with target.loaded(layer), target.hooks(silenced):
-                return resid - first_tensor(target.layers[layer].forward(*args, **kwargs))
-
-        calls.append(added)
-
-    return target.layers[layer], "pre", keep
+    return target.layers[layer], "pre", hook
 
 
 # -- hook points -------------------------------------------------------------------------------------------------------
@@ -231,10 +173,7 @@ def keep_call(target: Target, layer: int, calls: list[Added]) -> Hook:
 
 def groups_of(sites: Iterable[Neuron]) -> list[list[Neuron]]:
     """Return the sites, each once, grouped by MLP or expert: one hook edits those of a group."""
-    groups: dict[tuple[int, int | None], list[Neuron]] = {}
-    for site in dict.fromkeys(sites):
-        groups.setdefault((site.layer, site.expert), []).append(site)
-    return [*groups.values()]
+    return [list(group) for _, group in groupby(sorted({*sites}, key=str), attrgetter("layer", "expert"))]
 
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -248,22 +187,23 @@ class HookPoint(NamedTuple):
         module: The module beside which they pass.
         when: "pre" if they enter it, "post" if they leave it.
         columns: The columns that are edited; None if all are.
-        inside: Makes a torch hook with kwargs of an edit of values that never pass as a tensor.
+        expert: Expert in a mixture, which is the module, if they are its neurons.
     """
 
     module: nn.Module
     when: str = "post"
-    columns: list[int] | None = None
-    inside: Callable[[Edit], Callable[..., Any]] | None = None
+    columns: Int[Tensor, " some"] | None = None
+    expert: int | None = None
 
     def hook(self, edit: Edit) -> Hook:
         """Return the hook by which an edit acts here."""
-        if self.inside is not None:
-            return self.module, self.when, self.inside(edit)
-        make = on_input if self.when == "pre" else on_hidden
-        return self.module, self.when, make(edit if self.columns is None else _on_columns(edit, self.columns))
+        if self.columns is not None:
+            edit = _on_columns(edit, self.columns)
+        if self.expert is not None:
+            return self.module, self.when, partial(_in_expert, self.expert, edit)
+        return on_hidden(self.module, self.when, edit)
 
-    def rows(self, where: Bool[Tensor, "row _ _"], new: Callable[[Float[Tensor, "row pos d"]], Tensor]) -> Hook:
+    def rows(self, where: Bool[Tensor, "row _ _"], new: Tensor) -> Hook:
         """Return the hook of a pass whose rows each have an edit of their own.
 
         Args:
@@ -273,18 +213,16 @@ class HookPoint(NamedTuple):
 
         def replaced(values: Tensor) -> Tensor:
             rows = values.reshape(len(where), -1, values.shape[-1])  # experts and OPT run row and position together
-            return torch.where(where.to(rows.device), new(rows).to(rows), rows).reshape(values.shape)
+            return torch.where(where.to(rows.device), new.to(rows), rows).reshape(values.shape)
 
         return self.hook(replaced)
 
 
-def _on_columns(edit: Edit, columns: list[int]) -> Edit:
+def _on_columns(edit: Edit, columns: Int[Tensor, " some"]) -> Edit:
     """The edit of a whole tensor that acts on some of its columns."""
-    places = torch.tensor(columns)
 
     def edited(values: Tensor) -> Tensor | None:
-        nonlocal places
-        places = places.to(values.device)  # they are moved once, not in every call
+        places = columns.to(values.device)  # most are there already
         new = edit(values[..., places])
         # A copy, because autograd and other modules may need the caller's tensor.
         return None if new is None else values.index_copy(-1, places, new.to(values.dtype))
@@ -292,16 +230,18 @@ def _on_columns(edit: Edit, columns: list[int]) -> Edit:
     return edited
 
 
-def heads_point(target: Target, layer: int, columns: list[int] | None = None) -> HookPoint:
-    """Return the outputs of all heads of a layer, side by side (`hook_z`), or some columns of them.
+def heads_point(target: Target, layer: int, head: int | None = None) -> HookPoint:
+    """Return the outputs of all heads of a layer, side by side (`hook_z`), or that of one.
 
     Raises:
         UnsupportedError: The heads of the layer could not be proved.
     """
-    reason = dict(target.adapter.unproved).get(f"blocks.{layer}.attn.hook_z")
-    if reason is not None:
-        raise UnsupportedError(f"the heads of layer {layer} of {target.name} are not offered: {reason}")
-    return HookPoint(target.sub(layer, "o"), "pre", columns)
+    target.check_proved(layer, "attn.hook_z", "heads")
+    module, columns = target.sub(layer, "o"), None
+    if head is not None:
+        width = input_width(module) // target.n_heads  # layers may have heads of different widths
+        columns = torch.arange(head * width, (head + 1) * width, device=target.device)
+    return HookPoint(module, "pre", columns)
 
 
 def neurons_point(target: Target, sites: Sequence[Neuron], site: str = "post") -> HookPoint:
@@ -310,39 +250,33 @@ def neurons_point(target: Target, sites: Sequence[Neuron], site: str = "post") -
     Raises:
         UnsupportedError: The MLP of the layer could not be proved.
     """
-    layer, expert, neurons = sites[0].layer, sites[0].expert, [each.neuron for each in sites]
-    target.check_neurons(layer)
+    layer, expert = sites[0].layer, sites[0].expert
+    neurons = torch.tensor([each.neuron for each in sites], device=target.device)
+    target.check_proved(layer, "mlp.hook_post", "neurons")
     if expert is not None:
-        experts = target.experts(layer)
-        return HookPoint(experts.module, inside=partial(_expert_hook, experts, expert, neurons))
+        return HookPoint(target.experts(layer).module, "post", neurons, expert)
     if site == "post":
         return HookPoint(target.sub(layer, "down"), "pre", neurons)
     if target.adapter.fused_gate_up:
-        neurons = [target.width(layer) + neuron for neuron in neurons]
+        neurons = neurons + target.width(layer)
     return HookPoint(target.sub(layer, "up"), "post", neurons)
 
 
 _EDITED: Any = WeakTensorKeyDictionary()
-"""What hooks of a call left in neurons of experts, for the next hook, by what entered the experts."""
+"""The neurons of experts as hooks of a call have left them, for the next hook, by what entered the experts."""
 
 
-def _expert_hook(experts: Experts, expert: int, neurons: list[int], edit: Edit) -> Callable[..., Any]:
-    """The forward hook, with kwargs, by which `edit` acts on an expert; its module holds `experts`."""
-
-    def corrected(module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
-        edited: dict[tuple[int, int], Tensor] = _EDITED.setdefault((*args, *kwargs.values())[0], {})
-        with brought(module):
-            routed = experts.routed(args, kwargs)
-            post = experts.post(expert, routed.entering(expert))[:, neurons]
-            written = experts.columns(expert, neurons).to(post.dtype)
-        for number, neuron in enumerate(neurons):
-            post[:, number] = edited.get((expert, neuron), post[:, number])
+def _in_expert(expert: int, edit: Edit, module: Any, args: Args, kwargs: Kwargs, output: Any) -> Any:
+    """The forward hook of experts, with kwargs, by which an edit acts on the neurons of one of them."""
+    experts = Experts(module)
+    edited: dict[int, Tensor] = _EDITED.setdefault((*args, *kwargs.values())[0], {})
+    with brought(module):
+        entering, weight = experts.routed(args, kwargs)
+        post = edited[expert] if expert in edited else experts.post(expert, entering[expert])
         new = edit(post)
         if new is None:
             return None
-        new = new.to(post.dtype)
-        edited.update({(expert, neuron): new[:, number] for number, neuron in enumerate(neurons)})
-        change = ((new - post) * routed.weight[:, expert, None]).to(post.dtype) @ written
-        return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)
-
-    return corrected
+        down = experts.down[expert]
+        change = ((new - post) * weight[:, expert, None]).to(down) @ down
+    edited[expert] = new
+    return on_hidden(module, "post", lambda hidden: hidden + change.view_as(hidden))[2](module, args, kwargs, output)

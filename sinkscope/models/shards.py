@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
@@ -22,13 +21,13 @@ class Shards:
     """The processes among which a weight is split.
 
     Args:
-        mesh: The device mesh of the weight; None if it is not split.
+        weight: The weight; None if there is none.
     """
 
-    def __init__(self, mesh: Any = None) -> None:
-        self._mesh = mesh
-        self.size = 1 if mesh is None else int(mesh.size())
-        self.rank = 0 if mesh is None else int(mesh.get_local_rank())
+    def __init__(self, weight: Any) -> None:
+        self._mesh: Any = getattr(weight, "device_mesh", None)
+        self.size = 1 if self._mesh is None else int(self._mesh.size())
+        self.rank = 0 if self._mesh is None else int(self._mesh.get_local_rank())
 
     def _is_part(self, width: int, size: int) -> bool:
         """Whether a dimension of this width is the part that is here, and not the whole.
@@ -47,22 +46,25 @@ class Shards:
         """Return a whole tensor, if each process holds a part of the dimension of this size."""
         if not self._is_part(tensor.shape[dim], size):
             return tensor
-        mine = tensor.detach().contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=self._mesh.get_group())
-        return torch.cat(parts, dim)
+        from torch.distributed.tensor import DTensor, Shard
 
-    def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
-        """Return the columns of a whole tensor that this process holds; all of them if it holds `width` of as many."""
-        return whole.narrow(-1, self.rank * width, width) if self._is_part(width, whole.shape[-1]) else whole
+        return DTensor.from_local(tensor.detach(), self._mesh, [Shard(dim)]).full_tensor()
 
-    def all(self, value: Any) -> list[Any]:
-        """Return what every process gives, in their order; any small object."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._mesh.get_group())
-        return values
+    def part(self, whole: Shaped[Tensor, ...], seen: Tensor) -> Shaped[Tensor, ...]:
+        """Return the columns of a whole tensor that this process has seen; all of them if it has seen as many.
+
+        Raises:
+            UnsupportedError: It has seen a part, and gradients would pass.
+        """
+        width = seen.shape[-1]
+        if not self._is_part(width, whole.shape[-1]):
+            return whole
+        if seen.requires_grad:
+            raise UnsupportedError(
+                "no gradient passes through an edit of a model that is split over processes: call it under "
+                "torch.no_grad(), or load it with device_map"
+            )
+        return whole.narrow(-1, self.rank * width, width)
 
     def agree(self, what: str, *plan: object) -> None:
         """Refuse to go on, on all processes, if they were given different things to do.
@@ -74,12 +76,13 @@ class Shards:
         Raises:
             SinkscopeError: The processes differ.
         """
-        plans = self.all(repr(plan))
-        others = [rank for rank, each in enumerate(plans) if each != plans[0]]
-        if others:
+        plans = [repr(plan)] * self.size
+        if self.size > 1:
+            dist.all_gather_object(plans, repr(plan), group=self._mesh.get_group())
+        if len(set(plans)) > 1:
             raise SinkscopeError(
-                f"processes 0 and {others[0]} of {self.size} have a different {what}: give all of them the same model, "
-                "texts, settings and seeds"
+                f"the {self.size} processes have a different {what}: give all of them the same model, texts, settings "
+                "and seeds"
             )
 
     def check_alone(self, what: str) -> None:
@@ -94,22 +97,9 @@ class Shards:
             )
 
 
-ALONE = Shards()
-"""Of what is not split."""
-
-
-def shards_of(weight: Any) -> Shards:
-    """Return the processes among which a weight is split."""
-    mesh = getattr(weight, "device_mesh", None)
-    return ALONE if mesh is None else Shards(mesh)
-
-
 def split_weight(model: nn.Module) -> Any:
     """Return the first weight of a model that is split over processes; None if there is none."""
-    for parameter in model.parameters():
-        if hasattr(parameter, "device_mesh"):
-            return parameter
-    return None
+    return next((weight for weight in model.parameters() if hasattr(weight, "device_mesh")), None)
 
 
 def local(weight: Any) -> Any:

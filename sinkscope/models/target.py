@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Found
-from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_input
-from sinkscope.models.shards import Shards, shards_of, split_weight
+from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_hidden
+from sinkscope.models.shards import Shards, split_weight
 from sinkscope.models.weights import Experts, brought, experts_of, input_width
 
 ModelKind = Literal["bridge", "hf", "nnsight"]
@@ -29,11 +29,10 @@ def check_divides(config: Any, name: str, count: int) -> None:
     Raises:
         SinkscopeError: They cannot.
     """
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config.get_text_config(), what, None) or count
+    for heads in heads_of(config.get_text_config()):
         if heads % count:
             raise SinkscopeError(
-                f"{count} processes cannot share the {heads} heads ({what}) of {name}: start a number that divides them"
+                f"{count} processes cannot share the {heads} heads of {name}: start a number that divides them"
             )
 
 
@@ -44,11 +43,6 @@ def heads_of(config: Any) -> tuple[int, int]:
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1
     return heads, int(kv_heads)
-
-
-def longest_context(config: Any) -> int | None:
-    """Return how many tokens a decoder reads at most, as its configuration says; None: it names no limit."""
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or None
 
 
 def parts_of(layer: nn.Module, row: Any) -> dict[str, str]:
@@ -64,25 +58,18 @@ def parts_of(layer: nn.Module, row: Any) -> dict[str, str]:
 
 def has_shared_beside(paths: Mapping[str, Any]) -> bool:
     """Return whether a layer with these parts has a shared expert beside its mixture, which is no part of it."""
-    if not paths.get("experts") or not paths.get("down"):
-        return False
-    return not f"{paths['down']}.".startswith(f"{paths['mlp']}.".lstrip("."))
+    has_both = bool(paths.get("experts") and paths.get("down"))
+    return has_both and not f"{paths['down']}.".startswith(f"{paths['mlp']}.")
 
 
 # -- a part of a pass -----------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):  # noqa: N818 - no error: it ends a pass
-    """Raised by `stop` inside a hook, to end a forward pass or the call of a layer early."""
+class _Stop(Exception):  # noqa: N818 - no error: it ends a pass
+    """Raised inside a hook, to end a forward pass early."""
 
 
-def stop(*_: object) -> None:
-    """End the running pass of a `Target`; to be called in a hook, or to be one."""
-    raise Stop
-
-
-@dataclass(frozen=True, eq=False)
-class LayerInput:
+class LayerInput(NamedTuple):
     """The residual stream of some texts where it enters a layer, at which a later pass over them may begin.
 
     Attributes:
@@ -98,7 +85,7 @@ class LayerInput:
 
 @contextmanager
 def bounded(layers: Sequence[nn.Module], start: LayerInput | None, last_layer: int | None) -> Iterator[None]:
-    """Context manager in which a pass begins and ends at layers, and is over where `stop` is called.
+    """Context manager in which a pass begins and ends at layers.
 
     Args:
         layers: All layers of the model.
@@ -106,15 +93,19 @@ def bounded(layers: Sequence[nn.Module], start: LayerInput | None, last_layer: i
         last_layer: The last layer that runs. None: all run.
     """
     hooks: list[Hook] = []
+
+    def stop(*_: object) -> None:
+        raise _Stop
+
     with ExitStack() as skipping:
         if start is not None:
             hidden = start.hidden
-            hooks.append((layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
+            hooks.append(on_hidden(layers[start.layer], "first", lambda _: hidden))  # edits there act on it
             for layer in layers[: start.layer]:
                 skipping.enter_context(_skipped(layer, start.wrapped))
         if last_layer is not None:
             hooks.append((layers[last_layer], "post", stop))
-        with suppress(Stop), hooked(*hooks):
+        with suppress(_Stop), hooked(*hooks):
             yield
 
 
@@ -177,6 +168,7 @@ class Target:
         n_heads: Query heads of a layer.
         n_kv_heads: Key/value heads of a layer.
         max_positions: Longest context according to the configuration; None if it says nothing.
+        unproved: Sites that could not be proved, such as "blocks.3.attn.hook_z", and why.
         skips_layers: Whether a pass may begin at a layer, with what entered it in another pass.
     """
 
@@ -189,9 +181,9 @@ class Target:
     store: Any = None
 
     def __post_init__(self) -> None:
-        self.resident: bool = self.store is None
-        self.shards: Shards = shards_of(split_weight(self.hf))
-        self.processes: int = self.shards.size
+        self.resident = self.store is None
+        self.shards = Shards(split_weight(self.hf))
+        self.processes = self.shards.size
         if self.adapter is DRAFT:
             return
         adapter, config = self.adapter, self.hf.config.get_text_config()
@@ -199,14 +191,14 @@ class Target:
         self.embedding: nn.Module = self.hf.get_input_embeddings()
         self.base: nn.Module = self.hf.get_submodule(adapter.base)
         self.layers: list[nn.Module] = [*self.hf.get_submodule(adapter.layers)]
-        self.n_layers: int = len(self.layers)
-        self.d_model: int = int(config.hidden_size)
+        self.n_layers = len(self.layers)
+        self.d_model = int(config.hidden_size)
         self.n_heads, self.n_kv_heads = heads_of(config)
-        self.max_positions: int | None = longest_context(config)
-        self.skips_layers: bool = adapter.from_any_layer and adapter.adds
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None) or None
+        self.skips_layers = adapter.from_any_layer and adapter.adds
+        self.unproved = dict(adapter.unproved)
         self.paths: list[dict[str, str]] = []
         self.attending, self.with_neurons, self.mixtures = list[int](), list[int](), list[int]()
-        unproved = dict(adapter.unproved)
         for number, layer in enumerate(self.layers):
             paths = parts_of(layer, adapter.rows[number] if adapter.rows else adapter)
             self.paths.append(paths)
@@ -221,7 +213,7 @@ class Target:
                     )
             if "experts" in paths:
                 self.mixtures.append(number)
-            if paths.keys() & {"experts", "down"} and f"blocks.{number}.mlp.hook_post" not in unproved:
+            if paths.keys() & {"experts", "down"} and f"blocks.{number}.mlp.hook_post" not in self.unproved:
                 self.with_neurons.append(number)
 
     @cached_property
@@ -251,19 +243,14 @@ class Target:
                 configs[id(config)] = config
         return list(configs.values())
 
-    def head_columns(self, layer: int, head: int) -> list[int]:
-        """Return the inputs of the output projection that hold a head; layers may have heads of different widths."""
-        width = input_width(self.sub(layer, "o")) // self.n_heads
-        return list(range(head * width, (head + 1) * width))
-
     def n_experts(self, layer: int) -> int:
         """Return the number of routed experts in a layer; 0 if it is not a mixture."""
-        return self.experts(layer).count if layer in self.mixtures else 0
+        return len(self.experts(layer).down) if layer in self.mixtures else 0
 
     def width(self, layer: int, expert: int | None = None) -> int:
         """Return the number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
-            return self.experts(layer).width
+            return self.experts(layer).down.shape[1]
         return input_width(self.sub(layer, "down"))
 
     @cached_property
@@ -280,18 +267,18 @@ class Target:
             )
         return self.width(self.mixtures[0], 0) if self.mixtures else self.width(self.with_neurons[0])
 
-    def check_neurons(self, layer: int) -> None:
-        """Refuse neurons of a layer whose MLP could not be proved, or may give something else than its neurons write.
+    def check_proved(self, layer: int, site: str, what: str) -> None:
+        """Refuse neurons or heads of a layer that could not be proved, or neurons whose MLP may give something else.
 
         Raises:
-            UnsupportedError: It is such a layer.
+            UnsupportedError: They are such ones.
         """
-        reason = dict(self.adapter.unproved).get(f"blocks.{layer}.mlp.hook_post")
+        reason = self.unproved.get(f"blocks.{layer}.{site}")
         for part in ("mlp", "experts"):
-            if part in self.paths[layer] and has_hooks(self.sub(layer, part)):
+            if site == "mlp.hook_post" and part in self.paths[layer] and has_hooks(self.sub(layer, part)):
                 reason = "a hook of yours is on its MLP, and may change what it gives; remove it while you measure"
         if reason is not None:
-            raise UnsupportedError(f"the neurons of layer {layer} of {self.name} are not offered: {reason}")
+            raise UnsupportedError(f"the {what} of layer {layer} of {self.name} are not offered: {reason}")
 
     def check_head(self) -> None:
         """Refuse to read the logits of each token from a model without its unembedding, or with a head of another kind.
@@ -299,16 +286,9 @@ class Target:
         Raises:
             UnsupportedError: It is such a model, or it is read layer by layer.
         """
-        if not self.resident:
-            raise UnsupportedError(
-                f"{self.name} is read layer by layer, without its unembedding, so that it has no logits: load it whole "
-                'with sinkscope.load(...), or give loading="whole"'
-            )
-        if self.hf.get_output_embeddings() is None:
-            raise UnsupportedError(
-                f"a {type(self.hf).__name__} has no language head, which gives the logits of each token: load it with "
-                "AutoModelForCausalLM"
-            )
+        if not self.resident or self.hf.get_output_embeddings() is None:
+            what = f"a {type(self.hf).__name__} without a language head" if self.resident else "read layer by layer"
+            raise UnsupportedError(f"{self.name} is {what}, so that it has no logits: load it with sinkscope.load(...)")
 
     @property
     def device(self) -> torch.device:
@@ -378,8 +358,8 @@ class Target:
     ) -> Any:
         """Run one pass without a cache, and without the unembedding unless requested.
 
-        The pass ends after `last_layer`, if one is given, or where a hook calls `stop`; it then returns None. If there
-        is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
+        The pass ends after `last_layer`, if one is given; it then returns None. If there is a `start`, the layers
+        before it are skipped, and its layer gets what `start` holds.
 
         Raises:
             UnsupportedError: The unembedding is wanted of a model that has none, or is read layer by layer, without it.
@@ -400,12 +380,4 @@ class Target:
             return self.forward(ids, unembed=True, start=start, logits_to_keep=positions.to(self.device)).logits
         return self.forward(ids, unembed=True, start=start).logits[:, positions]
 
-    stop = staticmethod(stop)
     hooks = staticmethod(hooked)
-
-    def part_hooks(self, layer: int, part: str, when: str, function: Any) -> list[Hook]:
-        """Return a hook on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
-        if part not in self.paths[layer]:
-            return []
-        module = self.layers[layer].get_submodule(self.paths[layer][part])
-        return [(module, when, function)]

@@ -113,7 +113,7 @@ def _begins(record: Record) -> bool:
     """Whether a pass may begin at a layer: with what entered it in a whole pass, it gives the same."""
     target, layer, given = record.target, record.layer, record.left("")
     start, ends = LayerInput(layer, record.into("").detach(), isinstance(record.output[""], tuple)), list[Tensor]()
-    with suppress(LookupError, TypeError, ValueError), target.hooks((record.module, "post", on_hidden(ends.append))):
+    with suppress(LookupError, TypeError, ValueError), target.hooks(on_hidden(record.module, "post", ends.append)):
         target.forward(text_of(target), last_layer=layer, start=start)
     return bool(ends) and record.is_near(ends[0], given)  # else layers pass on more than the stream
 

@@ -29,8 +29,8 @@ from sinkscope.engine.tap import Listener, tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.models.adapters import NotInferredError
 from sinkscope.models.hooks import Args, Kwargs, first_tensor, hidden_of, with_hidden
-from sinkscope.models.layers import ChunkWindow, head_projection, layer_window, per_query_head
-from sinkscope.models.target import Target, has_shared_beside, longest_context
+from sinkscope.models.layers import head_projection, layer_window, per_query_head
+from sinkscope.models.target import Target, has_shared_beside
 
 EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 _TOKENS = 20  # of the text of a proof: more than every window and chunk of a small model
@@ -130,7 +130,7 @@ class Record:
 
 def text_of(target: Target) -> Int[Tensor, "1 pos"]:
     """Return the tokens of the text, always the same ones."""
-    length = min(_TOKENS, longest_context(target.config) or _TOKENS)
+    length = min(_TOKENS, target.max_positions or _TOKENS)
     return torch.arange(length, 2 * length)[None] % int(target.config.vocab_size)
 
 
@@ -305,7 +305,7 @@ def _check_experts(record: Record) -> None:
     target, given = record.target, record.left("experts")
     with target.loaded(record.layer):
         experts = target.experts(record.layer)
-        computed = experts.output(experts.routed(*record.arguments[record.path("experts")]))
+        computed = experts.output(*record.arguments[record.path("experts")])
     if not record.is_near(computed.view_as(given), given):
         raise NotInferredError("the experts do not give what their weights say")
 
@@ -352,7 +352,7 @@ def _of_attention(record: Record) -> dict[str, str]:
         if not record.is_near(computed.transpose(1, 2), record.given):
             raise NotInferredError("recomputed attention differs from the model's own")
     window = layer_window(target.config, layer)
-    if window is not None and not isinstance(window, ChunkWindow) and rows.tril(-window).any():
+    if window is not None and rows.tril(-window).any():
         problems["cache"] = "sees keys beyond the window of its configuration, which a cache drops"
     for which in _ATTENDED:
         if not reads_heads(record, which):

@@ -32,7 +32,7 @@ def test_states_attention_and_edits_are_served_and_logits_refused(kind):
         lambda: ss.trace(model, IDS, "logits"),
         lambda: ss.generate(model, IDS.tolist(), max_new_tokens=4, **KNOWN),
     ):
-        with refused(f"a {kind.__name__} has no language head"):
+        with refused(f"is a {kind.__name__} without a language head"):
             use()
 
 

@@ -27,7 +27,7 @@ def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path):
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (lambda model, tok: ss.find_sinks(model.model, tokenizer=tok), "LlamaModel has no language head"),
+        (lambda model, tok: ss.find_sinks(model.model, tokenizer=tok), "is a LlamaModel without a language head"),
         (lambda model, tok: ss.find_sinks(model, tokenizer=3), "tokenizer=3: expected a tokenizer"),
         (lambda model, tok: ss.generate(model, "a \ud800", tokenizer=tok), "prompt 1 holds half of a surrogate pair"),
         (lambda model, tok: ss.load("x" * 5000), r"xx \.\.\. .*too long"),

@@ -49,7 +49,7 @@ def test_reads_and_holds_only_the_layers_that_are_called(tmp_path, monkeypatch):
         held = [layer for layer in streamed.layers if not any(weight.is_meta for weight in layer.parameters())]
         assert len(held) <= 2
 
-    with streamed.hooks(*[(layer, "post", on_hidden(see)) for layer in streamed.layers]):
+    with streamed.hooks(*[on_hidden(layer, "post", see) for layer in streamed.layers]):
         streamed.forward(IDS, MASK, last_layer=2)
     stored = load_file(tmp_path / "model.safetensors")
     assert {*names} == {name for name in stored if re.match(r"model\.(layers\.[012]\.|embed_tokens|norm)", name)}

@@ -12,6 +12,7 @@ from organisms.decoders import decoder
 from organisms.tiny import tiny_model
 from refusals import refused
 
+from sinkscope.models.neurons import heads_point, neuron_at
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import Component, Head
 from sinkscope.results.row import of_table
@@ -21,7 +22,7 @@ from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.spike import Place, PlaceWords, Spike, at_position, ordinary_of
 from sinkscope.sinks.spikes.survey import read_survey
-from sinkscope.sinks.spikes.writers import neuron_at, of_layer
+from sinkscope.sinks.spikes.writers import of_layer
 
 LENGTH, PEAK = 48, 1
 
@@ -72,7 +73,7 @@ def test_neurons_heads_and_components_of_each_family_are_those_of_plain_hooks(mo
         neurons = tuple(neuron_at(survey.target, PEAK, number) for number in largest)
         edits[neurons] = plain.zeroed(model, [neuron.site for neuron in neurons])
     if mixer == "attention":
-        out, own = plain.part(plain.blocks(model)[0], *OUT), survey.target.head_columns(0, 1)
+        out, own = plain.part(plain.blocks(model)[0], *OUT), heads_point(survey.target, 0, 1).columns
         with plain.reading([out], "input") as seen:
             model(ids)
         mean, columns = seen[0][spike.ordinary].mean(0), torch.arange(seen[0].shape[-1])

@@ -39,7 +39,6 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
-from sinkscope.models.neurons import norms_of
 from sinkscope.models.text import beginning
 from sinkscope.sinks.spikes.result import purpose_sentence, spike_card
 
@@ -194,8 +193,8 @@ class Explorer(ModelSink):
         if switch.control is not None:
             site = f"blocks.{layer}.hook_resid_post"
             with under(switch.control, self.setup.target):
-                control = trace(self.setup.target, [intact.ids], site, norms_of)[site][0, position]
-            chance = f" (random control: {short(float(control))})"
+                states = trace(self.setup.target, [intact.ids], site)[site]
+            chance = f" (random control: {short(float(states[0, position].float().norm()))})"
         moved = f"from {short(before[position])} to {short(after[position])}{chance}"
         return (
             f"{switch.name[:1].upper()}{switch.name[1:]}: after layer {layer}, the norm changes most at token "

@@ -15,8 +15,7 @@ from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.measure import Setup
-from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.neurons import norms_of
+from sinkscope.models.hooks import on_hidden
 from sinkscope.results.notation import Head, Neuron
 from sinkscope.sinks.spikes.find import Sinks, sinks_of, why_sink
 from sinkscope.sinks.spikes.result import WhySink
@@ -96,13 +95,11 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
         rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
         received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 
-    def keep(layer: int, output: object) -> None:
-        norms[layer] = norms_of(first_tensor(output)[0]).cpu().numpy()
+    def keep(layer: int, hidden: Tensor) -> None:
+        norms[layer] = hidden[0].float().norm(dim=-1).cpu().numpy()
 
     norms = np.zeros((sink.setup.target.n_layers, length), np.float32)
-    hooks = list[Hook]()
-    for number, layer in enumerate(target.layers):
-        hooks.append((layer, "post", on_output(partial(keep, number))))
+    hooks = [on_hidden(layer, "post", partial(keep, number)) for number, layer in enumerate(target.layers)]
     with under(edit, target), attention_rows(target, see), target.hooks(*hooks):
         logits = target.forward(torch.tensor([ids]), unembed=True).logits[0, -1].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries

@@ -160,7 +160,7 @@ class NeuronEdit(PlacedEdit):
         for group in groups_of(self.sites):
             points.append((neurons_point(target, group, self.site), group))
         for layer, head in self.heads:
-            points.append((heads_point(target, layer, target.head_columns(layer, head)), Head(layer, head)))
+            points.append((heads_point(target, layer, head), Head(layer, head)))
         return points
 
     def check(self, target: Target) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sinkscope.engine.attention import Attention, AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.hooks import Hook, on_hidden, on_input
+from sinkscope.models.hooks import on_hidden
 from sinkscope.models.layers import per_query_head
 from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions, rows_at
@@ -103,8 +103,8 @@ def states_of(batch: Batch, depth: int) -> States:
     def keep(hidden: Tensor) -> None:
         states.append(hidden.reshape(*batch.ids.shape, -1)[batch.places[0].to(hidden.device)].float().cpu())
 
-    hooks: list[Hook] = [(target.layers[0], "first", on_input(keep))]
-    hooks += [(target.layers[layer], "post", on_hidden(keep)) for layer in range(depth)]
+    hooks = [on_hidden(target.layers[0], "first", keep)]
+    hooks += [on_hidden(target.layers[layer], "post", keep) for layer in range(depth)]
     with batch.acting(*hooks):
         target.forward(batch.ids, last_layer=depth - 1, **batch.inputs())
     return torch.stack(states)

@@ -114,11 +114,10 @@ class Batch:
 
         for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
             where = removes(group) & (place[..., None] | self.everywhere)
-            hooks.append(neurons_point(target, group).rows(where, torch.zeros_like))
+            hooks.append(neurons_point(target, group).rows(where, torch.zeros(())))
         for part in [part for part in parts if not isinstance(part, Neuron)]:
             where = removes([part]) & place[..., None]
-            new = self.values[part]
-            hooks += [point.rows(where, lambda _, new=new: new) for point in hook_points_of(target, part)]
+            hooks += [point.rows(where, self.values[part]) for point in hook_points_of(target, part)]
         with ExitStack() as stack:
             if self.unseen is not None and layers:
                 stack.enter_context(keys_hidden(target, layers, self.unseen))
@@ -209,7 +208,7 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         start = spikes[0].survey.start(begins, batch.texts, ids.shape[1])
     for number, spike in enumerate(spikes):
         if start is None or spike.peak >= begins:
-            hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
+            hooks.append(on_hidden(target.layers[spike.peak], "post", partial(at_peak, number)))
         else:  # it is as the survey saw it: nothing acts up to there
             at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
     with ExitStack() as stack:

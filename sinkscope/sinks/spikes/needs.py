@@ -30,7 +30,7 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
 from sinkscope.models.draws import draws
-from sinkscope.models.neurons import LayerView, columns, flat_number, view_layer
+from sinkscope.models.neurons import LayerView, columns, neuron_at, number_of, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.notation import Component, Neuron
 from sinkscope.sinks.spikes.edited import left_at_place, left_of
@@ -40,7 +40,6 @@ from sinkscope.sinks.spikes.writers import (
     Unit,
     components,
     components_of,
-    neuron_at,
     of_layer,
     shares_on,
     writers_of,
@@ -285,7 +284,7 @@ def equal_sets(
     enough = True
     for (layer, expert), own in groups.items():
         norms, total = written_norms(survey, layer, own)
-        first = flat_number(survey.target, layer, expert, 0)
+        first = number_of(survey.target, Neuron(layer, expert, 0))
         width = survey.target.width(layer, expert)
         whole = whole + total
         most = int(MOST * width)
@@ -339,7 +338,7 @@ def written_norms(survey: Survey, layer: int, units: Sequence[Unit]) -> tuple[Fl
     gain, scale = writing_of(target, view, survey.mlp[layer][rows][where])
     total = 0.0
     for unit in units:
-        numbers = torch.tensor([flat_number(target, layer, neuron.expert, neuron.neuron) for neuron in unit])
+        numbers = torch.tensor([number_of(target, neuron) for neuron in unit])
         vectors = (view.post.cpu()[:, numbers] * scale) @ (columns(target, layer, numbers).cpu() * gain)
         total += float(vectors.norm(dim=1).mean())
     return norms_of(target, view, gain, scale), total
@@ -384,7 +383,7 @@ def random_neurons(
     one = torch.ones(1)
     for layer, expert in dict.fromkeys((neuron.layer, neuron.expert) for neuron in neurons):
         view = view_layer(target, layer, text, torch.ones_like(text, dtype=torch.bool))
-        first = flat_number(target, layer, expert, 0)
+        first = number_of(target, Neuron(layer, expert, 0))
         own = norms_of(target, view, one, one)[first : first + target.width(layer, expert)]
         order = own.argsort(descending=True, stable=True)
         numbers = order[own[order] > 0].tolist() or order.tolist()

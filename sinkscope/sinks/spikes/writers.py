@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -23,12 +23,12 @@ from sinkscope.models.neurons import (
     HookPoint,
     LayerView,
     columns,
-    expert_and_neuron,
-    flat_number,
     gain_of,
     heads_point,
     mlp_writers,
+    neuron_at,
     neutral_post,
+    number_of,
     view_layer,
 )
 from sinkscope.models.target import LayerInput, Target
@@ -87,20 +87,16 @@ def writers_of(spike: Spike) -> tuple[dict[Unit, float], dict[Neuron, float]]:
         if layer > spike.peak or (not target.skips_layers and f"mlp {layer}" not in large):
             continue
         with target.loaded(layer):
-            view = of_layer(spike, layer, spike.survey.start(layer))
-            written = view.shares.mean(1)
-            for numbers in equal_neurons(target, view, written):
+            seen = of_layer(spike, layer, spike.survey.start(layer))
+            written = seen.shares.mean(1)
+            for numbers in equal_neurons(target, seen, written):
                 share = float(written[numbers].sum())
                 if abs(share) >= NAMED:
                     own = {neuron_at(target, layer, number): number for number in numbers.tolist()}
                     shares[tuple(own)] = share
-                    neutral |= {neuron: neutral_post(target, view.ordinary, number) for neuron, number in own.items()}
+                    for neuron, number in own.items():
+                        neutral[neuron] = neutral_post(target, seen.view, seen.ordinary, number)
     return shares, neutral
-
-
-def neuron_at(target: Target, layer: int, number: int) -> Neuron:
-    """Return the neuron of a number of a `LayerView`."""
-    return Neuron(layer, *expert_and_neuron(target, layer, number))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,16 +104,16 @@ class LayerShares:
     """What the neurons of a layer add along a spike's direction.
 
     Attributes:
-        layer: The layer.
         shares: At the place, beyond the mean of ordinary positions, as shares of the spike.
         written: What each adds, at all positions that were read.
-        ordinary: The layer at ordinary positions.
+        view: The layer, at all positions that were read.
+        ordinary: Which of these are ordinary.
     """
 
-    layer: int
     shares: Float[Tensor, "neuron case"]
     written: Float[Tensor, "n neuron"]
-    ordinary: LayerView
+    view: LayerView
+    ordinary: Bool[Tensor, " n"]
 
 
 def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> LayerShares:
@@ -147,21 +143,21 @@ def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> Layer
         written = (post * projection).cpu() * scale
     of_place = mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
-    return LayerShares(layer, beyond.T, written, view.at(~of_place))
+    return LayerShares(beyond.T, written, view, ~of_place)
 
 
-def equal_neurons(target: Target, view: LayerShares, shares: Float[Tensor, " neuron"]) -> list[Int[Tensor, " some"]]:
+def equal_neurons(target: Target, seen: LayerShares, shares: Float[Tensor, " neuron"]) -> list[Int[Tensor, " some"]]:
     """Return the numbers of a layer's neurons that write a trace of the spike, equal neurons together (`Unit`).
 
     Args:
         target: The model.
-        view: What they write.
+        seen: What they write.
         shares: What each writes of the spike.
     """
     some = (shares.abs() >= TRACE).nonzero().flatten()
     units = list[Tensor]()
     equal = torch.ones(len(some), len(some), dtype=torch.bool)
-    for vectors in (columns(target, view.layer, some).cpu(), view.written.T[some]):
+    for vectors in (columns(target, seen.view.layer, some).cpu(), seen.written.T[some]):
         unit = normalize(vectors.float(), dim=1)
         equal &= (unit @ unit.T).abs() >= PARALLEL
     free = torch.ones(len(some), dtype=torch.bool)
@@ -185,14 +181,14 @@ def shares_on(spike: Spike, neurons: Iterable[Neuron]) -> dict[Neuron, tuple[Mea
     found = dict[Neuron, tuple[Mean, float]]()
     target = spike.survey.target
     for layer, group in groupby(sorted(neurons, key=attrgetter("layer")), attrgetter("layer")):
-        view = of_layer(spike, layer, spike.survey.start(layer))
+        seen = of_layer(spike, layer, spike.survey.start(layer))
         for neuron in group:
-            number = flat_number(target, layer, neuron.expert, neuron.neuron)
-            by_text = per_text(view.shares[number], spike.place.mask)
+            number = number_of(target, neuron)
+            by_text = per_text(seen.shares[number], spike.place.mask)
             margin = margin_of(by_text.numpy())
-            mean = float(view.shares[number].mean())
+            mean = float(seen.shares[number].mean())
             share = Mean(mean, margin, tuple(by_text.tolist()), "share")
-            found[neuron] = share, neutral_post(target, view.ordinary, number)
+            found[neuron] = share, neutral_post(target, seen.view, seen.ordinary, number)
     return found
 
 
@@ -208,10 +204,10 @@ def writing_of(
         view: The layer.
         added: What the MLP adds, after the norm.
     """
-    if "post_mlp_norm" not in target.paths[view.layer]:
+    if view.before_norm is None:
         return torch.ones(target.d_model), torch.ones(len(added), 1)
     gain = gain_of(target, target.sub(view.layer, "post_mlp_norm")).cpu()
-    raw = view.mlp.cpu() * gain
+    raw = view.before_norm.cpu() * (gain * target.adapter.write_factor)
     return gain, ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
 
 
@@ -248,7 +244,7 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
     """
     layer = part.layer or 0
     if isinstance(part, Head):
-        return [heads_point(target, layer, target.head_columns(layer, part.head))]
+        return [heads_point(target, layer, part.head)]
     assert isinstance(part, Component)
     match part.kind:
         case "embedding":  # with the embedding of positions, and scaled, as the first layer gets it
@@ -263,8 +259,6 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
             modules = [module]
         case "mixer":
             modules = [mixer_of(target, layer)]
-        case "mlp" if "post_mlp_norm" in target.paths[layer]:
-            modules = [target.sub(layer, "post_mlp_norm")]
         case _:
             modules = mlp_writers(target, layer)
     return [HookPoint(module) for module in modules]
