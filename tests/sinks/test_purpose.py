@@ -22,7 +22,7 @@ def batch(bundled):
     """The first texts of the report, as they are."""
     spike = sinks_of(bundled).spikes[0].reported
     rows = torch.arange(4)
-    return Batch((spike,), spike.survey.ids[rows], (spike.place.mask[rows],), texts=rows)
+    return Batch((spike,), spike.survey.ids[rows], spike.place.mask[rows, None], texts=rows)
 
 
 def test_neurons_are_zeroed_at_the_place_alone(bundled, batch):

@@ -33,13 +33,12 @@ from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.edited import (
     Batch,
     batch_of,
-    intact_along,
     intact_losses,
     read,
     share_left,
     takes_positions,
 )
-from sinkscope.sinks.spikes.needs import Needs, equal_sets, neurons_of, other_components
+from sinkscope.sinks.spikes.needs import Needs, equal_sets, other_components
 from sinkscope.sinks.spikes.result import AS_IT_IS, CAUSES, NO_EQUAL, ONE_OTHER, PURPOSE_CONTROLS, TAKEN, WRITES
 from sinkscope.sinks.spikes.spike import Parts, Spike, at_position
 from sinkscope.sinks.spikes.survey import Survey
@@ -83,8 +82,12 @@ class SpikeCircuit:
     @property
     def patch(self) -> SinkPatch:
         """The patch of all its writers, by what their removal does; it holds the median of each on ordinary text."""
-        writing = neurons_of([unit for unit in self.needs.shares if self.needs.role(unit) in WRITES])
-        return SinkPatch(sites=writing, calibrated={neuron: self.needs.neutral[neuron] for neuron in writing})
+        calibrated = dict[Neuron, float]()
+        for unit in self.needs.shares:
+            if self.needs.role(unit) in WRITES:
+                for neuron in unit:
+                    calibrated[neuron] = self.needs.neutral[neuron]
+        return SinkPatch(sites=tuple(calibrated), calibrated=calibrated)
 
     @property
     def first_writer(self) -> int:
@@ -156,10 +159,10 @@ def measure(
     rows = chosen[text_of]
     batch = replace(batch_of(spike, sets, rows, edit_of), **how)
     if hide is not None:
-        hidden = batch.places[0] if hide == "place" else at_position(batch.ids, hide)
+        hidden = batch.places[:, 0] if hide == "place" else at_position(batch.ids, hide)
         batch = replace(batch, unseen=hidden[:, None].expand(-1, hidden.shape[1], -1))
     seen = read(batch, heads, loss=bool(heads), since=since)
-    left = share_left(seen.along[:, 0], intact_along(spike, rows))
+    left = share_left(seen.along[:, 0], seen.intact[:, 0])
     rise = torch.full_like(left, torch.nan)
     numbers: dict[str, Mean | float | None] = {"left": mean_of(left, "share")}
     if heads:
@@ -167,7 +170,7 @@ def measure(
         if not since:
             numbers["intact"] = count_above(spike.attention[..., text_of], READS)
     if bool(seen.loss.isfinite().any()):
-        place = batch.places[0].int()
+        place = batch.places[:, 0].int()
         counted = (place.cumsum(1) > place)[:, :-1]  # queries after the first position of the place
         change = (seen.loss - intact_losses(spike)[rows]).masked_fill(~counted, torch.nan)
         rise = change.nanmean(1)
@@ -214,7 +217,7 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
     few: dict[str, Any] = {"everywhere": True, "count": FEW}
     rows = [at_place, measure("effects", "everywhere", spike, reading, [needs.needed], **few)]
     rows += [] if circuit.hidden is None else [circuit.hidden]
-    equal, enough = equal_sets(chosen, needs.units, neurons_of([*needs.shares]), seed)
+    equal, enough = equal_sets(chosen, needs.units, [*needs.neutral], seed)
     if not equal:
         rows.append(row_of("controls", "busiest", "no other neuron of these layers writes anything"))
     for name, own in {"busiest": slice(1), "random": slice(1, None)}.items():
@@ -312,7 +315,8 @@ def rows_at(
         unseen = place[..., None] & ~sees[:, None]
     if "id 0" in causes:
         positions = torch.where(place, 0, torch.arange(ids.shape[1]))
-    return Batch(tuple(spikes), ids, (place,) * len(spikes), unseen=unseen, positions=positions)
+    places = place[:, None].expand(-1, len(spikes), -1)
+    return Batch(tuple(spikes), ids, places, unseen=unseen, positions=positions)
 
 
 def place_sees(spikes: Sequence[Spike], ids: TokenRows, more: int) -> Batch:
@@ -320,7 +324,7 @@ def place_sees(spikes: Sequence[Spike], ids: TokenRows, more: int) -> Batch:
     ids = torch.cat([ids[:, ids.shape[1] - more :], ids], 1)
     at = torch.arange(ids.shape[1])
     unseen = ((at[:, None] > more) & (at < more)).expand(len(ids), -1, -1)
-    places = (at_position(ids, more),) * len(spikes)
+    places = at_position(ids, more)[:, None].expand(-1, len(spikes), -1)
     positions = (at - more).clamp(min=0).expand_as(ids)
     return Batch(tuple(spikes), ids, places, unseen=unseen, positions=positions)
 

@@ -101,7 +101,7 @@ def states_of(batch: Batch, depth: int) -> States:
     batch = batch.until_place()
 
     def keep(hidden: Tensor) -> None:
-        states.append(hidden.reshape(*batch.ids.shape, -1)[batch.places[0].to(hidden.device)].float().cpu())
+        states.append(hidden.reshape(*batch.ids.shape, -1)[batch.places[:, 0].to(hidden.device)].float().cpu())
 
     hooks = [on_hidden(target.layers[0], "first", keep)]
     hooks += [on_hidden(target.layers[layer], "post", keep) for layer in range(depth)]

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,10 +29,10 @@ from sinkscope.hooks.edit.knockout import keys_hidden
 from sinkscope.hooks.trace import trace
 from sinkscope.models.hooks import Hook, forward_parameters, on_hidden
 from sinkscope.models.layers import per_query_head
-from sinkscope.models.neurons import groups_of, heads_point, neurons_point
+from sinkscope.models.neurons import heads_point, neurons_point
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Head, Neuron
-from sinkscope.sinks.spikes.spike import Part, Parts, Spike
+from sinkscope.sinks.spikes.spike import Part, Parts, Spike, mean_by_row
 from sinkscope.sinks.spikes.survey import MOST_NUMBERS, rows_at_once, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
 from sinkscope.sinks.thresholds import NARROWEST
@@ -41,6 +41,7 @@ from sinkscope.sinks.tokens import Mask, TokenRows
 LOGITS = 1 << 23  # logits of a text at most: of very large vocabularies, every second token is read, or fewer
 AT_ONCE = 16  # tokens whose logits become losses together: of more, each time new memory would be taken
 ORDINARY = 8  # from here on values are averaged
+Some = TypeVar("Some", bound=Parts)
 Written = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
 
@@ -66,7 +67,7 @@ class Batch:
 
     spikes: tuple[Spike, ...]
     ids: TokenRows
-    places: tuple[Mask, ...]
+    places: Bool[Tensor, "row spike pos"]
     edits: Sequence[Parts] = ()
     everywhere: bool = False
     edit_of: Int[Tensor, " row"] | None = None
@@ -82,18 +83,12 @@ class Batch:
         """The model."""
         return self.spikes[0].survey.target
 
-    def some(self, rows: Int[Tensor, " row"]) -> Batch:
-        """Return some of the rows."""
-        own: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **own, places=tuple(place[rows] for place in self.places))
-
     def until_place(self) -> Batch:
         """Return the tokens up to the last of the place alone: later ones change nothing before them."""
-        end = 1 + int(self.places[0].nonzero()[:, 1].max())
-        places = tuple(place[:, :end] for place in self.places)
+        end = 1 + int(self.places[:, 0].nonzero()[:, 1].max())
         unseen = None if self.unseen is None else self.unseen[:, :end, :end]
         positions = None if self.positions is None else self.positions[:, :end]
-        return replace(self, ids=self.ids[:, :end], places=places, unseen=unseen, positions=positions)
+        return replace(self, ids=self.ids[:, :end], places=self.places[..., :end], unseen=unseen, positions=positions)
 
     @contextmanager
     def acting(self, *more: Hook) -> Iterator[None]:
@@ -103,21 +98,23 @@ class Batch:
             more: Hooks that read.
         """
         target = self.target
-        place = self.places[0]
+        place = self.places[:, 0]
         hooks = list[Hook]()
-        layers = [layer for layer in target.attending if self.layers is None or layer in self.layers]
-        members = list(map(frozenset, self.edits))
-        parts = dict.fromkeys(chain(*self.edits))
-
-        def removes(some: Sequence[Part]) -> Bool[Tensor, "row 1 part"]:
-            return torch.tensor([[part in own for part in some] for own in members])[self.edit_of, None]
-
-        for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
-            where = removes(group) & (place[..., None] | self.everywhere)
-            hooks.append(neurons_point(target, group).rows(where, torch.zeros(())))
-        for part in [part for part in parts if not isinstance(part, Neuron)]:
-            where = removes([part]) & place[..., None]
-            hooks += [point.rows(where, self.values[part]) for point in hook_points_of(target, part)]
+        removed = dict[Any, dict[Any, Any]]()  # the rows without each part, by what a hook edits together
+        layers = target.attending if self.layers is None else sorted({*self.layers} & {*target.attending})
+        for number, members in enumerate(self.edits):
+            rows = self.edit_of == number
+            for part in members:
+                one = (part.layer, part.expert) if isinstance(part, Neuron) else part
+                parts = removed.setdefault(one, {})
+                parts[part] = parts.get(part, False) | rows
+        for one, parts in removed.items():
+            where = torch.stack([*parts.values()], -1)[:, None] & (place[..., None] | self.everywhere)
+            if isinstance(one, tuple):
+                hooks.append(neurons_point(target, [*parts]).rows(where, torch.zeros(())))
+            else:
+                for point in hook_points_of(target, one):
+                    hooks.append(point.rows(where, self.values[one]))
         with ExitStack() as stack:
             if self.unseen is not None and layers:
                 stack.enter_context(keys_hidden(target, layers, self.unseen))
@@ -141,12 +138,14 @@ class Reading(NamedTuple):
     Attributes:
         along: Projection of the place on each spike's direction after its peak, as a share of the spike; NaN where the
             row does not have the place.
+        intact: The same in the row's text without an edit; NaN if it is in none.
         attention: Attention to the place of the first spike, mean over the later queries that see it; 0 in layers that
             are not read.
         loss: Loss of the next tokens, in nats; NaN where it is not read.
     """
 
     along: Float[Tensor, "row spike"]
+    intact: Float[Tensor, "row spike"]
     attention: Float[Tensor, "row layer head"]
     loss: Float[Tensor, "row following"]
 
@@ -163,7 +162,7 @@ def read(batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, since: 
     """
     target, (count, length), positions = batch.target, batch.ids.shape, None
     size = count
-    layers = [layer for layer in target.attending if layer in heads]
+    layers = sorted({*heads} & {*target.attending})
     if target.resident:
         size = rows_at_once(length, max(target.d_mlp, target.d_model))
         if loss:
@@ -174,7 +173,11 @@ def read(batch: Batch, heads: Sequence[int] = (), *, loss: bool = False, since: 
             size = min(size, max(1, 2 * MOST_NUMBERS // (max(1, len(positions)) * words)))
     passes: list[Reading] = []
     for rows in torch.arange(count).split(size):
-        passes.append(_read(batch.some(rows), layers, positions, since))
+        own: dict[str, Any] = {}
+        for name, value in vars(batch).items():
+            if isinstance(value, Tensor):
+                own[name] = value[rows]
+        passes.append(_read(replace(batch, **own), layers, positions, since))
         if size < count:
             report_progress("removals", len(passes), -(-count // size))
     return Reading(*map(torch.cat, zip(*passes, strict=True)))
@@ -185,42 +188,48 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
     target = batch.target
     ids = batch.ids
     spikes = batch.spikes
-    along = torch.full((len(ids), len(spikes)), torch.nan)
+    along, intact = torch.full((2, len(ids), len(spikes)), torch.nan)
     attention = torch.zeros(len(ids), target.n_layers, target.n_heads)
     loss = torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan)
+    last = max(layers, default=0)
+    begins = min(layers, default=target.n_layers - 1)
+    start = None
+    hooks = list[Hook]()
 
     def at_peak(number: int, hidden: Tensor) -> None:
-        own = batch.places[number]
+        own = batch.places[:, number]
         there = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
         along[:, number] = mean_by_row(spikes[number].along(there), own)
 
     def received_by(rows: AttentionRows) -> None:
         given, seen = rows.given_later(least=NARROWEST, since=since)
-        attention[:, rows.layer] = to_place(given, seen, batch.places[0][:, None])
+        attention[:, rows.layer] = to_place(given, seen, batch.places[:, :1])
 
-    acts = [*layers, *[part.layer or 0 for part in chain(*batch.edits)]]
+    for part in chain(*batch.edits):
+        begins = min(begins, part.layer or 0)
     if batch.unseen is not None or batch.value is not None:
-        acts += [0] if batch.layers is None else batch.layers[:1]
-    begins = min(acts, default=target.n_layers - 1) if batch.positions is None else 0
-    start = None
-    hooks = list[Hook]()
+        begins = min([begins, 0] if batch.layers is None else [begins, *batch.layers])
+    if batch.positions is not None:
+        begins = 0
     if batch.texts is not None:
         start = spikes[0].survey.start(begins, batch.texts, ids.shape[1])
     for number, spike in enumerate(spikes):
+        last = max(last, spike.peak)
+        if batch.texts is not None:
+            intact[:, number] = spike.intact[batch.texts]
         if start is None or spike.peak >= begins:
             hooks.append(on_hidden(target.layers[spike.peak], "post", partial(at_peak, number)))
         else:  # it is as the survey saw it: nothing acts up to there
-            at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
+            along[:, number] = intact[:, number]
     with ExitStack() as stack:
         if layers:
             stack.enter_context(attention_rows(target, received_by, layers=[*layers]))
         stack.enter_context(batch.acting(*hooks))
         if positions is None:
-            last = max([*layers, *(spike.peak for spike in spikes)])
             target.forward(ids, last_layer=last, start=start, **batch.inputs())
         else:
             loss[:, positions] = losses_at(target, ids, positions, start)
-    return Reading(along, attention, loss)
+    return Reading(along, intact, attention, loss)
 
 
 def takes_positions(target: Target) -> bool:
@@ -264,11 +273,6 @@ def other_value(target: Target, layers: Sequence[int], position: int, *, mean: b
 # --- losses ---
 
 
-def mean_by_row(cases: Float[Tensor, " case"], place: Mask) -> Float[Tensor, " row"]:
-    """Return the mean over the positions of a place in each row; NaN in a row without."""
-    return torch.zeros(len(place)).index_add_(0, place.nonzero()[:, 0], cases.float()) / place.sum(1)
-
-
 @torch.no_grad()
 def losses_at(
     target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None = None
@@ -286,7 +290,7 @@ def intact_losses(spike: Spike) -> Float[Tensor, "text following"]:
     """Return the loss of the next tokens of a survey without an edit, which is read once; NaN where it is not read."""
     survey = spike.survey
     if not survey.losses:
-        batch = Batch((spike,), survey.ids, (spike.place.mask,), texts=torch.arange(len(survey.ids)))
+        batch = Batch((spike,), survey.ids, spike.place.mask[:, None], texts=torch.arange(len(survey.ids)))
         survey.losses.append(read(batch, loss=True).loss)
     return survey.losses[0]
 
@@ -303,9 +307,12 @@ def batch_of(
 ) -> Batch:
     """Return rows that read some texts, by their numbers in the survey of spikes, each under an edit."""
     spikes = (spike, *others)
-    values = means_of(spike, {part for part in chain(*edits) if not isinstance(part, Neuron)})
-    places = tuple(own.place.mask[texts] for own in spikes)
-    return Batch(spikes, spike.survey.ids[texts], places, edits, edit_of=edit_of, values=values, texts=texts)
+    places = list[Mask]()
+    for own in spikes:
+        places.append(own.place.mask[texts])
+    ids = spike.survey.ids[texts]
+    values = means_of(spike, dict.fromkeys(chain(*edits)))
+    return Batch(spikes, ids, torch.stack(places, 1), edits, edit_of=edit_of, values=values, texts=texts)
 
 
 def left_at_place(
@@ -323,22 +330,20 @@ def left_at_place(
         rows = rows[:1]
     edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
     batch = batch_of(spike, edits, rows.repeat(len(edits)), edit_of, others).until_place()
-    along = read(batch).along.reshape(len(edits), len(rows), -1)
-    return share_left(along.transpose(1, 2), torch.stack([intact_along(own, rows) for own in batch.spikes]))
+    seen = read(batch)
+    along = seen.along.reshape(len(edits), len(rows), -1)
+    return share_left(along.transpose(1, 2), seen.intact[: len(rows)].T)
 
 
-def left_of(spike: Spike, sets: Sequence[Parts]) -> dict[Parts, float]:
-    """Return what is left of a spike without each set at the place, mean over texts; strongest effect first."""
+def left_of(spike: Spike, sets: Sequence[Some], others: Sequence[Spike] = ()) -> dict[Some, list[float]]:
+    """Return what is left of a spike, and of others, without each set at the place; strongest effect first."""
     if not sets:
         return {}
-    left = dict(zip(sets, left_at_place(spike, sets)[:, 0].mean(1).tolist(), strict=True))
-    return dict(sorted(left.items(), key=lambda item: abs(item[1])))
-
-
-def intact_along(spike: Spike, texts: Int[Tensor, " text"]) -> Float[Tensor, " text"]:
-    """Return the projection of the place on a spike's direction in some texts of its survey, as a share of it."""
-    place = spike.place.mask[texts]
-    return mean_by_row(spike.along(spike.survey.entered[spike.peak + 1, texts][place]), place)
+    left = left_at_place(spike, sets, others).nanmean(-1).nan_to_num(1.0)
+    ordered = dict[Some, list[float]]()
+    for number in left[:, 0].abs().argsort(stable=True).tolist():
+        ordered[sets[number]] = left[number].tolist()
+    return ordered
 
 
 def share_left(
@@ -354,9 +359,12 @@ def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
     """Return what components and heads write on average at ordinary positions, in the units of what writes it."""
     survey = spike.survey
     site = "blocks.{}.attn.hook_z"
+    sites = dict[str, None]()
     means = dict[Part, Tensor]()
-    sites = [site.format(layer) for layer in {part.layer for part in parts if isinstance(part, Head)}]
-    outputs = trace(survey.target, survey.ids, sites) if sites else {}
+    for part in parts:
+        if isinstance(part, Head):
+            sites[site.format(part.layer)] = None
+    outputs = trace(survey.target, survey.ids, [*sites]) if sites else {}
     factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}
     for part in parts:
         if isinstance(part, Head):

@@ -35,8 +35,8 @@ from sinkscope.sinks.spikes.spike import (
     at_position,
     attended,
     find_spikes,
+    mean_by_row,
     over_typical,
-    per_text,
     split_by_label,
 )
 from sinkscope.sinks.spikes.survey import Survey, survey_of
@@ -241,7 +241,7 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
     spike = circuit.reported
     needs = circuit.needs
     over = over_typical(spike.survey, spike.place.mask)[spike.highest]
-    ratio = mean_of(per_text(over, spike.place.mask))
+    ratio = mean_of(mean_by_row(over, spike.place.mask)[spike.texts])
     norm = row_of(
         "spike",
         "norm",
@@ -259,7 +259,7 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
         for neuron in unit:
             share = written[neuron][0]
             neutral = needs.neutral[neuron]
-            numbers = {"share": share, "left": Mean(float(left[0]), kind="share"), "neutral": neutral}
+            numbers = {"share": share, "left": Mean(left[0], kind="share"), "neutral": neutral}
             candidates.append(row_of("writers", str(neuron), needs.role(unit), **numbers))
     candidates.sort(key=lambda row: -row.get("share"))
     return SpikeResult(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations, takewhile
+from itertools import chain, combinations, takewhile
 from statistics import median
 from typing import Any
 
@@ -59,13 +59,19 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
     stops = writers or [Component("mlp", first)]
     before = list(takewhile(lambda part: part not in stops, components(spike.survey.target, first)))
     left = left_of(spike, [(part,) for part in before])
-    least = min(map(abs, left.values()), default=1.0)
-    if least >= REMOVED:
-        of_pairs = left_of(spike, list(combinations([part for (part,) in left][:PAIRED], 2)))
-        if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
+    (least,), *_ = [*left.values(), [1.0]]  # the strongest effect is the first
+    if abs(least) >= REMOVED:
+        of_pairs = left_of(spike, [*combinations([*chain(*left)][:PAIRED], 2)])
+        (of_pair,), *_ = [*of_pairs.values(), [1.0]]
+        if abs(least) > REMAINS or abs(of_pair) < REMOVED:
             left = of_pairs
-    for members in [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]:
-        others = [without for other, without in left.items() if not set(other) & set(members)]
+    for members, (share,) in [*left.items()][:MOST]:
+        if abs(share) > REMAINS:
+            continue
+        others = list[float]()
+        for other, (without,) in left.items():
+            if not {*other} & {*members}:
+                others.append(without)
         along = left_at_place(reported, [members])[0, 0].expand(len(reported.texts))  # of texts that begin alike, once
         numbers: dict[str, Any] = {"left": mean_of(along, "share")}
         if others:
@@ -182,5 +188,6 @@ def along_first(
     every: list[Parts] = [(), *edits]
     edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
     ids = tokens.repeat(len(every))[:, None]
-    batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), every, edit_of=edit_of, values=means)
+    everywhere = torch.ones_like(ids, dtype=torch.bool)[:, None]
+    batch = Batch((spike,), ids, everywhere, every, edit_of=edit_of, values=means)
     return read(batch).along[:, 0].reshape(len(every), -1)

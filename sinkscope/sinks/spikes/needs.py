@@ -19,9 +19,11 @@ for it, because their last digits differ by machine.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
+from math import inf
 
 import torch
 from jaxtyping import Float, Int
@@ -33,7 +35,7 @@ from sinkscope.models.draws import draws
 from sinkscope.models.neurons import LayerView, columns, neuron_at, number_of, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.notation import Component, Neuron
-from sinkscope.sinks.spikes.edited import left_at_place, left_of
+from sinkscope.sinks.spikes.edited import left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey, rows_at_once
 from sinkscope.sinks.spikes.writers import (
@@ -66,6 +68,7 @@ class Needs:
         shares: What each candidate writes of the spike; of backups 0.
         neutral: The median of each at ordinary positions.
         needed: The smallest set found that leaves less than a quarter of the spike; empty if there is none.
+        units: The needed neurons, equal ones together.
         backups: Neurons that write only when others are gone.
         alone: What is left of the spike, and of the other spikes, without each unit; strongest effect first.
         order: Components, strongest effect first, if no neurons are enough.
@@ -74,23 +77,19 @@ class Needs:
     shares: Mapping[Unit, float]
     neutral: Mapping[Neuron, float]
     needed: Parts
+    units: tuple[Unit, ...] = ()
     backups: tuple[Neuron, ...] = ()
-    alone: Mapping[Unit, Float[Tensor, " spike"]] = field(default_factory=dict)
+    alone: Mapping[Unit, Sequence[float]] = field(default_factory=dict)
     order: tuple[Component, ...] = ()
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The needed neurons, equal ones together."""
-        return tuple(unit for unit in self.shares if unit[0] in self.needed)
 
     def role(self, unit: Unit) -> str:
         """Return what the removal of a unit does."""
-        left, *others = self.alone[unit].tolist()
+        left, *others = self.alone[unit]
         if unit[0] in self.needed:
             return "needed"
         if unit[0] in self.backups:
             return "backup"
-        if any(1 - other >= max(COUNTS, 1 - left) for other in others):
+        if 1 - min(others, default=1) >= max(COUNTS, 1 - left):
             return "another spike"
         if abs(1 - left) < NAMED:
             return "nothing"
@@ -101,31 +100,39 @@ class Needs:
 def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
     """Search the smallest set that a spike needs, and remove each candidate alone.
 
-    Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs.
+    The search goes on with backups while no set is enough. Neurons that write against the spike are members only if no
+    set is enough without them. Where no neurons are enough, components are replaced by their mean over ordinary
+    positions, alone and in pairs.
 
     Args:
         spike: The spike.
         others: Other spikes of the same survey, of which is measured what is left.
     """
     shares, neutral = writers_of(spike)
-    needed, backups = search(spike, shares)
-    fresh = shares_on(spike, backups)
-    for neuron in backups:
-        shares[(neuron,)] = 0.0
-        _, neutral[neuron] = fresh[neuron]
-    needs = Needs(shares, neutral, needed, backups, without_each(spike, [*shares], others))
-    return needs if needed else replace(needs, **components_needed(spike))
-
-
-def without_each(
-    spike: Spike, units: Sequence[Unit], others: Sequence[Spike] = ()
-) -> dict[Unit, Float[Tensor, " spike"]]:
-    """Return what is left of the spike and of others at the place without each unit; strongest effect first."""
-    if not units:
-        return {}
-    left = left_at_place(spike, units, others).nanmean(-1).nan_to_num(1.0)
-    order = left[:, 0].abs().argsort(stable=True).tolist()
-    return {units[number]: left[number] for number in order}
+    members = list[Unit]()
+    for unit, share in shares.items():
+        if share > 0:
+            members.append(unit)
+    most = spike.place.mask[spike.texts].sum(1).argsort(descending=True, stable=True)
+    few = spike.within(spike.texts[most[:FEW]])  # the first texts that have the place most often
+    units = tuple[Unit, ...]()
+    backups = list[Neuron]()
+    for _ in range(BACKUPS + 1):
+        units = smallest_set(few, members, shares)
+        fresh = [] if units or not members else taking_over(spike, [*chain(*shares)])
+        if not fresh:
+            break
+        backups += fresh
+        for neuron in fresh:
+            members.append((neuron,))
+            shares[(neuron,)] = 0.0
+    if not units and len(members) < len(shares):
+        units = smallest_set(few, [*shares], shares)
+    for neuron, (_, median) in shares_on(spike, backups).items():
+        neutral[neuron] = median
+    alone = left_of(spike, [*shares], others)
+    needs = Needs(shares, neutral, tuple(chain(*units)), units, tuple(backups), alone)
+    return needs if units else replace(needs, **components_needed(spike))
 
 
 @torch.no_grad()
@@ -143,46 +150,11 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
     known = other.layers
     if not needs.units or own[0] > known[1] or known[0] > own[1] or float(spike.direction @ other.direction) < LIKE:
         return None
-    if abs(left_of(spike, [needs.needed])[needs.needed]) >= REMOVED:
-        return None
-    return replace(needs, alone=without_each(spike, [*needs.shares]))
+    (left,) = left_of(spike, [needs.needed])[needs.needed]
+    return replace(needs, alone=left_of(spike, [*needs.shares])) if abs(left) < REMOVED else None
 
 
 # --- the search ---
-
-
-def search(spike: Spike, shares: Mapping[Unit, float]) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
-    """Search the candidates and their backups for the smallest set that leaves less than a quarter.
-
-    Neurons that write against the spike are members only if no set is enough without them.
-
-    Args:
-        spike: The spike.
-        shares: What each candidate writes.
-
-    Returns:
-        The set, empty if there is none; and the backups that were found.
-    """
-    writing = [unit for unit, share in shares.items() if share > 0]
-    most = spike.place.mask[spike.texts].sum(1).argsort(descending=True, stable=True)
-    few = spike.within(spike.texts[most[:FEW]])  # the first texts that have the place most often
-    backups = list[Unit]()
-    needed = tuple[Unit, ...]()
-    for _ in range(BACKUPS + 1):
-        members = [*writing, *backups]
-        needed = smallest_set(few, members, shares)
-        fresh = [] if needed or not members else taking_over(spike, neurons_of([*shares, *backups]))
-        if not fresh:
-            break
-        backups += [(neuron,) for neuron in fresh]
-    if not needed and len(writing) < len(shares):
-        needed = smallest_set(few, [*shares, *backups], shares)
-    return neurons_of(needed), neurons_of(backups)
-
-
-def neurons_of(units: Sequence[Unit]) -> tuple[Neuron, ...]:
-    """Return the neurons of some units."""
-    return tuple(chain.from_iterable(units))
 
 
 def smallest_set(spike: Spike, members: Sequence[Unit], shares: Mapping[Unit, float]) -> tuple[Unit, ...]:
@@ -197,28 +169,35 @@ def smallest_set(spike: Spike, members: Sequence[Unit], shares: Mapping[Unit, fl
         members: The units.
         shares: What each writes; a backup writes nothing.
     """
-    effects = left_of(spike, members)
-    smallest = list[tuple[int, float, tuple[Unit, ...]]]()
-    alone = sorted(members, key=lambda unit: abs(effects[unit]))
-    for order in (alone, sorted(members, key=lambda unit: -shares.get(unit, 0.0))):
-        lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
-        sets = {neurons_of(order[:length]): tuple(order[:length]) for length in dict.fromkeys(lengths) if length}
-        left = left_of(spike, list(sets))
-        enough = next((neurons for neurons in sets if abs(left[neurons]) < REMOVED), None)
-        if enough is None:
-            continue
-        units = sets[enough]
-        share = abs(left[enough])
+    if not members:
+        return ()
+    smallest = tuple[Unit, ...]()
+    least = inf, inf
+    for order in ([*left_of(spike, members)], sorted(members, key=shares.__getitem__, reverse=True)):
+        sets = dict[Unit, tuple[Unit, ...]]()
+        for length in (*range(1, PREFIXES + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)):
+            some = tuple(order[:length])
+            sets[tuple(chain(*some))] = some
+        units = tuple[Unit, ...]()
+        share = 1.0
+        left = left_of(spike, [*sets])
+        for neurons, some in reversed(sets.items()):
+            if abs(left[neurons][0]) < REMOVED:
+                units = some
+                share = abs(left[neurons][0])
         while len(units) > 1:  # drop the unit that adds least
-            fewer = list(combinations(units, len(units) - 1))
-            left = left_of(spike, [neurons_of(some) for some in fewer])
-            least = min(fewer, key=lambda some, left=left: abs(left[neurons_of(some)]))
-            if abs(left[neurons_of(least)]) >= REMOVED:
+            fewer = dict[Unit, tuple[Unit, ...]]()
+            for some in combinations(units, len(units) - 1):
+                fewer[tuple(chain(*some))] = some
+            neurons, (left,) = next(iter(left_of(spike, [*fewer]).items()))
+            if abs(left) >= REMOVED:
                 break
-            units = least
-            share = abs(left[neurons_of(least)])
-        smallest.append((len(units), share, units))
-    return min(smallest, key=lambda found: found[:2], default=(0, 0.0, ()))[2]
+            units = fewer[neurons]
+            share = abs(left)
+        if units and (len(units), share) < least:
+            smallest = units
+            least = len(units), share
+    return smallest
 
 
 def taking_over(spike: Spike, members: Sequence[Neuron]) -> list[Neuron]:
@@ -246,12 +225,13 @@ def components_needed(spike: Spike) -> dict[str, Parts]:
     writing = [row for row in components_of(spike) if row.table == "components"]
     writers = [names[row.name] for row in writing if abs(row.get("share")) >= COUNTS]
     for alone in [*writers, order[0]]:
-        if not needed and abs(left[alone]) < REMOVED:
+        if not needed and abs(left[alone][0]) < REMOVED:
             needed = alone
     if not needed:
         pairs = combinations(dict.fromkeys([*writers[:PAIRED], *order[:PAIRED]]), 2)
-        best, share = next(iter(left_of(spike, [(*one, *other) for one, other in pairs]).items()), ((), 1.0))
-        needed = best if abs(share) < REMOVED else ()
+        for pair, (share,) in left_of(spike, [(*one, *other) for one, other in pairs]).items():
+            if not needed and abs(share) < REMOVED:
+                needed = pair
     return {"needed": needed, "order": tuple(chain(*order))}
 
 
@@ -278,8 +258,8 @@ def equal_sets(
     groups: dict[tuple[int, int | None], list[Unit]] = {}
     for unit in units:
         groups.setdefault((unit[0].layer, unit[0].expert), []).append(unit)
-    drawn = [list[Neuron]() for _ in range(1 + EQUAL_SETS)]
-    sizes = [0.0] * (1 + EQUAL_SETS)
+    drawn: dict[int, list[Neuron]] = defaultdict(list)
+    sizes: dict[int, float] = defaultdict(float)
     whole = 0.0
     enough = True
     for (layer, expert), own in groups.items():
@@ -289,7 +269,9 @@ def equal_sets(
         whole = whole + total
         most = int(MOST * width)
         free = norms[first : first + width] > 0
-        free[[neuron.neuron for neuron in excluded if (neuron.layer, neuron.expert) == (layer, expert)]] = False
+        for neuron in excluded:
+            if (neuron.layer, neuron.expert) == (layer, expert):
+                free[neuron.neuron] = False
         pool = by_norm(first + free.nonzero().flatten(), norms)
         for draw in range(1 + EQUAL_SETS if len(pool) else 0):
             order = pool
@@ -300,13 +282,14 @@ def equal_sets(
             enough &= count <= most
             members = order[: min(count, most)]
             sizes[draw] += float(norms[members].sum())
-            drawn[draw] += [Neuron(layer, expert, number - first) for number in members.tolist()]
+            for number in members.tolist():
+                drawn[draw].append(Neuron(layer, expert, number - first))
     known: set[frozenset[Neuron]] = set()
     sets: dict[tuple[Neuron, ...], float] = {}
-    for members, size in zip(drawn, sizes, strict=True):
-        if members and whole and frozenset(members) not in known:  # equal sets count once
+    for draw, members in drawn.items():
+        if whole and frozenset(members) not in known:  # equal sets count once
             known.add(frozenset(members))
-            sets[tuple(members)] = size / whole
+            sets[tuple(members)] = sizes[draw] / whole
     return sets, enough
 
 
@@ -338,8 +321,10 @@ def written_norms(survey: Survey, layer: int, units: Sequence[Unit]) -> tuple[Fl
     gain, scale = writing_of(target, view, survey.mlp[layer][rows][where])
     total = 0.0
     for unit in units:
-        numbers = torch.tensor([number_of(target, neuron) for neuron in unit])
-        vectors = (view.post.cpu()[:, numbers] * scale) @ (columns(target, layer, numbers).cpu() * gain)
+        numbers = list[int]()
+        for neuron in unit:
+            numbers.append(number_of(target, neuron))
+        vectors = (view.post.cpu()[:, numbers] * scale) @ (columns(target, layer, torch.tensor(numbers)).cpu() * gain)
         total += float(vectors.norm(dim=1).mean())
     return norms_of(target, view, gain, scale), total
 

@@ -136,6 +136,12 @@ class Spike:
         reading = self.reading_layers
         return self.survey.received(self.place.mask)[reading.start : reading.stop, :, self.texts]
 
+    @cached_property
+    def intact(self) -> Float[Tensor, " text"]:
+        """Projection of the place on the direction in each text of the survey, as a share; NaN in texts without."""
+        there = self.survey.entered[self.peak + 1, self.place.mask]
+        return mean_by_row(self.along(there), self.place.mask)
+
     @property
     def is_read(self) -> bool:
         """Whether it is at the first token, or heads attend to the place: then heads and loss are read."""
@@ -271,10 +277,9 @@ def among_tokens(ids: TokenRows, tokens: tuple[int, ...], first: bool) -> Mask:
     return fits & (fits.cumsum(1) == 1) if first else fits
 
 
-def per_text(values: Float[Tensor, "*n case"], mask: Mask) -> Float[Tensor, "*n some"]:
-    """Return the mean of values of some positions over each text that has any."""
-    texts = mask.nonzero()[:, 0]
-    return torch.stack([values[..., texts == text].float().mean(-1) for text in texts.unique()], -1)
+def mean_by_row(cases: Float[Tensor, " case"], place: Mask) -> Float[Tensor, " row"]:
+    """Return the mean over the positions of a place in each row; NaN in a row without."""
+    return torch.zeros(len(place)).index_add_(0, place.nonzero()[:, 0], cases.float()) / place.sum(1)
 
 
 def split_by_label(ids: TokenRows, whole: Mask, decode: Callable[[list[int]], str]) -> list[Place]:

@@ -34,7 +34,7 @@ from sinkscope.models.neurons import (
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.spike import Part, Spike, per_text
+from sinkscope.sinks.spikes.spike import Part, Spike, mean_by_row
 from sinkscope.sinks.spikes.survey import MOST_NUMBERS, rows_at_once
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 
@@ -62,7 +62,7 @@ def components_of(spike: Spike) -> list[Row]:
         share = float(beyond.mean())
         writes = layer <= peak and abs(share) >= LISTED
         if writes or (peak < layer <= last + 1 and share <= -ERASES):
-            mean = Mean(share, margin_of(per_text(beyond, mask).numpy()), kind="share")
+            mean = Mean(share, margin_of(mean_by_row(beyond, mask)[spike.texts].numpy()), kind="share")
             rows.append(row_of("components" if writes else "erasers", str(part), share=mean))
     return sorted(rows, key=lambda row: -abs(row.get("share")))
 
@@ -184,7 +184,7 @@ def shares_on(spike: Spike, neurons: Iterable[Neuron]) -> dict[Neuron, tuple[Mea
         seen = of_layer(spike, layer, spike.survey.start(layer))
         for neuron in group:
             number = number_of(target, neuron)
-            by_text = per_text(seen.shares[number], spike.place.mask)
+            by_text = mean_by_row(seen.shares[number], spike.place.mask)[spike.texts]
             margin = margin_of(by_text.numpy())
             mean = float(seen.shares[number].mean())
             share = Mean(mean, margin, tuple(by_text.tolist()), "share")
