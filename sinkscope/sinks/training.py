@@ -18,7 +18,7 @@ from sinkscope.models.hooks import evaluating
 from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
 from sinkscope.sinks.metrics import metrics_of
-from sinkscope.sinks.spikes.spike import find_spikes, over_typical
+from sinkscope.sinks.spikes.spike import find_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.spikes.writers import writers_of
 
@@ -112,7 +112,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
         return numbers
     spike = max(spikes, key=lambda spike: spike.size)
-    ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
+    ratio = float(survey.norms[spike.highest, spike.place.mask].mean()) / survey.typical_norm[spike.highest]
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": ratio}
     shares, _ = writers_of(spike)
     if shares:

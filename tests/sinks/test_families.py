@@ -20,7 +20,7 @@ from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, SpikeCircuit, conditions
 from sinkscope.sinks.spikes.edited import left_at_place
 from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
-from sinkscope.sinks.spikes.spike import Place, PlaceWords, Spike, at_position, ordinary_of
+from sinkscope.sinks.spikes.spike import Place, PlaceWords, Spike, at_position
 from sinkscope.sinks.spikes.survey import read_survey
 from sinkscope.sinks.spikes.writers import of_layer
 
@@ -33,11 +33,11 @@ def first_token(model, bos: int | None = 1) -> Spike:
     if bos is not None:
         ids[:, 0] = bos
     survey = read_survey(target_of(model), ids)
-    place, ordinary = at_position(ids, 0), ordinary_of(survey)
-    mean = survey.states[PEAK][ordinary].mean(0)
-    away = survey.states[PEAK][place].mean(0) - mean
+    place, states = at_position(ids, 0), survey.entered[PEAK + 1]
+    mean = states[survey.ordinary].mean(0)
+    away = states[place].mean(0) - mean
     place = Place(place, PlaceWords("the first token", "<s>"), partial(at_position, position=0))
-    return Spike(survey, place, ordinary, mean, away / away.norm(), float(away.norm()), (0, PEAK), PEAK, PEAK)
+    return Spike(survey, place, mean, away / away.norm(), float(away.norm()), (0, PEAK), PEAK, PEAK)
 
 
 def circuit_of(spike: Spike) -> SpikeCircuit:
@@ -62,12 +62,12 @@ def test_neurons_heads_and_components_of_each_family_are_those_of_plain_hooks(mo
     spike = first_token(model)
     survey, ids = spike.survey, spike.survey.ids
     view = of_layer(spike, PEAK)
-    added = survey.mlp[PEAK][:, 0] - survey.mlp[PEAK][spike.ordinary].mean(0)
+    added = survey.mlp[PEAK][:, 0] - survey.mlp[PEAK][survey.ordinary].mean(0)
     torch.testing.assert_close(view.shares.sum(0), added @ spike.direction / spike.size, atol=1e-4, rtol=1e-3)
     mixer = "attention" if 0 in survey.target.attending else "mixer"
     edits = dict[tuple, AbstractContextManager]()
     for part in (Component("embedding"), Component(mixer, 0), Component("mlp", 0)):
-        edits[part,] = plain.replaced(model, ids, str(part), spike.ordinary)
+        edits[part,] = plain.replaced(model, ids, str(part), survey.ordinary)
     if model_type != "glm4_moe":  # which has shared experts, too: not in the kit of plain hooks
         largest = view.shares.mean(1).abs().topk(2).indices.tolist()
         neurons = tuple(neuron_at(survey.target, PEAK, number) for number in largest)
@@ -76,10 +76,10 @@ def test_neurons_heads_and_components_of_each_family_are_those_of_plain_hooks(mo
         out, own = plain.part(plain.blocks(model)[0], *OUT), heads_point(survey.target, 0, 1).columns
         with plain.reading([out], "input") as seen:
             model(ids)
-        mean, columns = seen[0][spike.ordinary].mean(0), torch.arange(seen[0].shape[-1])
+        mean, columns = seen[0][survey.ordinary].mean(0), torch.arange(seen[0].shape[-1])
         here = torch.isin(columns, columns[own])
         edits[Head(0, 1),] = plain.inputs_edited(out, lambda z: torch.where(here, mean, z))
-    intact = spike.along(survey.states[PEAK][:, 0]).mean()
+    intact = spike.along(survey.entered[PEAK + 1][:, 0]).mean()
     expected = []
     for edit in edits.values():
         with edit:
@@ -135,7 +135,7 @@ def test_conditions_are_those_of_the_model_alone(kind):
     causal = torch.full((8, 1, BEFORE + 1, BEFORE + 1), torch.finfo(torch.float32).min).triu(1)
     wanted = {
         "its token, alone, id 0": 1,  # it is the first token again
-        "as it is": float(spike.along(spike.survey.states[PEAK][rows, at]).mean()),  # with its window
+        "as it is": float(spike.along(spike.survey.entered[PEAK + 1][rows, at]).mean()),  # with its window
         "alone": share(ids[rows, at][:, None], **({"position_ids": at[:, None]} if learned else {})),
         "place, sees 4 more": share(before, position_ids=torch.zeros_like(before), attention_mask=causal),
     }

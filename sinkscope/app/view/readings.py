@@ -112,7 +112,8 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
 def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:
     """Return positions with at least half of the first token's norm and three times the typical one."""
     survey = sink.sinks.survey
-    bar = max(STANDS_OUT * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
+    first_norm = float(survey.norms[sink.layer, :, 0].median())
+    bar = max(STANDS_OUT * survey.typical_norm[sink.layer], SPIKE_SHARE * first_norm)
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 

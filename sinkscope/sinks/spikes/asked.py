@@ -66,13 +66,13 @@ class SpikeCircuit:
         spike: The spike, in the texts that found it.
         reported: The same spike in the other texts; in the same texts, if those do not have its place.
         needs: What it needs.
-        like: Number of an earlier spike that it repeats at another place. None: it repeats none.
+        like: An earlier spike that it repeats at another place. None: it repeats none.
     """
 
     spike: Spike
     reported: Spike
     needs: Needs
-    like: int | None = None
+    like: SpikeCircuit | None = None
 
     @property
     def needed_neurons(self) -> tuple[Neuron, ...]:
@@ -92,7 +92,10 @@ class SpikeCircuit:
     @property
     def first_writer(self) -> int:
         """The layer of the first neuron or component that it needs; if it needs none, the first layer of its run."""
-        return min((part.layer or 0 for part in self.needs.needed), default=self.spike.layers[0])
+        layers = list[int]()
+        for part in self.needs.needed:
+            layers.append(part.layer or 0)
+        return min(layers, default=self.spike.layers[0])
 
     @property
     def heads(self) -> int:
@@ -179,9 +182,12 @@ def measure(
         what, sign, own = ("loss", 1, rise) if "loss" in like.numbers else ("left", -1, left)
         known = torch.tensor(like.numbers[what].by_text)[text_of]
         if len(sets) > 1:
-            reached = [sign * own[edit_of == n].mean() >= sign * known[edit_of == n].mean() for n in range(len(sets))]
-            numbers |= {"sets": len(sets), "reached": sum(map(bool, reached))}
-        numbers["size"] = Mean(float(np.mean([len(parts) for parts in sets])), kind="count")
+            reached = 0
+            for number in range(len(sets)):
+                here = edit_of == number
+                reached += bool(sign * own[here].mean() >= sign * known[here].mean())
+            numbers |= {"sets": len(sets), "reached": reached}
+        numbers["size"] = Mean(sum(map(len, sets)) / len(sets), kind="count")
         numbers["norm"] = None if norm is None else Mean(norm, kind="share")
     return row_of(table, name, note, **numbers)
 
@@ -225,11 +231,13 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
         if sets:
             few |= {"like": at_place, "norm": float(np.mean([*sets.values()])), "note": "" if enough else NO_EQUAL}
             rows.append(measure("controls", name, spike, layers, [*sets], **few))
-    for unit in [unit for unit in needs.alone if unit in needs.units][:UNITS]:
+    units = sorted(needs.units, key=[*needs.alone].index)[:UNITS]  # the strongest effect first
+    for unit in units:
         row = at_place
         if len(needs.units) > 1:
             row = measure("alone", "", spike, layers, [unit], count=ALONE)
-        rows += [replace(row, table="alone", name=str(neuron)) for neuron in unit]
+        for neuron in unit:
+            rows.append(replace(row, table="alone", name=str(neuron)))
     return rows
 
 

@@ -368,7 +368,7 @@ def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
     factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}
     for part in parts:
         if isinstance(part, Head):
-            means[part] = outputs[site.format(part.layer)][spike.ordinary][:, part.head].float().mean(0)
+            means[part] = outputs[site.format(part.layer)][survey.ordinary][:, part.head].float().mean(0)
         elif not isinstance(part, Neuron):
-            means[part] = survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)
+            means[part] = survey.added(part)[survey.ordinary].mean(0) / factors.get(part.kind, 1)
     return means

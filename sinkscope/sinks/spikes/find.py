@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from sinkscope.sinks.spikes.spike import (
     attended,
     find_spikes,
     mean_by_row,
-    over_typical,
     split_by_label,
 )
 from sinkscope.sinks.spikes.survey import Survey, survey_of
@@ -109,22 +109,22 @@ def _sinks_of(setup: Setup) -> Sinks:
     spikes = find_spikes(survey, setup.tokenizer)
     # Step 3: writers, and what is needed of them; a spike that needs those of an earlier spike is like it
     circuits: list[SpikeCircuit] = []
+    alike: list[SpikeCircuit] = []
     for spike in spikes:
-        like = None
-        needs = None
-        for number, known in enumerate(circuits):
-            if needs is None and known.like is None:
-                needs = like_needs(spike, known.spike, known.needs)
-                like = None if needs is None else number
-        if needs is None:
-            needs = needs_of(spike, [other for other in spikes if other is not spike])
-        circuits.append(SpikeCircuit(spike, spike.on(report) or spike, needs, like))
-        setup.progress("spikes", len(circuits), len(spikes))
-    ordered = sorted(circuits, key=lambda circuit: (circuit.like is not None, -circuit.heads))  # duplicates last
-    for number, circuit in enumerate(ordered):
-        if circuit.like is not None:
-            ordered[number] = replace(circuit, like=ordered.index(circuits[circuit.like]))
-    return Sinks(survey, report, tuple(ordered))
+        reported = spike.on(report) or spike
+        for known in circuits:
+            needs = like_needs(spike, known.spike, known.needs)
+            if needs is not None:
+                alike.append(SpikeCircuit(spike, reported, needs, known))
+                break
+        else:
+            others = [*spikes]
+            others.remove(spike)
+            circuits.append(SpikeCircuit(spike, reported, needs_of(spike, others)))
+        setup.progress("spikes", len(circuits) + len(alike), len(spikes))
+    for some in (circuits, alike):
+        some.sort(key=attrgetter("heads"), reverse=True)
+    return Sinks(survey, report, (*circuits, *alike))
 
 
 def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, list[Row]]:
@@ -177,7 +177,7 @@ def fields_of(setup: Setup, why: bool = False) -> dict[str, Any]:
         # Step 5: effects
         if circuit.like is None:
             rows += effects_of(circuit, sinks.survey, setup.seed)
-        results.append(record_of(circuit, [*rows, *answers.get(circuit, [])]))
+        results.append(record_of(sinks, circuit, [*rows, *answers.get(circuit, [])]))
         setup.progress("effects", len(results), len(sinks.spikes))
     setup.record(texts=len(report.ids))
     heads = torch.full((target.n_layers, target.n_heads), torch.nan)
@@ -187,7 +187,7 @@ def fields_of(setup: Setup, why: bool = False) -> dict[str, Any]:
         "attention": tuple(attention_of(sinks, setup.tokenizer)),
         "heads": heads.numpy(),
         "typical_norm": tuple(report.typical_norm),
-        "first_token_norm": tuple(report.first_norm),
+        "first_token_norm": tuple(report.norms[:, :, 0].median(1).values.tolist()),
     }
 
 
@@ -228,19 +228,20 @@ def attention_of(sinks: Sinks, tokenizer: Any) -> list[Row]:
     layer, text, position = map(int, torch.unravel_index(report.ratios.argmax(), report.ratios.shape))
     where = f"at {tokenizer.decode([int(report.ids[text, position])])!r} after layer {layer}"
     largest = row_of("norm", "largest", where, ratio=float(report.ratios.max()))
-    return [*rows, *sorted(without, key=lambda row: -row.get("heads")), largest]
+    return [*rows, *sorted(without, key=methodcaller("get", "heads"), reverse=True), largest]
 
 
-def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
+def record_of(sinks: Sinks, circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
     """Return the record of a spike: what was chosen on one half of the texts, in numbers of the other half.
 
     Args:
+        sinks: All spikes.
         circuit: The spike and what it needs.
         measured: What was measured of it beyond.
     """
     spike = circuit.reported
     needs = circuit.needs
-    over = over_typical(spike.survey, spike.place.mask)[spike.highest]
+    over = spike.survey.norms[spike.highest, spike.place.mask] / spike.survey.typical_norm[spike.highest]
     ratio = mean_of(mean_by_row(over, spike.place.mask)[spike.texts])
     norm = row_of(
         "spike",
@@ -261,7 +262,7 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
             neutral = needs.neutral[neuron]
             numbers = {"share": share, "left": Mean(left[0], kind="share"), "neutral": neutral}
             candidates.append(row_of("writers", str(neuron), needs.role(unit), **numbers))
-    candidates.sort(key=lambda row: -row.get("share"))
+    candidates.sort(key=methodcaller("get", "share"), reverse=True)
     return SpikeResult(
         place=spike.place.label,
         layers=spike.layers,
@@ -269,8 +270,8 @@ def record_of(circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
         highest=spike.highest,
         dims=spike.dims,
         needed=tuple(map(str, needs.needed)),
-        like=circuit.like,
-        held_out=spike.survey is not circuit.spike.survey,
+        like=None if circuit.like is None else sinks.spikes.index(circuit.like),
+        held_out=spike.survey is sinks.report,
         texts=tuple(spike.texts.tolist()),
         rows=(*rows, *candidates, *components_of(spike), *measured),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -85,12 +87,17 @@ class SpikeResult:
     def calibrated(self) -> dict[Neuron, float]:
         """The values that a patch writes: those of the neurons that write the spike, by what their removal does."""
         neurons = self.table("writers").values()
-        return {neuron_of(row.name): row.get("neutral") for row in neurons if row.note in WRITES}
+        return {Neuron.of(read_neuron(row.name)): row.get("neutral") for row in neurons if row.note in WRITES}
 
     @property
     def needed_neurons(self) -> tuple[Neuron, ...]:
         """The needed neurons; empty if components are needed."""
-        return tuple(part for part in map(part_of, self.needed) if isinstance(part, Neuron))
+        neurons = list[Neuron]()
+        for name in self.needed:
+            part = part_of(name)
+            if isinstance(part, Neuron):
+                neurons.append(part)
+        return tuple(neurons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +165,10 @@ class FindSinks(Result):
         for number, spike in enumerate(self.spikes):
             if spike.like is None:
                 made.append(spike_card(spike, [other for other in self.spikes if other.like == number]))
-        said = [(row.name, row.words(ATTENTION)) for row in self.attention if row.table != "norm"]
+        said = list[tuple[str, str]]()
+        for row in self.attention:
+            if row.table != "norm":
+                said.append((row.name, row.words(ATTENTION)))
         return [*made, Card("Attention", tuple(said))]
 
     def details(self) -> list[str]:
@@ -249,17 +259,12 @@ def sufficient(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     return [causes for causes in enough if len(causes) == min(map(len, enough))]
 
 
-def neuron_of(name: str) -> Neuron:
-    """Return a neuron by its name."""
-    return Neuron.of(read_neuron(name))
-
-
 def part_of(name: str) -> Neuron | Head | Component:
     """Return the part of a name: "mlp 11", "attention 3", "embedding", "L0.H4", "L1.N338"."""
     kind, _, layer = name.partition(" ")
     if kind == "embedding" or layer:
         return Component(kind, int(layer) if layer else None)  # pyright: ignore[reportArgumentType] - one of the kinds
-    return Head(*read_head(name)) if ".H" in name else neuron_of(name)
+    return Head(*read_head(name)) if ".H" in name else Neuron.of(read_neuron(name))
 
 
 def title_of(spike: SpikeResult) -> str:
@@ -352,10 +357,15 @@ def needed_sentence(spike: SpikeResult) -> str | None:
 
 def beside_control(spike: SpikeResult, effect: Row) -> str:
     """Return what the control does that costs most, or leaves least; the words say so if that is as much."""
-    controls = [row for row in spike.table("controls").values() if "left" in row.numbers]
-    if not controls:
+    control = None
+    strongest = -inf, -inf
+    for row in spike.table("controls").values():
+        does = row.get("loss"), -row.get("left")
+        if "left" in row.numbers and does > strongest:
+            control = row
+            strongest = does
+    if control is None:
         return "without a control"
-    control = max(controls, key=lambda row: (row.get("loss"), -row.get("left")))
     number, sign = ("loss", 1) if {"loss"} <= effect.numbers.keys() & control.numbers.keys() else ("left", -1)
     value = control.numbers[number].digits(control.get(number))
     if control.note == NO_EQUAL:
@@ -416,18 +426,23 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
     for table, phrases in LISTED.items():
         own = spike.table(table)
         if table in ("effects", "controls"):
-            rows |= {name: row.words(phrases) for name, row in own.items()}
+            for name, row in own.items():
+                rows[name] = row.words(phrases)
         elif table != "alone" or len(own) > 1:
             rows[table] = listed(own.values(), phrases)
-    also = [replace(other.named("spike", "read by"), name=f"{other.place.words}:") for other in others]
-    rows["also at"] = listed(sorted(also, key=lambda row: -row.get("heads")), LEFT)
+    also = list[Row]()
+    for other in sorted(others, key=attrgetter("heads"), reverse=True):
+        also.append(replace(other.named("spike", "read by"), name=f"{other.place.words}:"))
+    rows["also at"] = listed(also, LEFT)
     rows["texts"] = "" if spike.held_out else "the half that chose: the other half does not have this place"
-    return Card(title_of(spike), tuple((label, text) for label, text in rows.items() if text))
+    return Card(title_of(spike), tuple(filter(itemgetter(1), rows.items())))
 
 
 def listed(rows: Iterable[Row], phrases: Sequence[str]) -> str:
     """Return the first rows on one line, each with its name, its numbers and its note, and how many more there are."""
-    items = [f"{component(row.name)} {row.words(phrases)}" for row in rows]
+    items = list[str]()
+    for row in rows:
+        items.append(f"{component(row.name)} {row.words(phrases)}")
     return "   ".join([*items[:SHOWN], f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else items)
 
 

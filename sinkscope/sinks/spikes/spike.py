@@ -8,9 +8,10 @@ is too little to be measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from sinkscope.sinks.thresholds import (
     READS,
     SAME,
     SINK_HEADS,
-    SMALLEST,
     SOME_TEXTS,
     STANDS_OUT,
 )
@@ -84,7 +84,6 @@ class Spike:
     Attributes:
         survey: The survey in whose texts it is.
         place: Where it is, in these texts.
-        ordinary: Positions at which nothing stands out.
         mean: Mean state of ordinary positions after the peak.
         direction: Unit vector from there to the mean state of the place.
         size: Projection of the place's departure on it, mean over the place.
@@ -95,7 +94,6 @@ class Spike:
 
     survey: Survey
     place: Place
-    ordinary: Mask
     mean: Float[Tensor, " d_model"]
     direction: Float[Tensor, " d_model"]
     size: float
@@ -164,18 +162,17 @@ class Spike:
         Returns:
             None if its place is in none of these texts.
         """
-        ordinary = ordinary_of(survey)
         mask = self.place.matches(survey.ids)
         states = survey.entered[self.peak + 1]
         if not bool(self.place.matches(self.survey.ids).any()):
             mask = (self.along(states) >= HALF) & (survey.ratios[self.peak] > STANDS_OUT)
             mask &= at_position(survey.ids, 0) == self.place.is_first
-        mean = states[ordinary].mean(0)
+        mean = states[survey.ordinary].mean(0)
         size = float(((states[mask] - mean) @ self.direction).mean())  # NaN without the place
         if not size > 0:
             return None
         place = replace(self.place, mask=mask)
-        return replace(self, survey=survey, place=place, ordinary=ordinary, mean=mean, size=size)
+        return replace(self, survey=survey, place=place, mean=mean, size=size)
 
 
 def run(first: int, last: int) -> str:
@@ -188,13 +185,6 @@ def span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def ordinary_of(survey: Survey) -> Mask:
-    """Mark the positions after the first at which nothing stands out; all of them if everything does."""
-    later = ~at_position(survey.ids, 0)
-    ordinary = later & ~(survey.ratios > STANDS_OUT).any(0)
-    return ordinary if bool(ordinary.any()) else later
-
-
 def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
     """Return the spikes of each place, first layers first.
 
@@ -202,45 +192,34 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
         survey: The survey.
         tokenizer: Its `decode` gives words for places.
     """
-    ordinary = ordinary_of(survey)
     spikes = list[Spike]()
+    states = survey.entered[1:]
+    mean = states[:, survey.ordinary].mean(1)
     for place in split_by_label(survey.ids, (survey.ratios > STANDS_OUT).any(0), tokenizer.decode):
-        spikes += sorted(spikes_at(survey, place, ordinary), key=lambda spike: spike.layers)
+        found = list[Spike]()  # the highest first
+        away = states[:, place.mask].mean(1) - mean
+        size = away.norm(dim=-1)
+        over = survey.norms[:, place.mask].mean(1) / torch.tensor(survey.typical_norm)
+        free = survey.ratios[:, place.mask].mean(1) > STANDS_OUT
+        while bool(free.any()):
+            peak = int(size.masked_fill(~free, -1).argmax())
+            direction = away[peak] / size[peak]
+            carries = free & (away @ direction >= SAME * size)
+            first = last = peak
+            while first > 0 and carries[first - 1]:
+                first -= 1
+            while last + 1 < len(carries) and carries[last + 1]:
+                last += 1
+            highest = first + int(over[first : last + 1].argmax())
+            found.append(Spike(survey, place, mean[peak], direction, float(size[peak]), (first, last), peak, highest))
+            free[first : last + 1] = False
+        spikes += sorted(found, key=attrgetter("layers"))
     return spikes
 
 
 def first_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
     """Return the spikes of the first token, first layers first."""
     return [spike for spike in find_spikes(survey, tokenizer) if spike.place.is_first]
-
-
-def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
-    """Yield the spikes at one place, the highest first."""
-    mask = place.mask
-    states = survey.states
-    mean = states[:, ordinary].mean(1)
-    away = states[:, mask].mean(1) - mean
-    size = away.norm(dim=-1)
-    over = over_typical(survey, mask).mean(1)
-    free = survey.ratios[:, mask].mean(1) > STANDS_OUT
-    while bool(free.any()):
-        peak = int(size.masked_fill(~free, -1).argmax())
-        direction = away[peak] / size[peak]
-        carries = free & (away @ direction >= SAME * size)
-        first = last = peak
-        while first > 0 and carries[first - 1]:
-            first -= 1
-        while last + 1 < len(carries) and carries[last + 1]:
-            last += 1
-        highest = first + int(over[first : last + 1].argmax())
-        yield Spike(survey, place, ordinary, mean[peak], direction, float(size[peak]), (first, last), peak, highest)
-        free[first : last + 1] = False
-
-
-def over_typical(survey: Survey, mask: Mask) -> Float[Tensor, "layer case"]:
-    """Divide the norms at some positions by the typical one of their layer."""
-    typical = torch.tensor(survey.typical_norm).clamp(min=SMALLEST)
-    return survey.norms[:, mask] / typical[:, None]
 
 
 # --- places ---
@@ -298,8 +277,7 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Callable[[list[int]], st
     least = min(LEAST_CASES, len(ids))
     nowhere = partial(torch.zeros_like, dtype=torch.bool)
     first = at_position(ids, 0)
-    labelled = [(words, matches, matches(ids)) for words, matches in _words_for(ids, whole, decode)]
-    for words, matches, fits in [*labelled, ("", nowhere, first), ("", nowhere, ~first)]:
+    for words, matches, fits in [*_words_for(ids, whole, decode), ("", nowhere, first), ("", nowhere, ~first)]:
         piece = fits & rest
         precise = not words or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
         if precise and int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS:
@@ -310,30 +288,39 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Callable[[list[int]], st
     return places
 
 
-def _words_for(ids: TokenRows, there: Mask, decode: Callable[[list[int]], str]) -> list[tuple[str, Matches]]:
-    """Return what a few words can say of the places, the simplest first, with the positions that they mean.
+def _words_for(ids: TokenRows, there: Mask, decode: Callable[[list[int]], str]) -> list[tuple[str, Matches, Mask]]:
+    """Return what a few words can say of the places, the simplest first, and where that is.
 
     Positions come first, then tokens wherever they stand (more than two share their words), then tokens that a text has
     for the first time. A token counts if it stands at a place after the first position, and at more than one position.
     """
-    labels: list[tuple[str, Matches]] = []
+    labels: list[tuple[str, Matches, Mask]] = []
     for position in there.any(0).nonzero().flatten().tolist():
         tokens = ids[:, position].unique().tolist()
         words = f"{decode(tokens)!r} at position {position}" if len(tokens) == 1 else f"position {position} (any token)"
-        labels.append((words if position else "the first token", partial(at_position, position=position)))
+        matches = partial(at_position, position=position)
+        labels.append((words if position else "the first token", matches, matches(ids)))
     behind = ids[:, 1:]
     here = there[:, 1:]
-    seen = Counter(behind[here].tolist()).most_common()
-    tokens = [token for token, _ in seen if int((behind == token).any(0).sum()) > 1]
-    always = [token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH]
+    named: dict[int, str] = {}
+    always: dict[int, str] = {}
+    for token, _ in Counter(behind[here].tolist()).most_common():
+        stands = behind == token
+        if int(stands.any(0).sum()) > 1:
+            named[token] = repr(decode([token]))
+            if float(here[stands].float().mean()) >= ENOUGH:
+                always[token] = named[token]
     sets = [(always, False)] if len(always) > 2 else []  # two have words each: different neurons may make their spikes
-    sets += [([token], False) for token in always] + [([token], True) for token in tokens]
-    if len(tokens) > 1:
-        sets.append((tokens, True))
+    for tokens, first in ((always, False), (named, True)):
+        for token, name in tokens.items():
+            sets.append(({token: name}, first))
+    if len(named) > 1:
+        sets.append((named, True))
     for some, first in sets:
-        names = word_list([repr(decode([token])) for token in some], NAMED)
+        names = word_list([*some.values()], NAMED)
         words = f"{names} wherever it stands" if len(some) == 1 else f"{names} wherever they stand"
         if first:
             words = f"the first {names} of a text" if len(some) == 1 else f"the first of {names} in a text"
-        labels.append((words, partial(among_tokens, tokens=tuple(some), first=first)))
+        matches = partial(among_tokens, tokens=tuple(some), first=first)
+        labels.append((words, matches, matches(ids)))
     return labels

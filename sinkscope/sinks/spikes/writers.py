@@ -58,7 +58,7 @@ def components_of(spike: Spike) -> list[Row]:
     for part in components(survey.target, survey.target.n_layers - 1):
         along = survey.added(part) @ spike.direction
         layer = part.layer or 0
-        beyond = (along[mask] - along[spike.ordinary].mean()) / spike.size
+        beyond = (along[mask] - along[survey.ordinary].mean()) / spike.size
         share = float(beyond.mean())
         writes = layer <= peak and abs(share) >= LISTED
         if writes or (peak < layer <= last + 1 and share <= -ERASES):
@@ -82,7 +82,10 @@ def writers_of(spike: Spike) -> tuple[dict[Unit, float], dict[Neuron, float]]:
     shares = dict[Unit, float]()
     neutral = dict[Neuron, float]()
     target = spike.survey.target
-    large = {row.name for row in components_of(spike) if abs(row.get("share")) >= NAMED}
+    large = set[str]()
+    for row in components_of(spike):
+        if abs(row.get("share")) >= NAMED:
+            large.add(row.name)
     for layer in target.with_neurons:
         if layer > spike.peak or (not target.skips_layers and f"mlp {layer}" not in large):
             continue
@@ -92,10 +95,11 @@ def writers_of(spike: Spike) -> tuple[dict[Unit, float], dict[Neuron, float]]:
             for numbers in equal_neurons(target, seen, written):
                 share = float(written[numbers].sum())
                 if abs(share) >= NAMED:
-                    own = {neuron_at(target, layer, number): number for number in numbers.tolist()}
-                    shares[tuple(own)] = share
-                    for neuron, number in own.items():
-                        neutral[neuron] = neutral_post(target, seen.view, seen.ordinary, number)
+                    unit = list[Neuron]()
+                    for number in numbers.tolist():
+                        unit.append(neuron_at(target, layer, number))
+                        neutral[unit[-1]] = neutral_post(target, seen.view, seen.ordinary, number)
+                    shares[tuple(unit)] = share
     return shares, neutral
 
 
@@ -126,7 +130,7 @@ def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> Layer
     """
     survey = spike.survey
     mask = spike.place.mask
-    few = spike.ordinary.clone()
+    few = survey.ordinary.clone()
     target = survey.target
     width = target.d_mlp * max(1, target.n_experts(layer))
     if int(few.sum()) * width > MOST_NUMBERS:  # ordinary positions of as many texts as memory allows
