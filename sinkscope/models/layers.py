@@ -42,15 +42,11 @@ def check_caches_filled(target: Target) -> None:
     states = layers_with_states(target)
     for place in range(target.n_layers):
         reason = target.unproved.get(f"blocks.{place}.cache")
+        if place not in target.attending and place not in states:
+            reason = "has no attention, and its configuration counts it among those with a cache of keys"
         if reason is not None:
             raise UnsupportedError(
                 f"layer {place} of {target.name} {reason}: use another model for cache policies, guards and observers"
-            )
-        if place not in target.attending and place not in states:
-            raise UnsupportedError(
-                f"layer {place} of {target.name} has no attention, and its configuration counts it among those with a "
-                "cache of keys: take the layer out of the list (with num_hidden_layers and layer_idx), or use no cache "
-                "policy or guard"
             )
 
 

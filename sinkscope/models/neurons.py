@@ -46,7 +46,6 @@ class LayerView(NamedTuple):
     before_norm: Float[Tensor, "n d_model"] | None
 
 
-@torch.no_grad()
 def view_layer(
     target: Target,
     layer: int,
@@ -68,7 +67,7 @@ def view_layer(
     parts: dict[str, Tensor] = {}
 
     def keep(part: str, value: Tensor) -> None:
-        tensor = value.detach().flatten(0, -2)
+        tensor = value.flatten(0, -2)
         parts[part] = tensor[chosen.to(tensor.device)].float()
 
     def keep_experts(module: nn.Module, args: Args, kwargs: Kwargs, _output: Any) -> None:
@@ -158,7 +157,6 @@ def neutral_post(target: Target, view: LayerView, where: Bool[Tensor, " n"], num
 def before_mlp(target: Target, layer: int, see: Callable[[Float[Tensor, "row pos d_model"]], None]) -> Hook:
     """Return a hook by which `see` gets what a layer that is about to run would give if its MLP gave zero."""
 
-    @torch.no_grad()
     def hook(module: Any, args: Args, kwargs: Kwargs) -> None:
         args, kwargs = with_hidden(args, kwargs, hidden_of(args, kwargs).clone())  # some layers add to it in place
         silenced = [on_hidden(writer, "post", torch.zeros_like) for writer in mlp_writers(target, layer)]

@@ -27,7 +27,6 @@ class Shards:
     def __init__(self, weight: Any) -> None:
         self._mesh: Any = getattr(weight, "device_mesh", None)
         self.size = 1 if self._mesh is None else int(self._mesh.size())
-        self.rank = 0 if self._mesh is None else int(self._mesh.get_local_rank())
 
     def _is_part(self, width: int, size: int) -> bool:
         """Whether a dimension of this width is the part that is here, and not the whole.
@@ -64,7 +63,7 @@ class Shards:
                 "no gradient passes through an edit of a model that is split over processes: call it under "
                 "torch.no_grad(), or load it with device_map"
             )
-        return whole.narrow(-1, self.rank * width, width)
+        return whole.narrow(-1, self._mesh.get_local_rank() * width, width)
 
     def agree(self, what: str, *plan: object) -> None:
         """Refuse to go on, on all processes, if they were given different things to do.

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,11 +38,11 @@ def check_divides(config: Any, name: str, count: int) -> None:
 
 def heads_of(config: Any) -> tuple[int, int]:
     """Return how many query heads, and key and value heads, the configuration of a decoder names."""
-    heads = int(getattr(config, "num_attention_heads", 0))
+    heads = getattr(config, "num_attention_heads", 0)
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1
-    return heads, int(kv_heads)
+    return heads, kv_heads
 
 
 def parts_of(layer: nn.Module, row: Any) -> dict[str, str]:
@@ -97,38 +97,32 @@ def bounded(layers: Sequence[nn.Module], start: LayerInput | None, last_layer: i
     def stop(*_: object) -> None:
         raise _Stop
 
-    with ExitStack() as skipping:
+    with ExitStack() as stack:
         if start is not None:
-            hidden = start.hidden
-            hooks.append(on_hidden(layers[start.layer], "first", lambda _: hidden))  # edits there act on it
+            owner = threading.get_ident()
+
+            def passed_on(run: Any, *args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != owner:
+                    return run(*args, **kwargs)
+                hidden = hidden_of(args, kwargs)
+                return (hidden,) if start.wrapped else hidden
+
+            hooks.append(on_hidden(layers[start.layer], "first", lambda _: start.hidden))  # edits there act on it
             for layer in layers[: start.layer]:
-                skipping.enter_context(_skipped(layer, start.wrapped))
+                attributes = vars(layer)  # not by setattr: a bridge hands what is set on it to the module inside
+                stack.callback(_put_back, attributes, attributes.get("forward"))  # some libraries replace it as well
+                attributes["forward"] = partial(passed_on, layer.forward)
         if last_layer is not None:
             hooks.append((layers[last_layer], "post", stop))
         with suppress(_Stop), hooked(*hooks):
             yield
 
 
-@contextmanager
-def _skipped(layer: nn.Module, wrapped: bool) -> Iterator[None]:
-    """Context manager in which a layer passes on what it gets in this thread, in a tuple if `wrapped`."""
-    owner, run, attributes = threading.get_ident(), layer.forward, vars(layer)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != owner:
-            return run(*args, **kwargs)
-        hidden = hidden_of(args, kwargs)
-        return (hidden,) if wrapped else hidden
-
-    before = attributes.get("forward")  # some libraries replace it as well
-    attributes["forward"] = forward  # not by setattr: a bridge hands what is set on it to the module inside
-    try:
-        yield
-    finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
+def _put_back(attributes: dict[str, Any], forward: Any) -> None:
+    """Give a module the forward back that it had of its own, or none."""
+    del attributes["forward"]
+    if forward is not None:
+        attributes["forward"] = forward
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -69,8 +69,7 @@ def _asked(target: Any, module: nn.Module, inputs: Sequence[int]) -> Tensor:
     The last two rows show whether it is linear, and its bias.
     """
     count = len(inputs)
-    device = next((parameter.device for parameter in module.parameters()), target.device)
-    units = torch.zeros(1, count + 2, input_width(module), device=device, dtype=target.dtype)
+    units = torch.zeros(1, count + 2, input_width(module), device=target.device, dtype=target.dtype)
     units[0, range(count), inputs] = 1
     units[0, -2, inputs] = -_LARGE
     behind = module, "pre", lambda _module, _args, kwargs: ((units,), kwargs)
