@@ -37,7 +37,7 @@ from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, co
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
 from sinkscope.sinks.spikes.needs import random_neurons
-from sinkscope.sinks.spikes.spike import Spike, first_spikes
+from sinkscope.sinks.spikes.spike import Spike, find_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.thresholds import HALF, READS
 from sinkscope.sinks.tokens import (
@@ -172,7 +172,8 @@ def patch(
         edit = file if isinstance(file, SinkPatch) else SinkPatch.load(file)
         edit.check(setup.target)
         setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
-        spikes = first_spikes(survey_of(setup), setup.tokenizer)
+        found = find_spikes(survey_of(setup), setup.tokenizer)
+        spikes = [spike for spike in found if spike.place.is_first]
         return proof_of(setup, spikes, edit, most, held_out(setup, pieces, length))
     if out is not None:
         check_output(out, ["sink-patch"])

@@ -54,7 +54,7 @@ class ModelSink:
     @property
     def neurons(self) -> tuple[Neuron, ...]:
         """The neurons that write the spike with most readers, if it needs neurons."""
-        if not self.sinks.spikes or not self.sinks.spikes[0].needed_neurons:
+        if not self.sinks.spikes or not self.sinks.spikes[0].needs.units:
             return ()
         return self.sinks.spikes[0].patch.sites
 

@@ -75,11 +75,6 @@ class SpikeCircuit:
     like: SpikeCircuit | None = None
 
     @property
-    def needed_neurons(self) -> tuple[Neuron, ...]:
-        """The neurons of the smallest set found."""
-        return tuple(part for part in self.needs.needed if isinstance(part, Neuron))
-
-    @property
     def patch(self) -> SinkPatch:
         """The patch of all its writers, by what their removal does; it holds the median of each on ordinary text."""
         calibrated = dict[Neuron, float]()

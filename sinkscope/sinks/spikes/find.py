@@ -98,7 +98,7 @@ def sinks_of(setup: Setup) -> Sinks:
 
 def spike_of(setup: Setup) -> SpikeCircuit | None:
     """Return the spike of the first token that most heads read, of those that need neurons; None without any."""
-    return next((circuit for circuit in sinks_of(setup).at_first if circuit.needed_neurons), None)
+    return next((circuit for circuit in sinks_of(setup).at_first if circuit.needs.units), None)
 
 
 def _sinks_of(setup: Setup) -> Sinks:

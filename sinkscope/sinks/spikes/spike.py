@@ -217,11 +217,6 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
     return spikes
 
 
-def first_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
-    """Return the spikes of the first token, first layers first."""
-    return [spike for spike in find_spikes(survey, tokenizer) if spike.place.is_first]
-
-
 # --- places ---
 
 
