@@ -72,10 +72,11 @@ def test_columns_are_those_with_which_the_model_computes(change):
         assert torch.allclose(*[columns_of(model, layer) for model in models], atol=1e-4)
 
 
-def test_what_a_hook_does_with_values_of_neurons_is_not_in_their_columns():
+def test_what_hooks_do_with_values_of_neurons_or_add_as_a_bias_is_not_in_their_columns():
     model = changed()
     before = columns_of(model)
     mlp_of(model).down_proj.register_forward_pre_hook(lambda _module, args: (0.5 * args[0],))
+    mlp_of(model).down_proj.register_forward_hook(lambda _module, _args, output: output + 1)
     assert torch.allclose(columns_of(model), before)
 
 

@@ -11,7 +11,7 @@ from organisms.examine import examine
 
 from experiments.model_types import COVERING, DATA, PAGE, TYPES_PAGE, sentences, types, types_page
 
-EXAMINED = {*COVERING[::9], "bloom", "granite", "minicpm3", "bamba", "moshi", "olmoe"}
+EXAMINED = {*COVERING[::9], "bloom", "granite", "minicpm3", "bamba", "moshi", "olmoe", "gpt_neox"}
 RECORDED = json.loads(DATA.read_text())["result"]
 
 
