@@ -18,7 +18,7 @@ from sinkscope.files.progress import world_size
 from sinkscope.models.checkpoints.checkpoint import (
     BUNDLED,
     Files,
-    fingerprint,
+    fingerprint_of,
     model_with_weights,
     quiet,
 )
@@ -92,12 +92,12 @@ def load(
             options["distributed_config"] = DistributedConfig(tp_size=world_size())
         hf = model_with_weights(files, config, {**options, "device_map": device_map})
         hf.sinkscope_name, hf.tokenizer = files.name, tokenizer or files.read_tokenizer()
+        check_finite(hf)
+        target = _checked(hf, hf.tokenizer, files.name)
         if files.commit is not None:
             hf.config._name_or_path, hf.config._commit_hash = files.repo, files.commit
-        check_finite(hf)
-        _checked(hf, hf.tokenizer, files.name)
-        if quantization_config is None:  # else it is not the model that it was made from
-            hf.sinkscope_origin = fingerprint(files), fingerprint(hf)
+            if quantization_config is None:  # else it is not the model that it was made from
+                hf.sinkscope_origin = files.commit, fingerprint_of(target)
     return hf
 
 

@@ -7,6 +7,8 @@ from checkpoints import checkpoint, in_cache
 from refusals import refused
 
 from sinkscope import load
+from sinkscope.models.checkpoints.checkpoint import fingerprint_of
+from sinkscope.opening.live import target_of
 from sinkscope.opening.load import open_target
 
 
@@ -31,7 +33,10 @@ def test_a_revision_is_loaded_and_known_by_its_commit(tmp_path, monkeypatch):
     revisions = {"main": checkpoint("llama"), "v2": checkpoint("llama", "20KB")}
     commits = in_cache(monkeypatch, tmp_path, {("org/name", revision): revisions[revision] for revision in revisions})
     for revision, commit in zip((None, "v2"), commits, strict=True):
-        assert load("org/name", revision=revision).config._commit_hash == commit
+        model = load("org/name", revision=revision)
+        assert fingerprint_of(target_of(model)) == model.config._commit_hash == commit
+        model.model.norm.weight.data *= 2
+        assert fingerprint_of(target_of(model)) != commit
         source = open_target("org/name", revision=revision).store.source
         assert (source.name, source.commit) == ("org/name", commit)
     assert len({*commits}) == 2

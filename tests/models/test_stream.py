@@ -11,11 +11,11 @@ from organisms import MODEL_TYPES, tiny_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from sinkscope.models.checkpoints.checkpoint import Files
+from sinkscope.models.checkpoints.checkpoint import Files, fingerprint_of
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.neurons import columns
 from sinkscope.opening.live import target_of
-from sinkscope.opening.load import open_target
+from sinkscope.opening.load import load, open_target
 
 IDS = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -32,6 +32,7 @@ def test_equals_the_resident_model(model_type, tmp_path):
     whole = target_of(type(model).from_pretrained(tmp_path, dtype=torch.float32, **capped))
     streamed = open_target(tmp_path, dtype="float32", needed=False)
     assert streamed.resident == (bool(whole.mixtures) and model_type != "gpt_oss")
+    assert fingerprint_of(streamed) == fingerprint_of(whole)
     assert_close(streamed.forward(IDS, MASK).last_hidden_state, whole.forward(IDS, MASK).last_hidden_state)
     every = torch.arange(whole.d_mlp)
     for layer in whole.with_neurons:
@@ -39,8 +40,8 @@ def test_equals_the_resident_model(model_type, tmp_path):
 
 
 def test_reads_and_holds_only_the_layers_that_are_called(tmp_path, monkeypatch):
-    names, tensors = list[str](), Files.tensors
-    monkeypatch.setattr(Files, "tensors", lambda files, some: names.extend(some) or tensors(files, some))
+    names, tensor = list[str](), Files.tensor
+    monkeypatch.setattr(Files, "tensor", lambda files, name: names.append(name) or tensor(files, name))
     tiny_model("llama", num_hidden_layers=6)[0].save_pretrained(tmp_path)
     streamed = open_target(tmp_path, needed=False)
     streamed.store.resident = 2
@@ -53,3 +54,4 @@ def test_reads_and_holds_only_the_layers_that_are_called(tmp_path, monkeypatch):
         streamed.forward(IDS, MASK, last_layer=2)
     stored = load_file(tmp_path / "model.safetensors")
     assert {*names} == {name for name in stored if re.match(r"model\.(layers\.[012]\.|embed_tokens|norm)", name)}
+    assert fingerprint_of(streamed) == fingerprint_of(target_of(load(tmp_path, dtype="bfloat16")))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.output import inside, open_regular, path_of, read_json
@@ -199,14 +198,15 @@ class Files:
         self.fetch([_SINGLE])
         return dict.fromkeys(safe_open(single, "pt").keys(), _SINGLE) if single.is_file() else {}
 
-    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read tensors by name, in the dtype in which they are stored; shards of a hub repo are downloaded for it.
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor, in the dtype in which it is stored; its shard of a hub repo is downloaded for it.
 
-        The files are closed afterwards, so that their pages leave memory together with the last tensor.
+        The file is closed afterwards, so that its pages leave memory together with the tensor.
         """
         with loading_errors(self.name):
-            self.fetch({self.weight_map[name] for name in names})
-            return {name: safe_open(self.folder / self.weight_map[name], "pt").get_tensor(name) for name in names}
+            shard = self.weight_map[name]
+            self.fetch([shard])
+            return safe_open(self.folder / shard, "pt").get_tensor(name)
 
     def read_config(self) -> Any:
         """Read the configuration of a causal language model.
@@ -320,48 +320,34 @@ def quiet() -> Generator[None]:
 
 
 # -- which checkpoint it is: the hub's commit, or the configuration and a sample of the weights ------------------------
-#
-# Of each file count the size and some bytes at equal distances, and of each parameter of a live model that is not zero
-# some numbers: names do not count, nor the biases of zeros that a bridge adds. A change of single other numbers is not
-# seen; a fine-tune or another precision is.
 
-_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
-_SOME = 1 << 10  # bytes of a file, and numbers of a parameter
-
-
-def fingerprint(source: Files | nn.Module) -> str:
-    """Identify a checkpoint or a live model; that of a live model differs from that of its files.
-
-    The fingerprint of a repo on the hub is its commit.
-    """
-    settings: Any = source.config
-    if isinstance(source, Files):
-        if source.commit is not None:
-            return source.commit
-        files = [source.folder / source.gguf] if source.gguf else source.folder.glob("*.safetensors")
-        parts: list[Any] = [np.memmap(file, mode="r") for file in files]
-    else:
-        settings = settings.to_dict()
-        weights = [local(parameter.detach()) for parameter in source.parameters()]
-        # Others are quantised, elsewhere, or added.
-        parts = [weight.reshape(-1) for weight in weights if is_plain(weight) and not weight.is_meta and weight.any()]
-    # At an odd distance, so that columns and bytes take turns.
-    some = [f"{part.dtype} {len(part)} {part[:: len(part) // _SOME | 1].tolist()}" for part in parts]
-    settings = {name: value for name, value in settings.items() if name not in _NOT_OF_THE_MODEL}
-    text = json.dumps([settings, sorted(some)], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config", "dtype")  # fields of configurations
+_SOME = 1 << 8  # numbers of a parameter
 
 
 def fingerprint_of(target: Target) -> str:
-    """Return the fingerprint of the checkpoint that a model is read or was loaded from, or of the live model.
+    """Identify the weights of a model: by the hub's commit, if it was read or loaded from there and is as it was there.
 
-    A model whose weights have changed since it was loaded gets a fingerprint of its own.
+    Otherwise by its configuration and some numbers of each parameter at equal distances. Names do not count, nor what
+    bfloat16 rounds, nor the head. A fine-tune is seen, and a change of single numbers is not.
     """
-    if target.store is not None:
-        return fingerprint(target.store.source)
-    here = fingerprint(target.hf)
-    files, loaded = getattr(target.hf, "sinkscope_origin", ("", ""))
-    return files if here == loaded else here
+    store = target.store
+    if store is not None and store.source.commit is not None:
+        return store.source.commit
+    said: list[str] = []
+    base = getattr(target.hf, "base_model", target.base)
+    for name, parameter in base.named_parameters():
+        weight = local(parameter.detach()) if store is None else store.stored(name)
+        if is_plain(weight) and not weight.is_meta:  # else it is quantised, or elsewhere
+            # An odd distance, so that columns take turns.
+            sample = weight.flatten()[:: weight.numel() // _SOME | 1]
+            said.append(str(sample.to(torch.bfloat16).tolist()))
+    for name, value in target.hf.config.to_diff_dict().items():
+        if name not in _NOT_OF_THE_MODEL:
+            said.append(f"{name} {value}")
+    here = hashlib.sha256(repr(sorted(said)).encode()).hexdigest()[:16]
+    commit, loaded = getattr(target.hf, "sinkscope_origin", ("", ""))
+    return commit if here == loaded else here
 
 
 def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
@@ -377,11 +363,10 @@ def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
         SinkscopeError: The model has another shape.
     """
     for name in ("n_layers", "d_model", "d_mlp"):
-        size = getattr(target, name)
-        if model.get(name, size) != size:
+        if model.get(name) not in (None, getattr(target, name)):
             raise SinkscopeError(
-                f"the patch was made for {model.get('name')}, whose {name} is {model[name]}, and that of "
-                f"{target.name} is {size}: give that model, or make a patch for this one"
+                f"the patch was made for {model.get('name')}, and {target.name} has another {name}: give that model, "
+                "or make a patch for this one"
             )
     commit = getattr(target.hf.config, "_commit_hash", None)
     if model.get("fingerprint") not in (None, "", commit, fingerprint_of(target)):

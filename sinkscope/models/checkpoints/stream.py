@@ -78,10 +78,13 @@ class LayerStore:
         self._read(self._layers[index], f"{self._path}{index}.", self._empty[index])
         self._in_memory.add(index)
 
+    def stored(self, name: str) -> Tensor:
+        """Read a parameter as it is stored, by its name below the base."""
+        return self.source.tensor(self._stored[name])
+
     def _read(self, module: nn.Module, path: str, own: Mapping[str, Tensor]) -> None:
         """Read tensors of a module, of which `own` has the dtypes; `path` is before their names below the base."""
         with loading_errors(self.source.name):
-            tensors = self.source.tensors([self._stored[path + name] for name in own])
-            state = {name: tensors[self._stored[path + name]].to(self._device, own[name].dtype) for name in own}
+            state = {name: self.stored(path + name).to(self._device, own[name].dtype) for name in own}
             module.load_state_dict(state, strict=False, assign=True)
             check_finite(module, path)
