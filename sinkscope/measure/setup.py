@@ -148,7 +148,7 @@ class Setup:
             target = open_target(model, target.tokenizer, **given, whole=True)
         if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
             check_finite(target.hf)
-        start = resolve_bos(target.tokenizer, target.config, bos)
+        start = resolve_bos(target.tokenizer, bos)
         read: list[str] = []
         if records is not None:
             content, said = own_text(records, target.tokenizer, target.name)

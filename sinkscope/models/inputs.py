@@ -105,7 +105,7 @@ def end_ids(target: Target) -> list[int]:
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
     if ends is None:
         return []
-    return [ends] if isinstance(ends, int) else list(ends)
+    return [ends] if isinstance(ends, int) else ends
 
 
 Ids = Int[Tensor, "batch pos"]
@@ -144,10 +144,10 @@ def read_inputs(target: Target, inputs: Any, mask: Any = None, *, special: bool 
         inputs = inputs.get("input_ids")
     if isinstance(inputs, str):
         inputs = [inputs]
-    if isinstance(inputs, list | tuple) and len(inputs) > 0 and all(isinstance(text, str) for text in inputs):
+    if isinstance(inputs, list | tuple) and inputs and all(isinstance(text, str) for text in inputs):
         inputs = _encoded(target, inputs, special)
     weight = getattr(target.embedding, "weight", None)
-    size = len(weight) if is_plain(weight) else int(target.config.vocab_size)
+    size = len(weight) if is_plain(weight) else target.config.vocab_size
     rows = _numbers(inputs, size, "tokens", strict=True)
     real = [[1] * len(row) for row in rows]
     if mask is not None:
@@ -176,7 +176,7 @@ def _numbers(values: Any, size: int, name: str, *, strict: bool = False) -> list
 def _encoded(target: Target, texts: Sequence[str], special: bool) -> list[list[int]]:
     """The tokens of each text."""
     tokenizer = tokenizer_of(target)
-    bos = resolve_bos(tokenizer, target.config, None)
+    bos = resolve_bos(tokenizer, None)
     rows: list[list[int]] = []
     for number, text in enumerate(texts, 1):
         check_encodable(text, f"prompt {number}")

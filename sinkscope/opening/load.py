@@ -78,11 +78,11 @@ def load(
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
     options = {"dtype": parse_dtype(dtype) or "auto", "quantization_config": quantization_config}
     is_split = world_size() > 1 and device_map is None and device is None
-    place = parse_device(device)
-    if device_map is None and not is_split and place.type != "cpu":
-        device_map = {"": place}
     name = os.fspath(x or BUNDLED)
     with quiet(), loading_errors(pathless(name)), parsed_once() if name.endswith(".gguf") else nullcontext():
+        place = parse_device(device)
+        if device_map is None and not is_split and place.type != "cpu":
+            device_map = {"": place}
         files = Files(x, revision)
         config = files.read_config()
         if is_split:

@@ -46,7 +46,7 @@ def test_a_text_becomes_a_message_where_there_is_a_template():
     assert not read("<s> user poem </s>")[1]
     tokenizer.chat_template = None
     assert read("poem dog book") == (as_it_is, False)
-    with refused(r"has no chat template: read texts as they are, with chat=False \(--no-chat\)"):
+    with refused(r"chat_template is not set.*: read texts as they are, with chat=False \(--no-chat\)"):
         read("poem", chat=True)
 
 

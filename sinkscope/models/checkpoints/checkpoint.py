@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -11,7 +10,6 @@ import tomllib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import cache, cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ BUNDLED = "bundled"
 """Name of the model inside the package."""
 RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
-_SHOWN = 5  # short names that an error lists
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ADAPTER = "adapter_config.json"
 _WHOLE = "give the folder of a Hugging Face checkpoint, whole"
@@ -41,7 +38,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _BESIDE = ["*.json", "*.jinja", "*.model", "*.txt"]
 """What a repo has beside its weights."""
-_SETTINGS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", _INDEX)
+_SETTINGS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", _INDEX)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NAMING = re.compile(".*_files?|transformers_weights|weight_map")
 """Fields of settings that name other files."""
@@ -50,7 +47,7 @@ _NAMING = re.compile(".*_files?|transformers_weights|weight_map")
 @cache
 def list_models() -> dict[str, str]:
     """Return the id on the Hugging Face hub of every model with a short name, family by family."""
-    content = tomllib.loads(resources.files("sinkscope.models.checkpoints").joinpath("names.toml").read_text("utf-8"))
+    content = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))
     names: dict[str, str] = {}
     for hub_ids in content["models"].values():
         names |= hub_ids
@@ -61,16 +58,14 @@ def hub_id_of(name: str) -> str:
     """Return the hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
 
     Raises:
-        SinkscopeError: The name is unknown; the message lists the closest short names.
+        SinkscopeError: The name is unknown.
     """
-    names = list_models()
-    for short, hub_id in names.items():
+    for short, hub_id in list_models().items():
         if name.lower() in (short, hub_id.lower().rpartition("/")[2]):
             return hub_id
-    near = difflib.get_close_matches(name.lower(), names, n=_SHOWN, cutoff=0.0)
     raise SinkscopeError(
-        f"unknown model {name!r}: expected a short name such as {', '.join(near)} (`sinkscope.list_models()` has all), "
-        "a hub id such as org/name, a folder such as ./my-model, or a .gguf file"
+        f"unknown model {name!r}: give a short name (`sinkscope.list_models()` has all), a hub id such as org/name, a "
+        "folder that is here and has a config.json, or a .gguf file"
     )
 
 
@@ -92,14 +87,11 @@ def locate(model: str | os.PathLike[str] | None) -> tuple[str, Path | str]:
         return given, Path(__file__).parents[1] / given
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
     holds = any(os.path.isfile(path / name) for name in ("config.json", _ADAPTER))
-    if given and (holds or (path.suffix == ".gguf" and os.path.isfile(path))):
+    is_file = os.path.isfile(path)
+    if given and (holds or (is_file and path.suffix == ".gguf")):
         return in_one_line(path.resolve().name), path
-    if is_path or os.path.isfile(path):
-        raise SinkscopeError(
-            f"{given!r} is no model that is here: give a folder with config.json, a .gguf file, a hub id org/name or a "
-            "short name"
-        )
-    return given, given if _HUB_ID.fullmatch(given) else hub_id_of(given)
+    is_hub_id = _HUB_ID.fullmatch(given) and not is_path and not is_file
+    return given, given if is_hub_id else hub_id_of(given)
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -137,7 +129,6 @@ class Files:
             after the commit.
         commit: The hub's commit; None for a file or folder.
         gguf: Name of the GGUF file, if it is one.
-        config: The content of config.json; empty if it is one GGUF file.
 
     What a repo has beside its weights is downloaded at once.
 
@@ -152,7 +143,6 @@ class Files:
         self.name, where = locate(model)
         self.commit: str | None = None
         self.gguf: str | None = None
-        self.config: Any = {}
         self.repo = str(where)
         if isinstance(where, str):
             known = snapshot_download(where, revision=revision, allow_patterns=_BESIDE, ignore_patterns="*/*")
@@ -175,8 +165,7 @@ class Files:
                 open_regular(file, file.name, _WHOLE).close()
             if file.name in _SETTINGS:
                 _settings(file)
-        self.config = _settings(self.folder / "config.json")
-        classes = self.config.get("architectures")
+        classes = _settings(self.folder / "config.json").get("architectures")
         if classes and not any(str(name).endswith(_CAUSAL) for name in classes):  # before weights are downloaded
             raise UnsupportedError(
                 f"{self.name} is another kind of model ({', '.join(map(str, classes))}): give a decoder-only causal "
@@ -232,8 +221,7 @@ class Files:
 
         if self.gguf is None and not any((self.folder / file).is_file() for file in _VOCABULARIES):
             return None
-        with loading_errors(f"the tokenizer in {self.folder.name}"):
-            return AutoTokenizer.from_pretrained(self.folder, gguf_file=self.gguf, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(self.folder, gguf_file=self.gguf, trust_remote_code=False)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

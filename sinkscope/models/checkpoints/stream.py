@@ -71,10 +71,10 @@ class LayerStore:
         """
         if index in self._in_memory:
             return
-        for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
-            if len(self._in_memory) >= self.resident:
-                self._layers[other].load_state_dict(self._empty[other], assign=True)
-                self._in_memory.remove(other)
+        while len(self._in_memory) >= self.resident:
+            other = max(self._in_memory, key=lambda held: (held < index, held))
+            self._layers[other].load_state_dict(self._empty[other], assign=True)
+            self._in_memory.remove(other)
         self._read(self._layers[index], f"{self._path}{index}.", self._empty[index])
         self._in_memory.add(index)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ ONE_TOKEN, FEWEST_TOKENS = 0.9, 8  # refuse a text of 8 or more tokens if one to
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 KINDS = ("prose", "dialogue", "code", "tables")
 Half = Literal["choose", "report"]
-BETWEEN = "\n%%%\n"  # documents of a file
+BETWEEN = "\n%%%\n"  # documents of a file, of which no two are pieces of one
 MOST = 4  # texts of each kind
 
 
@@ -64,12 +63,11 @@ def halves_of(text: str) -> Halves:
     return Halves(text[:end], text[end:])
 
 
-def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
+def resolve_bos(tokenizer: Any, bos: bool | None) -> int | None:
     """Return the id of the token that sequences begin with; None for no BOS.
 
     Args:
         tokenizer: Determines the BOS token. If it names none, this is the first token that it puts before every text.
-        config: Text configuration of the model.
         bos: True requires a BOS token; False omits it; None uses it if the tokenizer has one.
 
     Raises:
@@ -81,15 +79,13 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     if bos_id is None:
         bos_id = next(iter(put_before(tokenizer)), None)
     if bos_id is None and bos:
-        raise SinkscopeError(
-            f"--bos: the tokenizer of this {config.model_type} model has no BOS token; leave --bos out or use --no-bos"
-        )
+        raise SinkscopeError("--bos: the tokenizer of this model has no BOS token; leave --bos out or use --no-bos")
     return bos_id
 
 
 def put_before(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer itself puts before every text."""
-    plain = _ids(tokenizer, SHORT_TEXT)
+    plain = plain_ids(tokenizer, SHORT_TEXT)
     whole = tokenizer(SHORT_TEXT)["input_ids"]
     return whole[: whole.index(plain[0])] if plain and plain[0] in whole else []
 
@@ -114,15 +110,8 @@ def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
         )
 
 
-def _start(tokenizer: Any, length: int, bos: int | None) -> list[int]:
-    """What stands before a text, if pieces of this length have room for more."""
-    start = beginning(tokenizer, bos)
-    if len(start) >= length:
-        raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
-    return start
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, without any that the tokenizer adds."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -132,14 +121,14 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     Raises:
         SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
-    start = _start(tokenizer, length, bos)
+    start = beginning(tokenizer, bos)
     body = length - len(start)
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
-    ids = _ids(tokenizer, text[: 8 * rows * body])
-    if len(ids) < body:
+    ids = plain_ids(tokenizer, text[: 8 * rows * body])
+    if body < 1 or len(ids) < body:
         raise SinkscopeError(
             f"this tokenizer makes {len(ids)} tokens of the text, or of the half of it that is read; {body} are needed "
-            "for one piece: give a longer --text, of a kind that it knows"
+            f"for a piece of {length}: give a longer --text, of a kind that it knows"
         )
     note_second_bos([*start, *ids[:1]], bos, "the text")
     return _rows(start, [ids[first : first + body] for first in range(0, len(ids) - body + 1, body)][:rows])
@@ -161,12 +150,6 @@ def _rows(start: list[int], pieces: list[list[int]]) -> Int[Tensor, "row pos"]:
 # -- four kinds --------------------------------------------------------------------------------------------------------
 
 
-@cache
-def documents(kind: str) -> tuple[str, ...]:
-    """Return the documents of a kind; no two of them are pieces of one document."""
-    return tuple(_shipped(f"kinds/{kind}.txt").removesuffix("\n").split(BETWEEN))
-
-
 def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | None) -> Int[Tensor, "text pos"]:
     """Return texts of four kinds in turn, each the beginning of a document of its own.
 
@@ -183,16 +166,17 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
     Raises:
         SinkscopeError: There is no room for text, or this tokenizer turns it into one repeated token.
     """
-    start = _start(tokenizer, length, bos)
+    start = beginning(tokenizer, bos)
     body = length - len(start)
     pieces: list[list[int]] = []
     for number in range(MOST):
         for kind in KINDS:
-            own = documents(kind)[half == "report" :: 2]
+            documents = _shipped(f"kinds/{kind}.txt").removesuffix("\n").split(BETWEEN)
+            own = documents[half == "report" :: 2]
             ids: list[int] = []
             for document in (*own[number:], *own[:number]):
                 if len(ids) < body:
-                    ids += _ids(tokenizer, document)
+                    ids += plain_ids(tokenizer, document)
             if len(ids) < body:
                 raise SinkscopeError(f"this tokenizer makes too few tokens of the {kind} in the package")
             pieces.append(ids[:body])

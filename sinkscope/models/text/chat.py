@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError, first_line, warn
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.records import json_rows
 from sinkscope.files.texts import Messages, is_text_file, messages_of_row, text_of
-from sinkscope.models.text import typical_text
+from sinkscope.models.text import plain_ids, typical_text
 from sinkscope.results.notation import count_of
 
 Chat = bool | Literal["auto"]
@@ -38,9 +38,9 @@ def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
     """
     if chat != "auto":
         return chat
-    if not getattr(tokenizer, "chat_template", None):
+    if not tokenizer.chat_template:
         return False
-    if {*tokenizer(text, add_special_tokens=False)["input_ids"][:1]} <= {*tokenizer.all_special_ids}:
+    if {*plain_ids(tokenizer, text)[:1]} <= {*tokenizer.all_special_ids}:
         return False
     warn(f"texts are put into the chat template of {name}; chat=False (--no-chat) reads them as they are")
     return True
@@ -55,7 +55,7 @@ def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int
         SinkscopeError: As for `chat_text`, or the template does not go on where those ids end.
     """
     text = chat_text(tokenizer, messages, name)
-    ids = _ids(tokenizer, text)
+    ids = plain_ids(tokenizer, text)
     if ids[: len(before)] == [*before]:
         return ids[len(before) :]
     begin = str(tokenizer.decode([*before], clean_up_tokenization_spaces=False))
@@ -66,11 +66,7 @@ def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int
             f"the chat template of {name} does not go on from the {len(before)} tokens so far, because it writes "
             "earlier turns in another way: begin a new conversation, or give chat=False"
         )
-    return _ids(tokenizer, text[match.end() :].removeprefix(begin[len(begin.rstrip()) :]))
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return plain_ids(tokenizer, text[match.end() :].removeprefix(begin[len(begin.rstrip()) :]))
 
 
 def chat_text(tokenizer: Any, messages: Messages, name: str) -> str:
@@ -84,8 +80,6 @@ def chat_text(tokenizer: Any, messages: Messages, name: str) -> str:
     Raises:
         SinkscopeError: There is no template, it rejects the messages, or it leaves out what the user says.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise SinkscopeError(f"the tokenizer of {name} has no chat template: {_REMEDY}")
     text = _formatted(tokenizer, messages, name, _REMEDY, add_generation_prompt=True)
     for number, message in enumerate(messages, 1):
         words = re.findall(r"\w+", message["content"])
