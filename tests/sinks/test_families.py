@@ -17,7 +17,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.results.notation import Component, Head
 from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, SpikeCircuit, conditions_of, ordinary_positions, purpose_of
-from sinkscope.sinks.spikes.edited import left_at_place
+from sinkscope.sinks.spikes.edited import left_at_place, share_left
 from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.spike import Place, PlaceWords, Spike, at_position
@@ -59,7 +59,7 @@ OUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "self_attention.den
 def test_neurons_heads_and_components_of_each_family_are_those_of_plain_hooks(model_type):
     """Norms behind parts, experts in two layouts and shared ones, fused and transposed projections, mixers."""
     model = decoder("lfm2") if model_type == "lfm2" else tiny_model(model_type)[0]
-    spike = first_token(model)
+    spike = first_token(model, None)
     survey, ids = spike.survey, spike.survey.ids
     view = of_layer(spike, PEAK)
     added = survey.mlp[PEAK][:, 0] - survey.mlp[PEAK][survey.ordinary].mean(0)
@@ -79,13 +79,13 @@ def test_neurons_heads_and_components_of_each_family_are_those_of_plain_hooks(mo
         mean, columns = seen[0][survey.ordinary].mean(0), torch.arange(seen[0].shape[-1])
         here = torch.isin(columns, columns[own])
         edits[Head(0, 1),] = plain.inputs_edited(out, lambda z: torch.where(here, mean, z))
-    intact = spike.along(survey.entered[PEAK + 1][:, 0]).mean()
+    intact = spike.along(survey.entered[PEAK + 1][:, 0])
     expected = []
     for edit in edits.values():
         with edit:
-            expected.append(spike.along(plain.residuals(model, ids)[PEAK][:, 0]).mean() / intact)
-    found = left_at_place(spike, [*edits])[:, 0].mean(1)
-    torch.testing.assert_close(found, torch.stack(expected), atol=1e-3, rtol=1e-3)
+            expected.append(spike.along(plain.residuals(model, ids)[PEAK][:, 0]))
+    found = left_at_place(spike, [*edits])[:, 0]
+    torch.testing.assert_close(found, share_left(torch.stack(expected), intact), atol=1e-3, rtol=1e-3)
 
 
 def test_what_learned_sinks_take_is_what_no_key_gets():
