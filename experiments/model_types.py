@@ -55,7 +55,7 @@ Where layers share keys, as in Gemma 3n and some of Gemma 4, cache policies, gua
 | types | served | remarks |
 |---|---|---|
 """
-_NO_ROW = re.compile(r"the parts of model type '[\w-]+' are not where names, or a row, say: ")
+_NO_ROW = re.compile(r"the parts of model type '[\w-]+' are not where names say: ")
 _CLASS = re.compile(r" of \w+ForCausalLM")
 _TYPE = re.compile(r"a model of type '[\w-]+'")
 

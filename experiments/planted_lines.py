@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-512": (512, 1408, 2, 8, 4),

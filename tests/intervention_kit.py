@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.models.call_cache import bridge_hooks
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
+from sinkscope.opening.load import load, target_of
 
 
 def bridge_of(model, tokenizer):

@@ -19,7 +19,7 @@ from sinkscope.conformance.masked import attending, plain_logits, positions_of, 
 from sinkscope.engine.step import TokenPositions
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 
 def model_of(family: str, **overrides):

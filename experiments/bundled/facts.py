@@ -14,7 +14,7 @@ from experiments.bundled import corpus
 from experiments.bundled.training import Settings, Trainer
 from experiments.record import Row
 from sinkscope.models.text import typical_text
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 from sinkscope.sinks.thresholds import READS
 

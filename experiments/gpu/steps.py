@@ -17,8 +17,7 @@ from experiments.planted_lines import made
 from experiments.record import Row, write_record
 from experiments.timing import clock
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
+from sinkscope.opening.load import load, target_of
 from sinkscope.results.console import note
 
 SHOWN = 400  # characters of a row that are printed

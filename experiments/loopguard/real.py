@@ -26,8 +26,7 @@ from sinkscope.generation.decode import decode
 from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.loops.guard.steer import DRY
 from sinkscope.models.inputs import end_ids
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
+from sinkscope.opening.load import load, target_of
 
 KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("real_openings.json").read_text(encoding="utf-8"))
 """Openings of prose, dialogue, code and tables; every second one is for choosing."""

@@ -26,8 +26,7 @@ from experiments.loopserve.texts import TEXTS, piece
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
+from sinkscope.opening.load import load, target_of
 from sinkscope.sparse.attention import Scores, sample_queries
 from sinkscope.sparse.bands import NEAR, Lines
 from sinkscope.sparse.choice import StoredRows, densities, kept_columns

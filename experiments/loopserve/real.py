@@ -28,8 +28,7 @@ from experiments.record import Row
 from experiments.script import run
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
+from sinkscope.opening.load import load, target_of
 from sinkscope.sparse.serve import LoopServe
 
 PART = 256  # places at a time

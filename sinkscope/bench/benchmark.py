@@ -27,8 +27,7 @@ from sinkscope.measure.setup import model_info
 from sinkscope.models.checkpoints.config import plain_by_default
 from sinkscope.models.inputs import check_length, end_ids
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
+from sinkscope.opening.load import load, target_of
 
 
 @checks_arguments

@@ -24,7 +24,7 @@ from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.inputs import check_length, end_ids, read_row
 from sinkscope.models.layers import layers_with_states
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 _SET_BY_US = {
     *CACHE_NAMES,

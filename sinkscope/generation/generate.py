@@ -14,7 +14,7 @@ from sinkscope.generation.decode import decode, row_sampler
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.models.inputs import check_length, read_inputs, tokenizer_of
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -24,7 +24,7 @@ from sinkscope.models.inputs import read_inputs
 from sinkscope.models.layers import head_projection
 from sinkscope.models.neurons import HookPoint, mlp_writers
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 
 class NoSiteError(UnsupportedError):
@@ -71,14 +71,14 @@ class _Place:
     parts: tuple[str, ...]  # none: the layer itself
     when: str = "post"
     cut: Callable[[Target, Tensor], Tensor] | None = None
-    factor: str | None = None  # field of the adapter
+    is_scaled: bool = False  # a layer multiplies what it adds by the adapter's factor
 
 
 _PLACES = {
     "hook_resid_pre": _Place((), "pre"),
-    "hook_attn_out": _Place(("attn_out", "attn"), factor="attn_factor"),
+    "hook_attn_out": _Place(("attn_out", "attn"), is_scaled=True),
     "hook_resid_mid": _Place(("mid",), "pre"),
-    "hook_mlp_out": _Place(("post_mlp_norm", "mlp"), factor="write_factor"),
+    "hook_mlp_out": _Place(("post_mlp_norm", "mlp"), is_scaled=True),
     "hook_resid_post": _Place(()),
     "mlp.hook_pre": _Place(("gate", "up"), cut=partial(_half, 0)),
     "mlp.hook_pre_linear": _Place(("up",), cut=partial(_half, 1)),
@@ -142,7 +142,7 @@ def _site(target: Target, name: str) -> Site:
     if reason is not None and part != "attn.hook_pattern":
         raise UnsupportedError(
             f"site {name!r} is not offered on {adapter.model_type}, because its place could not be proved: {reason}; "
-            "leave it out of sites, or mend the row of the adapter"
+            "leave it out of sites"
         )
     problem = _problem(target, layer, part)
     if problem:
@@ -151,7 +151,7 @@ def _site(target: Target, name: str) -> Site:
         return Site(name, layer, None)
     module = target.sub(layer, *place.parts) if place.parts else target.layers[layer]
     cut = first_tensor if place.cut is None else partial(place.cut, target)
-    factor = 1.0 if place.factor is None else getattr(adapter, place.factor)
+    factor = adapter.write_factor if place.is_scaled else 1.0
     return Site(name, layer, HookPoint(module, place.when), cut, factor)
 
 
@@ -163,9 +163,7 @@ def _problem(target: Target, layer: int, part: str) -> str:
         return f"layer {layer} of {target.name} has no softmax attention; it is in layers {layers}"
     if part.startswith("mlp.") and layer in target.mixtures:
         return f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
-    if "fused_qkv" in parts and adapter.fused_qkv is not None and adapter.qkv_layout is None:
-        return "the layout of q, k and v in one module varies"
-    if not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
+    if not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and "mid" not in target.paths[layer])):
         return "layers do more than add their parts"
     is_sum = part == "hook_mlp_out" and layer in target.with_neurons and len(mlp_writers(target, layer)) > 1
     lacks_up = part == "mlp.hook_pre_linear" and not target.is_gated(layer)

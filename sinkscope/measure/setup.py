@@ -27,7 +27,7 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.checkpoints.checkpoint import fingerprint_of
 from sinkscope.models.checkpoints.config import check_finite
-from sinkscope.models.inputs import check_length, read_row
+from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import (
     Halves,
@@ -148,7 +148,7 @@ class Setup:
             target = open_target(model, target.tokenizer, **given, whole=True)
         if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
             check_finite(target.hf)
-        start = resolve_bos(target.tokenizer, bos)
+        start = resolve_bos(tokenizer_of(target), bos)
         read: list[str] = []
         if records is not None:
             content, said = own_text(records, target.tokenizer, target.name)

@@ -55,11 +55,11 @@ def check_caches_filled(target: Target) -> None:
 
 def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
     """Return q, k or v by head, before rotary, from the output of its own projection or of a shared one."""
-    adapter, index = target.adapter, "qkv".index(which)
+    layout, index = target.adapter.qkv_layout, "qkv".index(which)
     heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
-    if getattr(adapter, which) is not None:
+    if layout is None:
         return tensor.unflatten(-1, (heads[index], -1))
-    if adapter.qkv_layout == "by head":
+    if layout == "by head":
         return tensor.unflatten(-1, (target.n_heads, 3, -1)).select(-2, index)
     return tensor.unflatten(-1, (sum(heads), -1)).split(heads, -2)[index]
 

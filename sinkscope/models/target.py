@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import DRAFT, PATHS, Found
+from sinkscope.models.adapters import DRAFT, Adapter
 from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_hidden
 from sinkscope.models.shards import Shards, split_weight
 from sinkscope.models.weights import Experts, brought, experts_of, input_width
@@ -45,14 +45,13 @@ def heads_of(config: Any) -> tuple[int, int]:
     return heads, kv_heads
 
 
-def parts_of(layer: nn.Module, row: Any) -> dict[str, str]:
-    """Return where a layer has the parts that an adapter, or its row for the layer, names."""
+def parts_of(layer: nn.Module, named: Mapping[str, str]) -> dict[str, str]:
+    """Return those parts that an adapter names which a layer has."""
     paths: dict[str, str] = {}
-    for part in PATHS:
-        for path in filter(None, (getattr(row, part) or "").split("|")):
-            with suppress(AttributeError):
-                layer.get_submodule(path)
-                paths.setdefault(part, path)
+    for part, path in named.items():
+        with suppress(AttributeError):
+            layer.get_submodule(path)
+            paths[part] = path
     return paths
 
 
@@ -169,7 +168,7 @@ class Target:
     model: Any
     hf: Any
     kind: ModelKind
-    adapter: Found
+    adapter: Adapter
     tokenizer: Any = None
     name: str = "model"
     store: Any = None
@@ -194,9 +193,9 @@ class Target:
         self.paths: list[dict[str, str]] = []
         self.attending, self.with_neurons, self.mixtures = list[int](), list[int](), list[int]()
         for number, layer in enumerate(self.layers):
-            paths = parts_of(layer, adapter.rows[number] if adapter.rows else adapter)
+            paths = parts_of(layer, adapter.parts[number] if adapter.parts else {"": ""})
             self.paths.append(paths)
-            if ("attn" if adapter.o is None else "o") in paths:
+            if "o" in paths:
                 self.attending.append(number)
                 own = getattr(layer.get_submodule(paths.get("attn", "")), "layer_idx", number)
                 if own != number and layer not in self.layers[:number]:  # by which attention and caches are told apart

@@ -50,7 +50,7 @@ def sink_mask(
         SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context; there is no
             such site, or it has attention rows and no value for each position.
     """
-    target = open_target(model, tokenizer, needed=False)
+    target = open_target(model, tokenizer)
     inputs = read_inputs(target, ids, attention_mask)
     rows = inputs.rows
     check_length(target, "the longest row", max(map(len, rows)))

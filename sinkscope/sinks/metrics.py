@@ -41,7 +41,7 @@ def sink_metrics(
     Example:
         wandb.log(ss.sink_metrics(model, batch["input_ids"]), step=step)
     """
-    target = open_target(model, tokenizer, needed=False)
+    target = open_target(model, tokenizer)
     inputs = read_inputs(target, ids, attention_mask)
     by_length: dict[int, list[list[int]]] = {}
     for row in inputs.rows:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 
 def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):

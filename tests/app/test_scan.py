@@ -85,7 +85,7 @@ def test_find_sinks_says_the_same_of_a_folder_that_is_streamed(tmp_path, monkeyp
     deep = organism("llama", 1, n_layers=7)
     text = text_file(deep, tmp_path, 20)
     memory = find_sinks(deep.model, tokenizer=deep.tokenizer, text=text)
-    monkeypatch.setattr("sinkscope.opening.load.LAYER_BYTES", 0)  # no layer stays in memory
+    monkeypatch.setattr("sinkscope.models.checkpoints.stream.LAYER_BYTES", 0)  # no layer stays in memory
     target = open_target(deep.save(tmp_path / "m"))
     reads, tensors = Counter[str](), target.store.source.tensors
     monkeypatch.setattr(target.store.source, "tensors", lambda names: reads.update(names) or tensors(names))

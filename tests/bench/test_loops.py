@@ -11,8 +11,7 @@ from refusals import refused
 from sinkscope.bench.answer import Batch
 from sinkscope.bench.record import Answer, Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, is_looping
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
+from sinkscope.opening.load import load, target_of
 
 LOOP = [5, 6, 7] * 100
 FRESH = [*range(4, 50), *range(4, 44)]

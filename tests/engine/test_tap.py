@@ -9,7 +9,7 @@ from kv_kit import shallow_of as model_of
 from sinkscope.engine import stock
 from sinkscope.engine.tap import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.opening.parts import structure_of
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5

@@ -9,7 +9,7 @@ from organisms.tiny import tiny_model
 from refusals import refused
 
 from sinkscope.hooks.trace import trace
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
 

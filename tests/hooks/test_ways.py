@@ -14,7 +14,7 @@ from kv_kit import decode, model_of
 from refusals import refused
 from torch import nn
 
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 DOWN = "model.layers.1.mlp.down_proj"
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -19,7 +19,7 @@ import sinkscope as ss
 from sinkscope.engine import stock
 from sinkscope.kv import TOVA, Full, Observe, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.sparse.progressive import Progressive
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, TriShape

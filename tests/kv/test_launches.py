@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from sinkscope.hooks.edit.base import under
 from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 BUDGET, PROMPT = 16, 24
 

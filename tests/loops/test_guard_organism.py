@@ -14,7 +14,7 @@ from sinkscope.generation.conversation import Conversation
 from sinkscope.generation.decode import decode
 from sinkscope.loops import MonitorSettings, tail_period
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 STEPS, REWOUND = 140, 90  # new tokens; where a loop is taken back, fewer show it
 GUARD = LoopGuard(monitor=MonitorSettings(tail_beyond=0, cooldown=8))

@@ -14,7 +14,7 @@ import sinkscope as ss
 from sinkscope.engine.tap import attention_rows
 from sinkscope.kv import H2O, Observe, SnapKV
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.sparse.serve import LoopServe
 
 

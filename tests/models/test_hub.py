@@ -8,8 +8,7 @@ from refusals import refused
 
 from sinkscope import load
 from sinkscope.models.checkpoints.checkpoint import fingerprint_of
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import open_target
+from sinkscope.opening.load import open_target, target_of
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sinkscope.hooks.edit.edits import Ablate
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.neurons import columns, neurons_point, neutral_post, number_of, view_layer
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.results.notation import Neuron
 from sinkscope.sinks.spikes.survey import read_survey
 

@@ -20,7 +20,7 @@ from sinkscope.opening.load import load
     [
         ("llama", {"device": "cpu", "device_map": "auto"}, "exclude each other"),
         ("llama", {"dtype": torch.int8}, r"^dtype 'torch.int8' .*expected float32, bfloat16, float16"),
-        (tiny_model("llama")[0], {}, "LlamaForCausalLM is no name, folder or file"),
+        (tiny_model("llama")[0], {}, "x=LlamaForCausalLM.*expected a valid string"),
         (checkpoint("llama") / "model.safetensors", {}, "unknown model .*model.safetensors"),
     ],
 )

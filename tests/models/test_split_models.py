@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.models.neurons import columns
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 IDS = torch.arange(5, 17)[None]
 

@@ -14,8 +14,7 @@ from torch.testing import assert_close
 from sinkscope.models.checkpoints.checkpoint import Files, fingerprint_of
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.neurons import columns
-from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load, open_target
+from sinkscope.opening.load import load, open_target, target_of
 
 IDS = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -30,7 +29,7 @@ def test_equals_the_resident_model(model_type, tmp_path):
     # Some versions of transformers choose SDPA for Gemma 2, which drops the soft cap that a stream keeps.
     capped = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
     whole = target_of(type(model).from_pretrained(tmp_path, dtype=torch.float32, **capped))
-    streamed = open_target(tmp_path, dtype="float32", needed=False)
+    streamed = open_target(tmp_path, dtype="float32")
     assert streamed.resident == (bool(whole.mixtures) and model_type != "gpt_oss")
     assert fingerprint_of(streamed) == fingerprint_of(whole)
     assert_close(streamed.forward(IDS, MASK).last_hidden_state, whole.forward(IDS, MASK).last_hidden_state)
@@ -43,7 +42,7 @@ def test_reads_and_holds_only_the_layers_that_are_called(tmp_path, monkeypatch):
     names, tensor = list[str](), Files.tensor
     monkeypatch.setattr(Files, "tensor", lambda files, name: names.append(name) or tensor(files, name))
     tiny_model("llama", num_hidden_layers=6)[0].save_pretrained(tmp_path)
-    streamed = open_target(tmp_path, needed=False)
+    streamed = open_target(tmp_path)
     streamed.store.resident = 2
 
     def see(_: object) -> None:

@@ -1,4 +1,4 @@
-"""Parts that names propose, or a row of the user's own; wrapped models."""
+"""Parts that names propose; wrapped models."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from functools import partial
 
 import pytest
 from intervention_kit import KINDS
-from organisms.decoders import decoder
+from organisms.decoders import decoder, decoder_config
 from organisms.tiny import tiny_model
 from refusals import refused
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from sinkscope.kv.keeper import cache_layers
-from sinkscope.models import adapters
-from sinkscope.models.adapters import Adapter
-from sinkscope.opening.live import target_of
-from sinkscope.opening.proof import prove
+from sinkscope.opening import parts
+from sinkscope.opening.load import target_of
+from sinkscope.opening.places import NAMES
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    """Nothing was opened before, and no row is registered."""
-    for known in ("parts._KNOWN", "parts._OF_CLASSES"):
-        monkeypatch.setattr(f"sinkscope.opening.{known}", {})
-    monkeypatch.setattr(adapters, "ADAPTERS", {})
+    """Nothing was opened before."""
+    monkeypatch.setattr(parts, "_KNOWN", {})
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", "bridge"), ("gpt2", "bridge"), ("phi3", "nnsight")])
@@ -41,20 +39,35 @@ def test_layers_of_several_kinds_have_parts_of_their_own():
     assert target.sub(1, "attn") is model.model.layers[1].self_attn
 
 
+def test_a_factor_that_each_layer_has_of_its_own_is_not_taken_for_one_of_all():
+    config = decoder_config("gemma4_text")
+    config.hidden_size_per_layer_input = 0
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for number, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(1 + number)
+    assert not target_of(model).adapter.adds
+
+
+class Thinking(LlamaForCausalLM):
+    """Its MLP has another name."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.thinker = layer.mlp
+            layer.forward = partial(with_thinker, layer)
+            del layer.mlp
+
+
 def with_thinker(layer, hidden_states, **kwargs):
     hidden_states = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
     return hidden_states + layer.thinker(layer.post_attention_layernorm(hidden_states))
 
 
-def test_unknown_names_are_refused_with_an_adapter_row_that_works():
-    """An MLP under another name; with its row, in which a part may have several places, the model is served."""
-    model = tiny_model("llama")[0]
-    for layer in model.model.layers:
-        layer.thinker = layer.mlp
-        layer.forward = partial(with_thinker, layer)
-        del layer.mlp
-    with refused(r"no down, up, gate, but 'thinker.gate_.*Adapter\('llama', down='...'"):
+def test_parts_of_unknown_names_are_refused_until_the_names_are_added(monkeypatch):
+    model = Thinking(tiny_model("llama")[0].config).eval()
+    with refused("no MLP was found .* add these to sinkscope.opening.places.NAMES"):
         target_of(model)
-    parts = {name: f"thinker.{name}_proj" for name in ("down", "up", "gate")}
-    adapters.register(Adapter("llama", mlp="thinker", attn="linear_attn|self_attn", **parts))
-    prove(target_of(model))
+    monkeypatch.setitem(NAMES, "mlp", ["mlp", "thinker"])
+    target = target_of(model)
+    assert target.sub(1, "down") is model.model.layers[1].thinker.down_proj and not target.adapter.unproved

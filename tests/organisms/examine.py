@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.kv.keeper import cache_layers
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 from .decoders import byte_tokenizer, decoder
 from .site_check import check_sites, decoder_layers, eager, seen_of

@@ -28,7 +28,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace import resolve
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 
 IDS = torch.arange(20, 32)[None]
 RESIDUAL = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")

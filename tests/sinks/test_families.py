@@ -13,7 +13,7 @@ from organisms.tiny import tiny_model
 from refusals import refused
 
 from sinkscope.models.neurons import heads_point, neuron_at
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.results.notation import Component, Head
 from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, SpikeCircuit, conditions_of, ordinary_positions, purpose_of

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from sinkscope.conformance.masked import plain_logits
 from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.kv import StreamingLLM
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.serve import SHORTEST, LoopServe
 from sinkscope.sparse.shapes import AShape

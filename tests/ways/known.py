@@ -56,7 +56,7 @@ REFUSED = [
     Refusal(lambda draw: draw["family"] in INSIDE, "computes attention inside its modules"),
     Refusal(
         lambda draw: draw["wrapper"] == "nnsight" and draw["mode"] == "inference",
-        "were made in inference mode",
+        "Inference tensors cannot be saved for backward",
     ),
     Refusal(
         lambda draw: draw["family"] == "codegen" and draw["edit"] == "head",

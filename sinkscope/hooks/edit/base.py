@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from sinkscope.engine.run import Run
 from sinkscope.models.target import Target
-from sinkscope.opening.live import target_of
+from sinkscope.opening.load import target_of
 from sinkscope.results.notation import count_of
 
 

@@ -19,7 +19,9 @@ from sinkscope.models.adapters import stack_of
 from sinkscope.models.checkpoints.checkpoint import Files, causal_class, without_place
 from sinkscope.models.checkpoints.config import check_finite, loading_errors
 
-_LOCK = threading.Lock()  # while a model is made without weights, for the whole process
+LAYER_BYTES = 1 << 30
+"""Layers stay in memory up to this size, so small models are read once."""
+MAKING = threading.Lock()  # while a model is made without weights, for the whole process
 
 
 class LayerStore:
@@ -34,10 +36,10 @@ class LayerStore:
         UnsupportedError: The tensors of the checkpoint are not those of the model.
     """
 
-    def __init__(self, source: Files, config: Any, *, device: torch.device, dtype: torch.dtype, resident: int) -> None:
-        self.source, self.resident, self._device = source, resident, device
+    def __init__(self, source: Files, config: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.source, self._device = source, device
         self._in_memory: set[int] = set()
-        with _LOCK, init_empty_weights():  # but buffers are made, such as rotary frequencies
+        with MAKING, init_empty_weights():  # but buffers are made, such as rotary frequencies
             self.causal: Any = causal_class(config).from_config(config, dtype=dtype)
         base = self.causal.eval().requires_grad_(False).base_model
         for module in base.modules():
@@ -54,6 +56,8 @@ class LayerStore:
         self._read(base, "", {name: own[name] for name in own if not name.startswith(self._path)})
         self._layers = [*self.causal.get_submodule(stack)]
         self._empty = [layer.state_dict() for layer in self._layers]
+        layer_bytes = sum(weight.nbytes for weight in self._layers[-1].parameters())
+        self.resident = max(1, LAYER_BYTES // max(layer_bytes, 1))
         for index, layer in enumerate(self._layers):
             layer.forward = self._reading(index, layer.forward)
 

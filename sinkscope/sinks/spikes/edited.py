@@ -365,7 +365,7 @@ def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
         if isinstance(part, Head):
             sites[site.format(part.layer)] = None
     outputs = trace(survey.target, survey.ids, [*sites]) if sites else {}
-    factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}
+    factors: dict[str, float] = dict.fromkeys(("mlp", "attention"), survey.target.adapter.write_factor)
     for part in parts:
         if isinstance(part, Head):
             means[part] = outputs[site.format(part.layer)][survey.ordinary][:, part.head].float().mean(0)
