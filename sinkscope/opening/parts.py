@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from sinkscope.engine.attention import without_autocast
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
@@ -90,11 +91,11 @@ def _of_class(target: Target, numbers: list[int]) -> tuple[Adapter, dict[str, st
         UnsupportedError: Some part was not found, or is not where it is proposed.
     """
     layers = {*numbers, min(1, len(numbers) - 1)}  # the second one may read what the first has kept
-    base = stack = stack_of(target.hf)
+    hf = next((module for module in target.hf.modules() if isinstance(module, PreTrainedModel)), target.hf)
+    base = stack = stack_of(hf)  # which a wrapper around it lends
     with suppress(Exception):  # a class may take no configuration alone, or not that of a changed model
-        sample = sample_of(target.hf, stack, max(layers) + 1)
-        target = replace(target, model=sample, hf=sample, kind="hf", store=None)
-    hf = target.hf
+        hf = sample_of(hf, stack, max(layers) + 1)
+        target = replace(target, model=hf, hf=hf, kind="hf", store=None)
     while base and "input_ids" not in forward_parameters(type(hf.get_submodule(base))):
         base = base.rpartition(".")[0]
     outline = Adapter(str(hf.config.model_type), stack, base)
