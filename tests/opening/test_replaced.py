@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -116,6 +118,12 @@ def shared_projection(model):
     model.model.layers[2].mlp.down_proj = model.model.layers[0].mlp.down_proj
 
 
+def run_twice(model):
+    layers = model.model.layers
+    own = layers[LAYER].forward
+    layers[LAYER].forward = lambda hidden, **kwargs: own(layers[0](hidden, **kwargs), **kwargs)
+
+
 def renamed(model):
     for layer in model.model.layers:
         mlp = layer.mlp
@@ -131,6 +139,7 @@ def renamed(model):
         (fewer_heads, r"layer 1 does not attend .* with the 4 heads of the configuration"),
         (moved, r"the layer at place 0 of .* calls itself layer 1"),
         (shared_projection, r"has one module in layers 0 and 2"),
+        (run_twice, "layer 0 runs several times in a pass"),
         (renamed, r"layer 0 of LlamaForCausalLM has no .'down'., as layers of its class have"),
     ],
 )
@@ -139,6 +148,20 @@ def test_what_is_not_as_its_class_is_refused_each_time(change, says):
     for _ in range(2):
         with refused(says):
             target_of(model)
+
+
+def test_a_model_with_a_forward_of_its_own_is_not_kept_alive():
+    model = changed(mlp_that_adds_nothing)
+    target_of(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def mlp_that_adds_nothing(model):
+    own = mlp_of(model).forward
+    mlp_of(model).forward = lambda hidden: own(hidden) + 0 * model.lm_head.weight.sum()
 
 
 def not_linear(model):
