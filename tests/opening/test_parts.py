@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from intervention_kit import KINDS
 from organisms.decoders import decoder, decoder_config
 from organisms.tiny import tiny_model
 from refusals import refused
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from sinkscope.kv.keeper import cache_layers
 from sinkscope.opening import parts
@@ -48,26 +46,10 @@ def test_a_factor_that_each_layer_has_of_its_own_is_not_taken_for_one_of_all():
     assert not target_of(model).adapter.adds
 
 
-class Thinking(LlamaForCausalLM):
-    """Its MLP has another name."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.thinker = layer.mlp
-            layer.forward = partial(with_thinker, layer)
-            del layer.mlp
-
-
-def with_thinker(layer, hidden_states, **kwargs):
-    hidden_states = hidden_states + layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
-    return hidden_states + layer.thinker(layer.post_attention_layernorm(hidden_states))
-
-
 def test_parts_of_unknown_names_are_refused_until_the_names_are_added(monkeypatch):
-    model = Thinking(tiny_model("llama")[0].config).eval()
-    with refused("no MLP was found .* add these to sinkscope.opening.places.NAMES"):
-        target_of(model)
-    monkeypatch.setitem(NAMES, "mlp", ["mlp", "thinker"])
-    target = target_of(model)
-    assert target.sub(1, "down") is model.model.layers[1].thinker.down_proj and not target.adapter.unproved
+    model = tiny_model("llama")[0]
+    with monkeypatch.context() as unnamed:
+        unnamed.setitem(NAMES, "mlp", [])
+        with refused("no MLP was found .* add these to sinkscope.opening.places.NAMES"):
+            target_of(model)
+    assert target_of(model).paths[1]["down"] == "mlp.down_proj"
