@@ -76,8 +76,6 @@ WRONG = [  # what a row says of a type, and what is then not offered
     ("falcon", {"o": "mlp.dense_h_to_4h"}, {*UNSEEN, "attn.hook_z"}),
     ("llama", {"down": "mlp.up_proj", "up": "mlp.down_proj"}, ALL),
     ("llama", {"up": "mlp.gate_proj", "gate": "mlp.up_proj"}, ALL),  # exchanged factors: same shapes, same neuron
-    ("llama", {"down": "mlp.nope"}, {"mlp.hook_post"}),
-    ("llama", {"attn": ""}, RESIDUAL),
     ("phi3", {"fused_gate_up": False}, ALL),
     ("mixtral", {"experts": "mlp.gate"}, ALL),
     ("qwen2_moe", {"down": "mlp.shared_expert.up_proj"}, ALL),
