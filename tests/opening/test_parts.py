@@ -52,4 +52,4 @@ def test_parts_of_unknown_names_are_refused_until_the_names_are_added(monkeypatc
         unnamed.setitem(NAMES, "mlp", [])
         with refused("no MLP was found .* add these to sinkscope.opening.places.NAMES"):
             target_of(model)
-    assert target_of(model).paths[1]["down"] == "mlp.down_proj"
+    assert target_of(model).with_neurons == [0, 1, 2]
