@@ -10,6 +10,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, first_line, is_out_of_memory
 from sinkscope.models.shards import local
+from sinkscope.models.weights import is_plain
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -114,7 +115,7 @@ def check_finite(hf: torch.nn.Module, path: str = "") -> None:
     """
     for name, each in hf.named_parameters():
         tensor = local(each)
-        if tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
+        if tensor.is_meta or not is_plain(tensor) or tensor.itemsize < 2:
             continue
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
         if not torch.isfinite(tensor.sum(dtype=torch.float32)):
