@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, bars, figure_of
-from sinkscope.sinks.spikes.result import AS_IT_IS, ONE_OTHER, PURPOSE_CONTROLS
 from sinkscope.sinks.spikes.spike import run
 
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7")
@@ -46,17 +46,23 @@ def draw(result: Any) -> go.Figure:
     return figure_of(fig, result, width=1100, height=860, legend=-0.12, bottom=110)
 
 
-def draw_answers(result: Any) -> go.Figure:
-    """Draw what makes a position the sink, and what the place is for, in the colours of effects and controls."""
+def draw_answers(result: Any, of_conditions: Collection[str], of_purpose: str) -> go.Figure:
+    """Draw what makes a position the sink, and what the place is for, in the colours of effects and controls.
+
+    Args:
+        result: A `WhySink`.
+        of_conditions: The rows of the conditions that are controls.
+        of_purpose: The table of the controls of its purpose.
+    """
     spike = result.answered
     if spike is None:
         return draw(result)
     fig: Any = make_subplots(2, subplot_titles=ANSWERS)
     conditions = spike.table("conditions")
-    controls = [row for name, row in conditions.items() if name in (AS_IT_IS, ONE_OTHER)]
+    controls = [row for name, row in conditions.items() if name in of_conditions]
     bars(fig, [row for row in conditions.values() if row not in controls], "left", BLUE, row=1, col=1)
     bars(fig, controls, "left", GREY, row=1, col=1)
     bars(fig, spike.table("purpose").values(), "loss", BLUE, row=2, col=1)
-    bars(fig, spike.table(PURPOSE_CONTROLS).values(), "loss", GREY, row=2, col=1)
+    bars(fig, spike.table(of_purpose).values(), "loss", GREY, row=2, col=1)
     fig.update_yaxes(tickformat=".0%", row=1, col=1)
     return figure_of(fig, result, width=1000, height=900)

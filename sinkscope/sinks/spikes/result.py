@@ -220,7 +220,7 @@ class WhySink(FindSinks):
         """Draw what makes a position the sink, and what the place is for."""
         from sinkscope.sinks.spikes.figure import draw_answers
 
-        return draw_answers(self)
+        return draw_answers(self, (AS_IT_IS, ONE_OTHER), PURPOSE_CONTROLS)
 
     def findings(self) -> list[Row]:
         """Return the same with the heads that mark the first token."""
