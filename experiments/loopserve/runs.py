@@ -35,8 +35,8 @@ from sinkscope.generation.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
 from sinkscope.measure.margin import SCORES, interval_of
-from sinkscope.models.inputs import end_ids, tokenizer_of
-from sinkscope.models.target import Target
+from sinkscope.models.inputs import end_ids
+from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
 

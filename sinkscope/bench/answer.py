@@ -22,8 +22,8 @@ from sinkscope.files.plain import plain
 from sinkscope.generation.decode import Processor, decoding, forced_answers, padding_of, to_end
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.keeper import CacheKeeper, held_tokens
-from sinkscope.models.inputs import end_ids, tokenizer_of
-from sinkscope.models.target import Target
+from sinkscope.models.inputs import end_ids
+from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text.chat import chat_text
 
 

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.attention import Attention
+from sinkscope.engine.attention import NAME, Attention, attention_name
 from sinkscope.engine.rows import put_rows
 from sinkscope.engine.step import ROWS, Draft, RowState, Step, TokenPositions
-from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.engine.tap import Listener
 from sinkscope.engine.visible import CausalMask, FunctionMask
 from sinkscope.errors import UnsupportedError

@@ -24,8 +24,17 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from sinkscope.engine.attention import Attention, AttentionOutput, AttentionRows, Shown
-from sinkscope.engine.stock import NAME, STOCK, eager, stock_of, switched
+from sinkscope.engine.attention import (
+    NAME,
+    STOCK,
+    Attention,
+    AttentionOutput,
+    AttentionRows,
+    Shown,
+    eager,
+    stock_of,
+    switched,
+)
 from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, without_compiler

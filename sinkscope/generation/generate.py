@@ -12,7 +12,8 @@ from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural, Whole
 from sinkscope.generation.decode import decode, row_sampler
 from sinkscope.generation.edit_options import edit_from_options
-from sinkscope.models.inputs import check_length, read_inputs, tokenizer_of
+from sinkscope.models.inputs import check_length, read_inputs
+from sinkscope.models.target import tokenizer_of
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.load import target_of
 

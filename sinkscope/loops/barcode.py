@@ -20,8 +20,7 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from sinkscope.engine.attention import AttentionRows
-from sinkscope.engine.stock import NAME, attention_name
+from sinkscope.engine.attention import NAME, AttentionRows, attention_name
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under

@@ -35,7 +35,8 @@ from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
 from sinkscope.measure.setup import prompt_and_continuation, prompt_ids
-from sinkscope.models.inputs import check_length, read_row, tokenizer_of
+from sinkscope.models.inputs import check_length, read_row
+from sinkscope.models.target import tokenizer_of
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of

@@ -27,8 +27,8 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.checkpoints.checkpoint import fingerprint_of
 from sinkscope.models.checkpoints.config import check_finite
-from sinkscope.models.inputs import check_length, read_row, tokenizer_of
-from sinkscope.models.target import Target
+from sinkscope.models.inputs import check_length, read_row
+from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text import (
     Halves,
     beginning,
@@ -154,8 +154,9 @@ class Setup:
             content, said = own_text(records, target.tokenizer, target.name)
             read.append(f"{pathless(str(text))}: {said}.")
         length = min(PIECE, target.max_positions or PIECE)
-        pieces = texts if start is not None else WITHOUT_BOS * texts
-        ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
+        if start is None:
+            texts *= WITHOUT_BOS
+        ids = text_rows(target.tokenizer, halves_of(content).choose, texts, length, start)
         unknown = getattr(target.tokenizer, "unk_token_id", None)
         share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
         if share > UNKNOWN:

@@ -17,24 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable, plain
 from sinkscope.files.records import checked_value
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text import note_second_bos, resolve_bos
 from sinkscope.models.weights import is_plain
 from sinkscope.results.notation import Neuron
-
-
-def tokenizer_of(target: Target) -> Any:
-    """Return the tokenizer.
-
-    Raises:
-        SinkscopeError: There is none.
-    """
-    if target.available_tokenizer is None:
-        raise SinkscopeError(
-            f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
-            "tokenizer's files beside the weights"
-        )
-    return target.available_tokenizer
 
 
 def check_site(

@@ -374,3 +374,17 @@ class Target:
         return self.forward(ids, unembed=True, start=start).logits[:, positions]
 
     hooks = staticmethod(hooked)
+
+
+def tokenizer_of(target: Target) -> Any:
+    """Return the tokenizer.
+
+    Raises:
+        SinkscopeError: There is none.
+    """
+    if target.available_tokenizer is None:
+        raise SinkscopeError(
+            f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
+            "tokenizer's files beside the weights"
+        )
+    return target.available_tokenizer

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from sinkscope.engine.stock import set_attention, stock_of
+from sinkscope.engine.attention import set_attention, stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.plain import pathless

@@ -23,8 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from sinkscope.engine.attention import Attention, AttentionRows
-from sinkscope.engine.stock import eager
+from sinkscope.engine.attention import Attention, AttentionRows, eager
 from sinkscope.engine.tap import Listener, tapped
 from sinkscope.models.adapters import NotInferredError
 from sinkscope.models.hooks import Args, Kwargs, first_tensor, hidden_of, with_hidden

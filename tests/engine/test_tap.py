@@ -6,7 +6,7 @@ import torch
 from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 
-from sinkscope.engine import stock
+from sinkscope.engine import attention as stock
 from sinkscope.engine.tap import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.load import target_of

@@ -11,7 +11,7 @@ from intervention_kit import count_hooks
 from kv_kit import model_of
 from organisms.tiny import attention_names
 
-from sinkscope.engine.stock import STOCK
+from sinkscope.engine.attention import STOCK
 
 
 def generated(model) -> torch.Tensor:

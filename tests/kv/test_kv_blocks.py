@@ -16,7 +16,7 @@ from refusals import refused
 from transformers import DynamicCache
 
 import sinkscope as ss
-from sinkscope.engine import stock
+from sinkscope.engine import attention as stock
 from sinkscope.kv import TOVA, Full, Observe, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.load import target_of

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from sinkscope.engine.stock import set_attention
+from sinkscope.engine.attention import set_attention
 from sinkscope.kv import H2O
 from sinkscope.sparse.shapes import AShape
 

@@ -10,7 +10,7 @@ from refusals import refused
 from transformers import T5Config, T5ForConditionalGeneration
 
 import sinkscope as ss
-from sinkscope.engine.stock import attention_name
+from sinkscope.engine.attention import attention_name
 from sinkscope.opening.load import target_of
 
 IDS = torch.arange(3, 15)[None]

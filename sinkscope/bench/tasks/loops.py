@@ -24,8 +24,7 @@ from sinkscope.loops.text.signals import (
     is_loop,
     type_token_ratio,
 )
-from sinkscope.models.inputs import tokenizer_of
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text import text_rows, typical_text
 
 DATA = Path(__file__).with_name("data")

@@ -24,8 +24,8 @@ from sinkscope.bench.task import Size, Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import to_end
 from sinkscope.kv import Full
-from sinkscope.models.inputs import end_ids, tokenizer_of
-from sinkscope.models.target import Target
+from sinkscope.models.inputs import end_ids
+from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text import typical_text
 
 
