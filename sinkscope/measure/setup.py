@@ -153,10 +153,11 @@ class Setup:
         if records is not None:
             content, said = own_text(records, target.tokenizer, target.name)
             read.append(f"{pathless(str(text))}: {said}.")
-        length = min(PIECE, target.max_positions or PIECE)
         if start is None:
             texts *= WITHOUT_BOS
-        ids = text_rows(target.tokenizer, halves_of(content).choose, texts, length, start)
+        ids = text_rows(
+            target.tokenizer, halves_of(content).choose, texts, min(PIECE, target.max_positions or PIECE), start
+        )
         unknown = getattr(target.tokenizer, "unk_token_id", None)
         share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
         if share > UNKNOWN:

@@ -126,9 +126,7 @@ class Result(Envelope):
         Args:
             width: Characters per line of the tables. None: every column is shown.
         """
-        parts = list[str]()
-        for card in self.cards():
-            parts.append(card.text(width))
+        parts = [card.text(width) for card in self.cards()]
         if not parts:  # below cards, the table stands on a page and in a file
             parts.append(self.grid().text(width, self.most_rows))
         parts.append("\n".join([*self.lines(), f"Conclusion: {self.conclusion()}"]))

@@ -147,9 +147,7 @@ class Command(click.Command):
             files: The files of the result.
             options: What is given for options, of which some name other files and folders for writing.
         """
-        targets = list[Path]()
-        for path in files.values():
-            targets.append(Path(path) if path == "-" else check_output(path, self.kinds))
+        targets = [Path(path) if path == "-" else check_output(path, self.kinds) for path in files.values()]
         for parameter in self.params:
             if parameter.name in options and parameter.name in WRITTEN:
                 path = options[parameter.name]

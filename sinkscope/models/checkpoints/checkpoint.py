@@ -351,10 +351,11 @@ def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
         SinkscopeError: The model has another shape.
     """
     for name in ("n_layers", "d_model", "d_mlp"):
-        if model.get(name) not in (None, getattr(target, name)):
+        size = getattr(target, name)
+        if model.get(name) not in (None, size):
             raise SinkscopeError(
-                f"the patch was made for {model.get('name')}, and {target.name} has another {name}: give that model, "
-                "or make a patch for this one"
+                f"the patch was made for {model.get('name')}, whose {name} is {model[name]}, and that of {target.name} "
+                f"is {size}: give that model, or make a patch for this one"
             )
     commit = getattr(target.hf.config, "_commit_hash", None)
     if model.get("fingerprint") not in (None, "", commit, fingerprint_of(target)):
