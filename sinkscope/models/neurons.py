@@ -73,10 +73,9 @@ def view_layer(
     def keep_experts(module: nn.Module, args: Args, kwargs: Kwargs, _output: Any) -> None:
         with brought(module):
             experts = target.experts(layer)
-            entering, weight = experts.routed(args, kwargs)
-            keep("routing", weight)
-            some = chosen.to(weight.device)
-            parts["experts"] = experts.values(entering[:, some], weight[some]).flatten(1)
+            entering, weight = experts.routed(args, kwargs, chosen.cpu())
+            parts["routing"] = weight.float()
+            parts["experts"] = experts.values(entering, weight).flatten(1)
 
     hooks: list[Hook] = []
     for part, when in (("down", "pre"), ("shared_gate", "post"), ("post_mlp_norm", "pre")):

@@ -111,18 +111,23 @@ class Experts:
         return down if self._is_transposed else down.mT
 
     def routed(
-        self, args: Args, kwargs: Kwargs
+        self, args: Args, kwargs: Kwargs, some: Any = slice(None)
     ) -> tuple[Float[Tensor, "expert token d_model"], Float[Tensor, "token expert"]]:
         """Return what the arguments of a call, by any names, mean: what each expert reads, and its weight.
 
         The weight is 0 where an expert is not chosen.
+
+        Args:
+            args: The arguments.
+            kwargs: Those by name.
+            some: The tokens of which it is returned, by their indices or a mask on the CPU.
         """
         given = (*args, *kwargs.values())
-        hidden = given[0].reshape(-1, given[0].shape[-1])
+        hidden = given[0].reshape(-1, given[0].shape[-1])[some]
         if self._is_scaled:  # the router is asked again
             scores = self.module.router(hidden)[0]
             return hidden * scores.T[..., None], (scores > 0).to(scores)
-        _, chosen, weights = given[:3]
+        chosen, weights = given[1][some], given[2][some]
         count = len(self.down)
         return hidden.expand(count, -1, -1), weights.new_zeros(len(hidden), count).scatter_add_(
             1, chosen.long(), weights
