@@ -72,7 +72,7 @@ class BenchGroup:
 
     def mean(self, kind: Kind = "number") -> Mean:
         """Return the score with its margin and the scores of prompts."""
-        margin = None if isnan(self.low) else max(self.high - self.score, self.score - self.low)
+        margin = None if isnan(self.low) else Interval(self.score, self.low, self.high).margin
         return Mean(self.score, margin, tuple(self.scores.values()), kind)
 
 

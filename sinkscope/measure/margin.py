@@ -38,6 +38,11 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def margin(self) -> float:
+        """The distance from the mean to the farther end."""
+        return max(self.high - self.mean, self.mean - self.low)
+
 
 def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] | None = None) -> Interval | None:
     """Return the 95 % interval of the mean over samples.
@@ -64,7 +69,7 @@ def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float
 def margin_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] | None = None) -> float | None:
     """Return half of that interval, or of values with bounds its longer part."""
     interval = interval_of(values, bounds)
-    return None if interval is None else max(interval.high - interval.mean, interval.mean - interval.low)
+    return None if interval is None else interval.margin
 
 
 def mean_of(values: Float[Any, " sample"], kind: Kind = "number") -> Mean | None:

@@ -95,9 +95,10 @@ class Result(Envelope):
 
     def grid(self) -> Grid:
         """Return the table that is shown, that of `rows`."""
-        rows = self.rows()
         if type(self).rows is Result.rows:  # each number with its margin
             rows = [{name: getattr(row, name) for name in WORDS} | row.numbers for row in self.findings()]
+        else:
+            rows = self.rows()
         return Grid(strings(rows, self.percent), self.columns)
 
     def to_frame(self) -> Any:

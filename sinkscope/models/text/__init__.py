@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,7 @@ def typical_text(path: str | Path | None = None) -> str:
     return text
 
 
+@cache
 def _shipped(name: str) -> str:
     return resources.files("sinkscope.models.text").joinpath(name).read_text("utf-8")
 
