@@ -14,27 +14,23 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 
-PATHS = (
-    "",  # the layer itself
-    "attn",
-    *("q", "k", "v", "fused_qkv"),  # the projections of the attention, separate or in one module
-    "o",  # the output projection: its input is `hook_z`, heads side by side
-    "mid",  # the module whose *input* is `hook_resid_mid`
-    "attn_out",  # what writes for the attention, if not itself: a norm behind it, or a part of it
-    "mlp",
-    "down",  # the down projection: its input is `hook_post`; of a mixture, its shared expert's
-    "up",  # the linear factor, or the only input projection of an ungated MLP
-    "gate",  # not there in an ungated MLP, or if `up` gives both
-    "post_mlp_norm",  # norm between the MLP and the residual stream
-    "experts",  # fused experts, where the layer is a mixture
-    "shared_gate",  # the sigmoid of its output multiplies what the shared expert gives
-)
-"""Parts of a layer."""
-
 
 @dataclass(frozen=True)
 class Adapter:
-    """Where the parts of a model are, and what short passes show of it."""
+    """Where the parts of a model are, and what short passes show of it.
+
+    The parts of a layer are "" (the layer itself), and where it has them:
+
+    - "attn"; "q", "k" and "v", or "fused_qkv" (the projections of the attention, separate or in one module); "o" (the
+      output projection: its input is `hook_z`, heads side by side);
+    - "mid" (the module whose *input* is `hook_resid_mid`); "attn_out" (what writes for the attention, if not itself: a
+      norm behind it, or a part of it);
+    - "mlp"; "down" (the down projection: its input is `hook_post`; of a mixture, its shared expert's); "up" (the
+      linear factor, or the only input projection of an ungated MLP); "gate" (not there in an ungated MLP, or if "up"
+      gives both); "post_mlp_norm" (a norm between the MLP and the residual stream);
+    - "experts" (fused experts, where the layer is a mixture); "shared_gate" (the sigmoid of its output multiplies what
+      the shared expert gives).
+    """
 
     model_type: str
     layers: str  # the list of decoder layers

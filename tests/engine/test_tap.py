@@ -6,7 +6,7 @@ import torch
 from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 
-from sinkscope.engine import attention as stock
+from sinkscope.engine import attention
 from sinkscope.engine.tap import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.load import target_of
@@ -38,9 +38,9 @@ def test_exits_in_any_order_restore_the_models_attention():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert model.config._attn_implementation == stock.NAME and stock.stock_of(model.config).kind == "sdpa"
+    assert model.config._attn_implementation == attention.NAME and attention.stock_of(model.config).kind == "sdpa"
     second.__exit__(None, None, None)
-    assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
+    assert model.config._attn_implementation == "sdpa" and attention.STOCK == {}
 
 
 def test_a_block_replaces_nothing_that_a_model_is_made_of():

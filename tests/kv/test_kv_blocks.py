@@ -16,7 +16,7 @@ from refusals import refused
 from transformers import DynamicCache
 
 import sinkscope as ss
-from sinkscope.engine import attention as stock
+from sinkscope.engine import attention
 from sinkscope.kv import TOVA, Full, Observe, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.load import target_of
@@ -38,7 +38,7 @@ def unchanged(model):
 
     def state():
         attributes = [sorted(vars(module)) for module in hf.modules()]
-        return model_state(hf), attributes, dict(stock.STOCK)
+        return model_state(hf), attributes, dict(attention.STOCK)
 
     before = state()
     yield

@@ -20,7 +20,7 @@ from torch.nn.init import constant_, zeros_
 import sinkscope as ss
 import sinkscope.engine.attention as attention
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import PATHS, NotInferredError
+from sinkscope.models.adapters import Adapter, NotInferredError
 from sinkscope.models.weights import Experts
 from sinkscope.opening.load import target_of
 from sinkscope.opening.proof import prove
@@ -92,9 +92,10 @@ SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}  # every matrix of 
 def test_a_wrong_place_is_not_offered(case, dtype):
     model_type, fields, refused = case
     target = target_of(model_of(model_type, **SQUARE if model_type == "llama" else {}).to(dtype))
-    paths = {name: path for name, path in fields.items() if name in PATHS}
+    paths, settings = dict(fields), {}
+    for name in paths.keys() & vars(Adapter):
+        settings[name] = paths.pop(name)
     parts = tuple(named | paths for named in target.adapter.parts)
-    settings = {name: value for name, value in fields.items() if name not in PATHS}
     wrong = replace(target, adapter=replace(target.adapter, parts=parts, **settings))
     if refused == ALL:
         with pytest.raises(REFUSED):
