@@ -2,8 +2,8 @@
 
 1. Read: each thing given is a result, a file of one, a folder of results or checkpoints, or a model that is measured.
 2. Refuse: results of other kinds, settings or texts than the first have no common numbers.
-3. Merge: rows of one subject, table and name are one row. Two subjects are one if their names differ in numbers alone;
-   if they name layers, those with most common layers are one.
+3. Merge: rows of one subject, table and key are one row. Two subjects are one if their keys are equal, or share most:
+   spikes at one place, layers.
 4. Judge: a number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the
    mean of the differences over the texts that both have; without values for each text, the margin is that of both
    together (the root of the sum of their squares). A number without a margin is not judged. A word changed if it is
@@ -13,10 +13,12 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from math import hypot
 from os import PathLike
@@ -38,23 +40,84 @@ from sinkscope.measure.margin import DIFFERENCES, margin_of
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
-from sinkscope.results.row import Card, Mean, Row, table_of
-from sinkscope.results.style import BLUE, bars, figure_of
-from sinkscope.results.tables import Table, cell
+from sinkscope.results.row import Mean
+from sinkscope.results.style import BLUE, figure_of
+from sinkscope.results.table import Cell, Column, Kind, Row, Subject, detail, optional, whole
 
 OF_THE_MODEL = {"revision", "model", "device", "dtype", "sinkscope", "decoding", "text", "text_said"}
 """Settings that say which model was measured and where, or what a text is called, not what was asked of the model."""
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 COMES = 0.05  # share of a whole, under which the coming or going of a row is left to the search that found it
-CHANGED, CAME, WENT, UNJUDGED, SAME = "changed", "came", "went", "not judged", "no change"
-VERDICTS = (CHANGED, CAME, WENT, UNJUDGED, SAME)
-"""The tables of a comparison, in the order in which they are read."""
 BY_CHANCE = 0.05  # of judged numbers seem to change where none does
 RULE = (
     "A number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the "
     "mean of the differences text by text, and without values for each text the margin is that of both together."
 )
-_LAYERS = re.compile(r"layers? (\d+)(?:-(\d+))?$")
+
+
+class Verdict(StrEnum):
+    """What became of a number, a word or a row, in the order in which it is read."""
+
+    CHANGED = "changed"
+    CAME = "came"
+    WENT = "went"
+    UNJUDGED = "not judged"
+    SAME = "no change"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something stands in both results.
+
+    Attributes:
+        about: The name of the subject.
+        row: What the row is called.
+        column: What the column is called; empty: the whole row.
+    """
+
+    about: str
+    row: str
+    column: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, [self.row, self.column]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Row, table="changes", title="what changed"):
+    """What became of a number, a word or a row.
+
+    Attributes:
+        kind: What the number is.
+    """
+
+    key: Place
+    verdict: Verdict
+    kind: Kind = "word"
+
+    before: Mean | None = optional("before", "number", "The number of the first result.")
+    after: Mean | None = optional("after", "number", "The number of the other result.")
+    change: Mean | None = optional("change", "number", "The mean difference over the texts that both have.")
+    texts: Mean | None = detail("texts", "count", "Texts over which the difference is taken.")
+    words: str | None = optional("in words", "word", "What a word was, and is.")
+
+    @property
+    def group(self) -> str:
+        """The heading under which it stands."""
+        return self.verdict
+
+    @property
+    def margin(self) -> float | None:
+        """The margin of the change; None: it is not judged."""
+        return None if self.change is None else self.change.margin
+
+    def cell(self, column: Column) -> Cell:
+        """Return a number with the digits of its own kind, and a change with its sign."""
+        if column.key in ("texts", "words"):
+            return super().cell(column)
+        found = replace(column, kind=self.kind).cell(getattr(self, column.key))
+        rises = column.key == "change" and self.change is not None and self.change.value > 0
+        return found._replace(value=f"+{found.value}") if rises else found
 
 
 @dataclass(frozen=True)
@@ -63,21 +126,21 @@ class Compared:
 
     Attributes:
         name: Name of the other result.
-        rows: Both merged: the table of each row is its verdict.
+        rows: Both merged.
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[Change, ...]
 
     @property
-    def judged(self) -> list[Row]:
+    def judged(self) -> list[Change]:
         """The numbers whose change has a margin, those that changed first."""
-        return [row for row in self.rows if row.numbers and row.numbers["change"].margin is not None]
+        return [row for row in self.rows if row.margin is not None]
 
     @property
-    def moved(self) -> list[Row]:
+    def moved(self) -> list[Change]:
         """The numbers of these that changed."""
-        return [row for row in self.judged if row.table == CHANGED]
+        return [row for row in self.judged if row.verdict is Verdict.CHANGED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +154,6 @@ class Comparison(Result):
     """
 
     kind = "compare"
-    columns = ("result", "name", "before", "after", "change", "change_margin")
 
     of: str
     first: str
@@ -105,59 +167,40 @@ class Comparison(Result):
         counted = f"{len(last.moved)} of {len(last.judged)} judged numbers changed"
         chance = f"{BY_CHANCE * len(last.judged):.1g} by chance"
         first = last.judged[0]
-        return f"{last.name} against {self.first}: {counted} ({chance}); {first.name} {moved_words(first)}."
+        return f"{last.name} against {self.first}: {counted} ({chance}); {first.key} {first.text('change')}."
 
-    def cards(self) -> list[Card]:
-        """Return a card for each thing that is compared: what changed, then the names of what did not."""
-        made: list[Card] = []
+    def subjects(self) -> list[Subject]:
+        """Return a table for each thing that is compared: what changed, then the names of what did not."""
+        subjects: list[Subject] = []
         for compared in self.results:
-            for about in dict.fromkeys(row.about for row in compared.rows):
-                rows = [row for row in compared.rows if row.about == about]
-                said = [(row.name, sentence(row)) for row in rows if row.table != SAME]
-                same = dict.fromkeys(row.name for row in rows if row.table == SAME)
-                if same:
-                    said.append((SAME, word_list([*same])))
-                made.append(Card(f"{about or self.of}: {compared.name}, compared with {self.first}", tuple(said)))
-        return made
+            for about in dict.fromkeys(row.key.about for row in compared.rows):
+                rows = [row for row in compared.rows if row.key.about == about]
+                same = dict.fromkeys(row.key.row for row in rows if row.verdict is Verdict.SAME)
+                words = (("no change", word_list([*same])),) if same else ()
+                title = f"{about or self.of}: {compared.name}, compared with {self.first}"
+                shown = tuple(row for row in rows if row.verdict is not Verdict.SAME)
+                subjects.append(Subject(title, shown, about, words=words))
+        return subjects
 
     def details(self) -> list[str]:
         """Return the rule by which a number counts as changed."""
         return [RULE]
 
-    def rows(self) -> Table:
-        """Return one row for each number or word of each result."""
-        names = [compared.name for compared in self.results for _ in compared.rows]
-        rows = table_of(row for compared in self.results for row in compared.rows)
-        return [{"result": name, **row} for name, row in zip(names, rows, strict=True)]
-
     def figure(self) -> Any:
         """Draw how far the number of the conclusion moved from the first result to each other."""
         fig = go.Figure()
         for last in self.results[-1].judged[:1]:
-            same = [(one.name, row) for one in self.results for row in one.judged if row.name == last.name]
-            bars(fig, [replace(row, name=name) for name, row in same if row.about == last.about], "change", BLUE)
-            fig.update_yaxes(title_text=f"change of {html.escape(last.name)}")
+            names: list[str] = []
+            changes: list[Mean] = []
+            for one in self.results:
+                for row in one.judged:
+                    if row.key == last.key:
+                        names.append(html.escape(one.name))
+                        changes.append(row["change"])
+            margins = {"type": "data", "array": [change.margin for change in changes]}
+            fig.add_bar(x=names, y=[change.value for change in changes], error_y=margins, marker_color=BLUE)
+            fig.update_yaxes(title_text=f"change of {html.escape(str(last.key))}")
         return figure_of(fig, self, width=960, height=440)
-
-
-def sentence(row: Row) -> str:
-    """Return what is before and after, and how far it moved; of a word, and of what came or went, the note."""
-    if not row.numbers:
-        return row.note if row.table == CHANGED else ": ".join(filter(None, [row.table, row.note]))
-    share = row.numbers["before"].kind == "share"
-    old, new = (cell(row.get(side), percent=share) for side in ("before", "after"))
-    words = f"{old} -> {new} ({moved_words(row)})"
-    return f"{words}, {UNJUDGED}" if row.table == UNJUDGED else words
-
-
-def moved_words(row: Row) -> str:
-    """Return how far a number moved, with its margin: "-10.0 points ± 4.0"; of a number that is no share "-2.5 ± 1"."""
-    is_share = row.numbers["before"].kind == "share"
-    scale, form, unit = (100.0, ".1f", " points") if is_share else (1.0, ".3g", "")
-    words = f"{scale * row.get('change'):+{form}}{unit}"
-    if row.table == UNJUDGED:
-        return words
-    return f"{words} ± {scale * row.margin('change'):{form}}"
 
 
 # --- what is compared ---
@@ -208,7 +251,7 @@ def compare(
     compared: list[Compared] = []
     for name, result in others:
         refuse_other(first, base, name, result)
-        compared.append(Compared(name, tuple(merge(base.findings(), result.findings()))))
+        compared.append(Compared(name, tuple(merge(base.compared(), result.compared()))))
     return Comparison(
         model=replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}"),
         settings={**base.settings, "results": list(by_name)},
@@ -275,86 +318,100 @@ def known_result(thing: Any) -> tuple[str, Result] | None:
 # --- merging ---
 
 
-def merge(before: Sequence[Row], after: Sequence[Row]) -> list[Row]:
-    """Return a row for each number and word that both have, and for each row and subject that came or went.
+def merge(before: Sequence[Subject], after: Sequence[Subject]) -> list[Change]:
+    """Return what became of each number and word that both have, and of each row and subject that came or went."""
+    pairs = partners(before, after)
+    went = [Change(key=Place("", one.name), verdict=Verdict.WENT) for one in before if one.name not in pairs]
+    known = {other.name for other in pairs.values()}
+    came = [Change(key=Place("", other.name), verdict=Verdict.CAME) for other in after if other.name not in known]
+    changes = [*went, *came]
+    for one in before:
+        if one.name in pairs:
+            changes += of_subject(one, pairs[one.name])
+    order = [*Verdict]
+    return sorted(changes, key=lambda row: order.index(row.verdict))
 
-    The table of a row is its verdict, and the note of a number the table that it is from. The numbers are before,
-    after, change with its margin, and texts (those that are compared).
-    """
-    names = partners([row.about for row in before], [row.about for row in after])
-    old = {(row.about, row.table, row.name): row for row in before}
-    new = {(names[row.about], row.table, row.name): row for row in after}
-    known = {about for about, _, _ in old}
-    found = {about for about, _, _ in new}
-    rows = [Row(WENT if about in known else CAME, about) for about in sorted(known ^ found)]
+
+def partners(before: Sequence[Subject], after: Sequence[Subject]) -> dict[str, Subject]:
+    """Return the later subject of each earlier one that has a partner, by the earlier one's name."""
+    pairs: list[tuple[float, str, Subject]] = []
+    for one in before:
+        for other in after:
+            common = common_of(one.key, other.key)
+            if common:
+                pairs.append((-common, one.name, other))
+    found: dict[str, Subject] = {}
+    for _, name, other in sorted(pairs, key=lambda pair: pair[:2]):  # those that share most first
+        if name not in found and other not in found.values():
+            found[name] = other
+    return found
+
+
+def common_of(one: Any, other: Any) -> float:
+    """Return how much the keys of two subjects share; equal keys share everything."""
+    if one == other:
+        return math.inf
+    return one.shared(other) if type(one) is type(other) and hasattr(one, "shared") else 0
+
+
+def of_subject(one: Subject, other: Subject) -> list[Change]:
+    """Return what became of a subject, and of its rows."""
+    changes: list[Change] = []
+    if other.key != one.key:
+        words = f"{one.name} -> {other.name}"
+        changes.append(Change(key=Place(one.name, "where it is"), verdict=Verdict.CHANGED, words=words))
+    old = {(row.table, row.key): row for row in one.rows}
+    new = {(row.table, row.key): row for row in other.rows}
     for key in dict.fromkeys([*old, *new]):
-        if key[0] in known & found:
-            rows += of_one(old.get(key), new.get(key), key[0])
-    return sorted(rows, key=lambda row: VERDICTS.index(row.table))
+        if key in old and key in new:
+            texts = one.texts, other.texts
+            changes += of_row(one.name, old[key], new[key], texts)
+        else:
+            row = old.get(key) or new[key]
+            share = row.values().get("share")
+            if not isinstance(share, Mean) or abs(share.value) >= COMES:
+                verdict = Verdict.WENT if key in old else Verdict.CAME
+                said = ", ".join(f"{row.column(name).name} {row.text(name)}" for name in row.values())
+                changes.append(Change(key=Place(one.name, row.full_label), verdict=verdict, words=said or row.table))
+    return changes
 
 
-def of_one(first: Row | None, second: Row | None, about: str) -> list[Row]:
-    """Return what is said of a row of a subject that both have: its word and its numbers, or that it came or went."""
-    row = first or second
-    assert row is not None
-    if first is None or second is None:
-        if "share" in row.numbers and abs(row.get("share")) < COMES:
-            return []
-        return [Row(CAME if first is None else WENT, row.name, {}, row.words() or row.table, about)]
-    rows: list[Row] = []
-    if first.note != second.note:
-        rows.append(Row(CHANGED, row.name, {}, f"{first.note or 'none'} -> {second.note or 'none'}", about))
-    elif first.note:
-        rows.append(Row(SAME, row.name, {}, first.note, about))
-    for number in first.numbers:
-        if number in second.numbers and number != "control":
-            rows.append(moved(first, second, number))
-    return rows
+def of_row(about: str, first: Row, second: Row, texts: tuple[Sequence[str], Sequence[str]]) -> list[Change]:
+    """Return what became of the words and numbers of a row that both have."""
+    changes: list[Change] = []
+    later = second.values()
+    for name, before in first.values().items():
+        after = later.get(name)
+        column = first.column(name)
+        key = Place(about, first.full_label, column.name)
+        if isinstance(before, str):
+            verdict = Verdict.SAME if after == before else Verdict.CHANGED
+            changes.append(Change(key=key, verdict=verdict, words=f"{before} -> {after or 'none'}"))
+        elif isinstance(after, Mean) and name != "control":
+            changes.append(moved(key, column.kind, before, after, texts))
+    return changes
 
 
-def moved(first: Row, second: Row, number: str) -> Row:
-    """Return how far a number of a row moved, text by text where both have one of each, and the verdict."""
-    before = first.numbers[number]
-    after = second.numbers[number]
-    old = dict(zip(first.texts or range(len(before.by_text)), before.by_text, strict=False))
-    new = dict(zip(second.texts or range(len(after.by_text)), after.by_text, strict=False))
+def moved(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Change:
+    """Return how far a number moved, text by text where both have one of each, and the verdict."""
+    old = dict(zip(texts[0] or range(len(before.by_text)), before.by_text, strict=False))
+    new = dict(zip(texts[1] or range(len(after.by_text)), after.by_text, strict=False))
     pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
     pairs = pairs[np.isfinite(pairs).all(1)]
-    scores = before.kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
+    scores = kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
     margin = margin_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if scores else None)
-    ends = before.value, after.value
-    texts = 0
+    start, end = before.value, after.value
+    count = 0
     if margin is not None:
-        ends, texts = pairs.mean(0).tolist(), len(pairs)
+        start, end = pairs.mean(0).tolist()
+        count = len(pairs)
     elif before.margin is not None and after.margin is not None:
         margin = hypot(before.margin, after.margin)
-    start, end = ends
-    verdict = UNJUDGED if end != start else SAME
+    verdict = Verdict.UNJUDGED if end != start else Verdict.SAME
     if margin is not None:
-        verdict = CHANGED if abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value)) else SAME
-    name = first.name if first.table == "findings" else f"{first.name}: {number.replace('_', ' ')}"
-    numbers = {"before": Mean(start, kind=before.kind), "after": Mean(end, kind=before.kind)}
-    numbers |= {"change": Mean(end - start, margin, kind=before.kind), "texts": Mean(texts, kind="count")}
-    return Row(verdict, name, numbers, first.table, first.about)
-
-
-def partners(before: Sequence[str], after: Sequence[str]) -> dict[str, str]:
-    """Return the name that each later subject has among the earlier ones; one without a partner keeps its own."""
-    names = {about: about for about in after}
-    pairs: list[tuple[int, str, str]] = []
-    for own in {*before} - {*after}:
-        for other in {*after} - {*before}:
-            (name, layers), (other_name, other_layers) = in_layers(own), in_layers(other)
-            if name == other_name and layers & other_layers:
-                pairs.append((-len(layers & other_layers), own, other))
-    for _, own, other in sorted(pairs):  # those with most common layers first
-        if own not in names.values() and names[other] == other:
-            names[other] = own
-    return names
-
-
-def in_layers(about: str) -> tuple[str, set[int]]:
-    """Return a subject without numbers, and the layers that it names; one and the same layer if it names none."""
-    found = _LAYERS.search(about)
-    layers = {-1} if found is None else {*range(int(found[1]), int(found[2] or found[1]) + 1)}
-    return re.sub(r"\d+", "", _LAYERS.sub("", about)), layers
+        far = abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value))
+        verdict = Verdict.CHANGED if far else Verdict.SAME
+    change = Mean(end - start, margin)
+    return Change(
+        key=key, verdict=verdict, kind=kind, before=Mean(start), after=Mean(end), change=change, texts=whole(count)
+    )

@@ -23,6 +23,7 @@ from sinkscope.files.store import Keyed, kept_in
 from sinkscope.measure import Setup
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
+from sinkscope.results.older import card_of
 from sinkscope.results.pages import document, render
 from sinkscope.results.result import Result
 
@@ -213,5 +214,5 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     command = part.command or part.name
     if isinstance(outcome, str):
         return CardPart(part.name, command, not_measured(outcome), measured=False, topic=part.topic)
-    rows, cards = tuple(outcome.findings()), tuple(outcome.cards())
+    rows, cards = tuple(outcome.findings()), tuple(outcome.cards() or map(card_of, outcome.subjects()))
     return CardPart(part.name, command, outcome.conclusion(), rows, cards, topic=part.topic)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from plotly.subplots import make_subplots
@@ -33,28 +33,47 @@ from sinkscope.hooks.edit import Knockout
 from sinkscope.kv.keeper import check_servable
 from sinkscope.kv.watch import RemoveTokens
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
+from sinkscope.measure import Mean, Natural, Result, Setup, measurement
 from sinkscope.measure.setup import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.target import tokenizer_of
 from sinkscope.results.notation import count_of, percent, word_list
-from sinkscope.results.row import row_of
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
+from sinkscope.results.table import Row, Subject, column, optional
 
+Cause = Literal["copies", "sink", "context", "sink from the start"]
+"""What is taken away. The context is all tokens but the first, for reference. From the start, the first token is hidden
+from all others in the whole text, so that another may become the sink.
+"""
 CONTINUED = 48  # tokens after a cut, or three periods
 STANDS = 0.5  # share of the loops that end without a cause that is needed
 Cuts = Annotated[int, Strict(), Field(ge=3), Wording("a whole number from 3")]
 """Number of cuts; half of two continuations would be one."""
-NOTHING, CONTEXT = "nothing", "context"
-"""The intact cache, and all tokens but the first one, which are removed for reference."""
-CAUSES = ("copies", "sink")
+NOTHING = "nothing"
+"""The intact cache."""
+CAUSES: tuple[Cause, ...] = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
-FROM_START = "sink, from the start"
-"""The first token is hidden from all others in the whole text, so that another may become the sink."""
-REMOVED = (*CAUSES, CONTEXT, FROM_START)
-"""What is taken away, in the order in which it is told."""
 Continuations = dict[str, list[list[int]]]
 """The tokens that follow each removal, for one cut after another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried(Row, table="removals", title="the loop without"):
+    """What becomes of the loop when something is taken away."""
+
+    key: Cause
+
+    share: Mean = column("goes\non", "share", "Continuations that end in the same loop, over all cuts.")
+    control: Mean | None = optional(
+        "without as many\nrandom tokens", "share", "The same, if as many others are removed."
+    )
+    other_loop: Mean = column("another loop\nfollows", "share", "Continuations that end in another loop.")
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        words = {"copies": "its copies in the cache", "context": "all tokens but the first"}
+        return words.get(self.key, f"the {self.key}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +86,8 @@ class WhyLoop(Result):
         onset: Position of the loop's first token.
         cuts: Positions at which causes were taken away.
         goes_on: Share of the continuations that end in the same loop if nothing is taken away.
-        tried: What the loop does without each of `REMOVED`, over all cuts: the share of the continuations that end in
-            the same loop, and of those in another one (other_loop). The control is the share without as many random
-            tokens before the loop, drawn anew at each cut; there is none if fewer stand there.
+        tried: What the loop does without each thing. Random tokens are drawn before the loop, anew at each cut; if
+            fewer stand there, there is no control.
         kept_by: What keeps it going: causes that are needed, each of them, or "weights". Empty: undecided.
         added: Tokens of ordinary text that were put before the text, so that the copies have a control.
         ids: The tokens, the prompt first.
@@ -82,8 +100,8 @@ class WhyLoop(Result):
     onset: int | None = None
     cuts: tuple[int, ...] = ()
     goes_on: float = 0.0
-    tried: tuple[Row, ...] = ()
-    kept_by: tuple[str, ...] = ()
+    tried: tuple[Tried, ...] = ()
+    kept_by: tuple[Cause | Literal["weights"], ...] = ()
     added: int = 0
     ids: tuple[int, ...] = ()
 
@@ -97,20 +115,27 @@ class WhyLoop(Result):
                 f"Undecided: {loop} goes on in {percent(self.goes_on)} {cases} if nothing is taken away; give the "
                 "prompt and the policy under which it was written."
             )
-        removed = dict(zip(REMOVED, self.tried, strict=False))
-        taken = [removed[cause] for cause in CAUSES if cause in self.kept_by]
+        taken = [row for row in self.tried if row.key in self.kept_by]
         if not taken:
-            shares = [f"{percent(row.get('share'))} without the {cause}" for cause, row in removed.items()]
+            shares = [f"{row.text('share')} without the {row.key}" for row in self.tried]
             verdict = "The weights alone keep it going" if self.kept_by else "Undecided, try another prompt"
             return f"{verdict}: {loop} goes on in {word_list(shares)} {cases}."
-        weakest = max(taken, key=lambda row: row.get("share"))
+        weakest = max(taken, key=lambda row: row.share.value)
         causes = word_list([f"the {cause}" for cause in self.kept_by])
         if len(taken) > 1:
             causes = f"one of {causes}"
-        other = max(row.get("other_loop") for row in taken)
+        other = max(row.other_loop.value for row in taken)
         follows = f", but another follows in {percent(other)}" if other else ""
-        stops = f"this loop stops in {percent(1 - weakest.get('share'))} {cases}"
-        return f"Remove {causes}, and {stops}{follows} (random changes: {percent(1 - weakest.get('control'))})."
+        stops = f"this loop stops in {percent(1 - weakest.share.value)} {cases}"
+        return f"Remove {causes}, and {stops}{follows} (random changes: {percent(1 - weakest['control'].value)})."
+
+    def subjects(self) -> list[Subject]:
+        """Return what the loop does without each thing."""
+        if not self.tried:
+            return []
+        cases = f"goes on in {percent(self.goes_on)} of {len(self.cuts)} cases, intact"
+        title = f"The loop of period {self.period}: {cases}"
+        return [Subject(title, self.tried, "loop")]
 
     def details(self) -> list[str]:
         """Return how much ordinary text was put before the text."""
@@ -121,8 +146,8 @@ class WhyLoop(Result):
     def figure(self) -> Any:
         """Draw how often the loop goes on without each thing, beside random changes of the same size."""
         fig: Any = make_subplots(subplot_titles=["share of continuations in which the same loop goes on"])
-        bars(fig, self.findings(), "share", BLUE, "without it")
-        bars(fig, self.findings(), "control", GREY, "under random changes")
+        bars(fig, self.tried, "share", BLUE, "without it")
+        bars(fig, self.tried, "control", GREY, "under random changes")
         fig.add_hline(self.goes_on, line={"color": GREY, "dash": "dot"}, annotation_text="intact")
         fig.update_yaxes(range=[0, 1.05], tickformat=".0%")
         return figure_of(fig, self, width=1000, height=460, legend=-0.3, bottom=120)
@@ -174,7 +199,7 @@ class LoopedText:
         start = self.loop.start
         removals = {
             NOTHING: [],
-            CONTEXT: [*range(1, cut)],
+            "context": [*range(1, cut)],
             "copies": [*range(max(1, start), cut)],
             "sink": [0],
         }
@@ -212,13 +237,12 @@ class LoopedText:
         rounds = self.ids[-period:] * (2 + size // period)
         return any(rounds[begin : begin + size] == list(tokens[-size:]) for begin in range(period))
 
-    def effect_of(self, cause: str, written: Continuations) -> Row:
+    def effect_of(self, cause: Cause, written: Continuations) -> Tried:
         """Compare the continuations without a cause with those of its random draws."""
-        shares = {name: Mean(fmean(map(self.goes_on, continued)), kind="share") for name, continued in written.items()}
+        shares = {name: Mean(fmean(map(self.goes_on, continued))) for name, continued in written.items()}
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in written[cause])
         control = shares.get(f"random {cause}")
-        numbers = {"share": shares[cause], "control": control, "other_loop": Mean(other, kind="share")}
-        return row_of("findings", f"goes on without {cause}", "random changes" if control else "", **numbers)
+        return Tried(key=cause, share=shares[cause], control=control, other_loop=Mean(other))
 
 
 def _refuse_unused(*, answer: Any, max_new_tokens: int | None, **_: Any) -> None:
@@ -274,19 +298,20 @@ def why_loop(
     check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
     written = looped.continuations(positions)
     goes_on = fmean(map(looped.goes_on, written[NOTHING]))
-    tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
-    kept_by: tuple[str, ...] = ()
-    for cause, row in zip(CAUSES, tried, strict=False):
-        goes_on_without = row.get("share")
-        ends = goes_on - goes_on_without >= STANDS * goes_on and goes_on_without < row.get("control")
+    tried = [looped.effect_of(cause, written) for cause in CAUSES]
+    kept_by: list[Cause | Literal["weights"]] = []
+    for row in tried:
+        without = row.share.value
+        ends = goes_on - without >= STANDS * goes_on and row.control is not None and without < row.control.value
         if ends and goes_on >= STANDS:
-            kept_by += (cause,)
-    if not kept_by and min(goes_on, tried[-1].get("share")) >= STANDS:
-        kept_by = ("weights",)
+            kept_by.append(row.key)
+    tried.append(looped.effect_of("context", written))
+    if not kept_by and min(goes_on, tried[-1].share.value) >= STANDS:
+        kept_by.append("weights")
     if "sink" in kept_by and setup.edit is None:
         rows = [looped.ids[:position] for position in positions]
         hidden = [decode(target, [row], looped.new_tokens, Knockout([0]))[0][0] for row in rows]
-        tried.append(looped.effect_of(FROM_START, written | {FROM_START: hidden}))
+        tried.append(looped.effect_of("sink from the start", written | {"sink from the start": hidden}))
     return replace(
         text,
         period=loop.period,
@@ -294,6 +319,6 @@ def why_loop(
         cuts=tuple(position - added for position in positions),
         goes_on=goes_on,
         tried=tuple(tried),
-        kept_by=kept_by,
+        kept_by=tuple(kept_by),
         added=added,
     )

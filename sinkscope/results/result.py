@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,8 +12,11 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
+from sinkscope.results.older import rows_of, subjects_of
 from sinkscope.results.pages import Section, document, plot, render
+from sinkscope.results.printed import subject_text
 from sinkscope.results.row import WORDS, Card, Row, table_of
+from sinkscope.results.table import Subject, flat
 from sinkscope.results.tables import Grid, Table, strings
 
 TOP = 40  # pixels above the panels of a figure, for their titles
@@ -67,6 +72,14 @@ class Result(Envelope):
         """Return labels with numbers that stand above tables and lines."""
         return []
 
+    def subjects(self) -> list[Subject]:
+        """Return what was measured, in declared tables; none of a result that has rows of the older form."""
+        return []
+
+    def compared(self) -> list[Subject]:
+        """Return what `compare` reads: the tables, or rows of the older form as such."""
+        return self.subjects() or subjects_of(self.findings())
+
     def details(self) -> list[str]:
         """Return the sentences that stand with the conclusion; a subclass overrides it."""
         return []
@@ -74,6 +87,8 @@ class Result(Envelope):
     def findings(self) -> list[Row]:
         """Return what was measured, by which results are compared: by default the rows among its fields."""
         found: list[Row] = []
+        if self.subjects():
+            return rows_of(self.subjects())
         for value in self.own_fields().values():
             for member in value if isinstance(value, tuple) else (value,):
                 if isinstance(member, Row):
@@ -91,10 +106,12 @@ class Result(Envelope):
 
     def rows(self) -> Table:
         """Return the result as a table, one dict per row: its findings; a subclass with another table overrides it."""
-        return table_of(self.findings())
+        return flat(self.subjects()) or table_of(self.findings())
 
     def grid(self) -> Grid:
         """Return the table that is shown, that of `rows`."""
+        if self.subjects():
+            return Grid({})
         if type(self).rows is Result.rows:  # each number with its margin
             rows = [{name: getattr(row, name) for name in WORDS} | row.numbers for row in self.findings()]
         else:
@@ -108,8 +125,14 @@ class Result(Envelope):
         return pd.DataFrame(self.rows())
 
     def to_csv(self) -> str:
-        """Return all rows and columns of `to_frame` as CSV."""
-        return self.to_frame().to_csv(index=False)
+        """Return all rows and columns of `to_frame` as CSV; a whole number stays one beside cells that are empty."""
+        rows = self.rows()
+        written = io.StringIO()
+        names = dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(written, [*names], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return written.getvalue()
 
     # How it looks
 
@@ -127,7 +150,8 @@ class Result(Envelope):
         Args:
             width: Characters per line of the tables. None: every column is shown.
         """
-        parts = [card.text(width) for card in self.cards()]
+        parts = [subject_text(subject, width) for subject in self.subjects() if subject.is_shown]
+        parts += [card.text(width) for card in self.cards()]
         if not parts:  # below cards, the table stands on a page and in a file
             parts.append(self.grid().text(width, self.most_rows))
         parts.append("\n".join([*self.lines(), f"Conclusion: {self.conclusion()}"]))

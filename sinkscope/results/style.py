@@ -10,7 +10,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.results.row import Row
+from sinkscope.results.row import Mean
+from sinkscope.results.row import Row as OldRow
+from sinkscope.results.table import Row
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
@@ -22,8 +24,8 @@ LINE_OF_TITLE = 18
 """Pixels."""
 
 
-def bars(fig: Any, rows: Iterable[Row], number: str, colour: str, name: str = "", **where: int) -> None:
-    """Draw a number of rows as bars, with its margins; rows without it are left out.
+def bars(fig: Any, rows: Iterable[Any], number: str, colour: str, name: str = "", **where: int) -> None:
+    """Draw a number of rows as bars, with its margins, controls in grey; rows without it are left out.
 
     Args:
         fig: The figure.
@@ -33,11 +35,18 @@ def bars(fig: Any, rows: Iterable[Row], number: str, colour: str, name: str = ""
         name: What a legend calls them. Empty: they are in none.
         where: The panel: row and col.
     """
-    shown = [row for row in rows if number in row.numbers]
-    margins = {"type": "data", "array": [row.margin(number) for row in shown]}
-    names = [html.escape(row.name) for row in shown]
-    values = [row.get(number) for row in shown]
-    fig.add_bar(x=names, y=values, error_y=margins, marker_color=colour, name=name, showlegend=bool(name), **where)
+    names: list[str] = []
+    means: list[Mean] = []
+    colours: list[str] = []
+    for row in rows:
+        mean = row.numbers.get(number) if isinstance(row, OldRow) else row.values().get(number)
+        if mean is not None:
+            means.append(mean)
+            names.append(html.escape(row.name if isinstance(row, OldRow) else row.short_label))
+            colours.append(GREY if isinstance(row, Row) and row.is_control else colour)
+    margins = {"type": "data", "array": [mean.margin or 0.0 for mean in means]}
+    values = [mean.value for mean in means]
+    fig.add_bar(x=names, y=values, error_y=margins, marker_color=colours, name=name, showlegend=bool(name), **where)
 
 
 def figure_of(

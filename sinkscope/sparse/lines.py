@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -29,15 +30,15 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import PathName
 from sinkscope.files.records import PositiveShare, check_values, checked_value
 from sinkscope.files.texts import read_texts, text_of
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
+from sinkscope.measure import Mean, Natural, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.setup import prompt_ids
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.results.row import row_of
+from sinkscope.results.notation import Head, percent
 from sinkscope.results.style import COLOURS, figure_of
-from sinkscope.results.tables import long_table
+from sinkscope.results.table import Row, Subject, column, optional
 from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Lines, lengths_of
 from sinkscope.sparse.head_lines import minference_lines, top_lines
@@ -47,22 +48,101 @@ ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
 SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA = 0.1  # the paper: a tenth of the lines carries about 90 % of the attention
-CONTROLS = {
-    "other_mass": "another text's lines",
-    "near_mass": "the first column and the nearest diagonals",
-    "last_mass": "lines of the last 64 queries (MInference)",
-}
-"""Fields with the attention on other lines, and what these are."""
-SHARED = {
-    "inputs": "lines that two texts share",
-    "segments": "lines of a text's second half that are also its first half's",
-}
-"""Fields that say how far lines agree, and what they are."""
-ON_LINES = ("mass", *CONTROLS, "cells")
-AGREEMENT = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
 PerHead = Float[np.ndarray, "eta layer head"]
 ByHead = Float[Tensor, "eta head"]
 Chosen = Bool[Tensor, "eta head kind _"]
+
+
+class On(StrEnum):
+    """Which lines: the heaviest, or others of as many cells."""
+
+    HEAVIEST = "mass"
+    OTHER_TEXT = "other_mass"
+    NEAREST = "near_mass"
+    LAST_QUERIES = "last_mass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mass(Row, table="mass", title="mean over heads"):
+    """How much attention lies on lines, mean over heads and texts."""
+
+    key: On
+
+    share: Mean = column("hold of the\nattention", "share", "Attention on the lines; crossings count once.")
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is a control."""
+        return self.key is not On.HEAVIEST
+
+    @property
+    def group(self) -> str:
+        """The heading under which it stands."""
+        return "controls: other lines of as many cells" if self.is_control else ""
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        words = {
+            On.HEAVIEST: "the heaviest lines",
+            On.OTHER_TEXT: "another text's heaviest",
+            On.NEAREST: "first column, nearest diagonals",
+            On.LAST_QUERIES: "the last 64 queries' (MInference)",
+        }
+        return words[self.key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement(Row, table="agreement", title="of the heaviest lines"):
+    """How far the heaviest lines agree, beside random lines."""
+
+    key: Literal["inputs", "segments"]
+
+    share: Mean = column("are\nshared", "share", "Lines of both, of those of either text, or of the second half.")
+    control: Mean = column("random\nlines", "share", "The same of random lines, as many of each kind.")
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return {"inputs": "two texts have", "segments": "both halves of a text have"}[self.key]
+
+
+@dataclass(frozen=True)
+class HeadAt:
+    """A head, and the share of all lines that were chosen."""
+
+    eta: float
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return str(Head(self.layer, self.head))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLines(Row, table="heads", title="each head, lowest first", most=6):
+    """How much attention of a head lies on lines, and how far these agree; named as the fields of `LineWeights`."""
+
+    key: HeadAt
+
+    mass: Mean = column("heaviest\nlines", "fine share", "Attention on the heaviest lines.")
+    other_mass: Mean | None = optional("another\ntext's", "fine share", "Attention on those of the text before.")
+    near_mass: Mean = column("nearest\nlines", "fine share", "On the first column and nearest diagonals.")
+    last_mass: Mean = column("last\nqueries'", "fine share", "On lines that the last 64 queries choose.")
+    cells: Mean = column("cells\ncovered", "fine share", "Share of all cells that the heaviest lines cover.")
+    inputs: Mean | None = optional("shared by\ntwo texts", "fine share", "Lines of both of two texts, of either's.")
+    inputs_random: Mean | None = optional("random of\ntwo texts", "fine share", "The same of random lines.")
+    segments: Mean = column("shared by\nhalves", "fine share", "Lines of both halves of a text, of the second's.")
+    segments_relative: Mean = column("shared within\nhalves", "fine share", "The same, counted within each half.")
+    segments_random: Mean = column("random of\nhalves", "fine share", "The same of random lines.")
+
+    @property
+    def group(self) -> str:
+        """The heading under which it stands."""
+        return f"heaviest {self.key.eta:.0%} of lines"
+
+
+FIELDS = tuple(each.key for each in HeadLines.columns())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +171,6 @@ class LineWeights(Result):
         text_mass: `mass` of each text, mean over heads.
     """
 
-    percent = (*ON_LINES, *AGREEMENT)
-    columns = ("layer", "head", *ON_LINES)
-
     etas: tuple[float, ...]
     tokens: tuple[int, ...]
     layers: tuple[int, ...]
@@ -120,36 +197,53 @@ class LineWeights(Result):
 
     def shown(self, name: str) -> Mean:
         """Return the mean of a field over all heads, at the eta that is shown."""
-        return Mean(float(self.mean(name)[self.shown_eta]), kind="share")
+        return Mean(float(self.mean(name)[self.shown_eta]))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
-        columns = {name: getattr(self, name) for name in self.percent}
-        rows = long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
-        return sorted(rows, key=lambda row: (row["eta"] != self.etas[self.shown_eta], row["mass"]))
-
-    def details(self) -> list[str]:
-        """Return how far lines agree, and their cells."""
-        return [f"{row.name}: {row.words()}." for row in self.findings()[1:]]
-
-    def findings(self) -> list[Row]:
-        """Return the mass on the heaviest lines beside the strongest control, and how many of them are shared."""
-        heaviest = f"heaviest {self.etas[self.shown_eta]:.0%}"
+    def subjects(self) -> list[Subject]:
+        """Return the mass on the heaviest lines beside other lines, how far they agree, and all of it by head."""
+        eta = f"{self.etas[self.shown_eta]:.0%}"
         by_text = self.text_mass[self.shown_eta]
-        mass = Mean(self.shown("mass").value, margin_of(by_text), tuple(by_text.tolist()), "share")
-        controls = [name for name in CONTROLS if getattr(self, name) is not None]
-        strongest = max(controls, key=lambda name: self.shown(name).value)
-        about = f"Attention on the {heaviest} of lines"
-        rows = [row_of("findings", about, CONTROLS[strongest], share=mass, control=self.shown(strongest))]
-        for name, said in SHARED.items():
+        mass = replace(self.shown("mass"), margin=margin_of(by_text), by_text=tuple(by_text.tolist()))
+        rows: list[Row] = [Mass(key=On.HEAVIEST, share=mass)]
+        for on in (On.OTHER_TEXT, On.NEAREST, On.LAST_QUERIES):
+            if getattr(self, on) is not None:
+                rows.append(Mass(key=on, share=self.shown(on)))
+        for name in ("inputs", "segments"):
             if getattr(self, name) is not None:
-                numbers = {"share": self.shown(name), "control": self.shown(f"{name}_random")}
-                rows.append(Row("findings", f"{heaviest} of {said}", numbers, "random lines"))
-        return [*rows, row_of("findings", "cells that the lines cover", share=self.shown("cells"))]
+                rows.append(Agreement(key=name, share=self.shown(name), control=self.shown(f"{name}_random")))
+        cells = percent(self.shown("cells").value)
+        title = f"Attention on the heaviest {eta} of lines, which cover {cells} of the cells"
+        return [Subject(title, (*rows, *self.by_head()), f"heaviest {eta}")]
+
+    def compared(self) -> list[Subject]:
+        """Return the same without the rows of heads, whose numbers have no margin."""
+        (subject,) = self.subjects()
+        rows = [row for row in subject.rows if not isinstance(row, HeadLines)]
+        return [replace(subject, rows=tuple(rows))]
+
+    def by_head(self) -> list[HeadLines]:
+        """Return one row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
+        rows: list[HeadLines] = []
+        for eta, layer, head in np.ndindex(self.mass.shape):
+            numbers: dict[str, Mean] = {}
+            for name in FIELDS:
+                if getattr(self, name) is not None:
+                    numbers[name] = Mean(float(getattr(self, name)[eta, layer, head]))
+            rows.append(HeadLines(key=HeadAt(self.etas[eta], self.layers[layer], head), **numbers))
+        shown = self.etas[self.shown_eta]
+        return sorted(rows, key=lambda row: (row.key.eta != shown, row.mass.value))
+
+    def conclusion(self) -> str:
+        """Return the mass on the heaviest lines beside that on the strongest others."""
+        (subject,) = self.subjects()
+        mass, *others = (row for row in subject.rows if isinstance(row, Mass))
+        control = max(others, key=lambda row: row.share.value)
+        said = f"The {subject.key} of lines hold {mass.text('share')} of the attention"
+        return f"{said}, and of others as many cells hold at most {control.text('share')} ({control.label})."
 
     def figure(self) -> go.Figure:
         """Draw mass and agreement of the lines by eta."""
-        shares = {name: self.mean(name) for name in self.percent if getattr(self, name) is not None}
+        shares = {name: self.mean(name) for name in FIELDS if getattr(self, name) is not None}
         fig = px.line(pd.DataFrame(shares, index=self.etas), color_discrete_sequence=COLOURS)
         fig.update_yaxes(tickformat=".0%", rangemode="tozero", title_text="mean over heads")
         fig.update_xaxes(title_text="share of all lines chosen (eta)")

@@ -166,7 +166,7 @@ class ModelView(Result):
         rows: Table = []
         for spike in (entry.found for entry in self.circuit):
             first, last = spike.layers
-            needed = ", ".join(spike.needed)
+            needed = ", ".join(map(str, spike.needed))
             row = {"place": spike.place.words, "layers": span(first, last), "ratio": spike.ratio, "heads": spike.heads}
             rows.append({**row, "needed": needed})
         return rows

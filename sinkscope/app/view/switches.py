@@ -91,7 +91,7 @@ MOVED = re.compile(r"token (\d+) (isolated|with the first id)")
 def moved_names(sink: ModelSink, length: int) -> list[str]:
     """Return the switches of the token in the middle of a text, where it is known what makes the first one the sink."""
     answered = sink.circuit.answered
-    if answered is None or not answered.table("conditions") or length < FEWEST_TOKENS:
+    if answered is None or not answered.conditions or length < FEWEST_TOKENS:
         return []
     return [f"token {length // 2} isolated", f"token {length // 2} with the first id"]
 

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
+from sinkscope.results.table import in_line, measured
 from sinkscope.results.tables import cell
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src 'unsafe-inline'"
@@ -65,7 +68,8 @@ def _templates() -> Any:
     made: Any = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.globals.update(source=source, cell=cell)
+    made.globals.update(source=source, cell=cell, measured=measured, in_line=in_line)
+    made.filters.update(groupby_in_order=lambda rows, name: groupby(rows, attrgetter(name)))
     return made
 
 

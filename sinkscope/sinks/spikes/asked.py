@@ -1,7 +1,7 @@
-"""What is asked of a place: tables of cases, each read by the one reader (`read`) and told in a `Row`.
+"""What is asked of a place: tables of cases, each read by the one reader (`read`) and told in a row.
 
-- Effects: the needed set removed at the place, and everywhere; the place hidden; and controls, which write as much.
-- Alone: the units of the needed set, one by one.
+- Effects: the needed set removed at the place, and everywhere; its units one by one; the place hidden; and controls,
+  which write as much.
 - Conditions: an ordinary position gets the place's token, sees only itself, has its position id, each alone and
   together; each is taken away at the place (Barbero et al. 2025, Sun et al. 2024, and later papers each claim one).
 - Purpose: what later tokens lose without the place, or with another value there.
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import product
+from functools import cached_property
+from itertools import compress, product
 from math import inf
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.models.draws import draws
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.results.row import Mean
+from sinkscope.results.table import whole
 from sinkscope.sinks.spikes.edited import (
     Batch,
     batch_of,
@@ -39,9 +40,20 @@ from sinkscope.sinks.spikes.edited import (
     takes_positions,
 )
 from sinkscope.sinks.spikes.needs import Needs, equal_sets, other_components
-from sinkscope.sinks.spikes.result import AS_IT_IS, CAUSES, NO_EQUAL, ONE_OTHER, PURPOSE_CONTROLS, TAKEN, WRITES
 from sinkscope.sinks.spikes.spike import Parts, Spike, at_position
 from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.spikes.tables import (
+    ONE_OTHER,
+    WRITES,
+    Cause,
+    Condition,
+    Conditioned,
+    Done,
+    Edit,
+    Effect,
+    Purpose,
+    PurposeKey,
+)
 from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import TokenRows
 
@@ -98,57 +110,56 @@ class SpikeCircuit:
         return int((self.reported.attention.double().mean(-1) > READS).sum())
 
     @cached_property
-    def hidden(self) -> Row | None:
+    def hidden(self) -> Effect | None:
         """What it does to hide the place from later tokens in the layers after the first that writes its spike.
 
         None: no head reads the place, or no key can be hidden in the model, which a warning says.
         """
-        later = self.later
-        if not self.reported.is_read or not later:
+        if not self.reported.is_read or self.since >= self.spike.survey.target.n_layers:
             return None
-        how: dict[str, Any] = {"hide": "place", "layers": later, "note": f"from layer {later.start} on"}
         try:
-            return measure("effects", "hidden", self.reported, self.reported.reading_layers, **how)
+            spike = self.reported
+            return measure(Edit(Done.HIDDEN), spike, spike.reading_layers, hide="place", since=self.since)
         except UnsupportedError as error:
             warn(f"what it does to hide a place is not measured: {error}")
             return None
 
     @property
-    def later(self) -> range:
-        """The layers after the first that writes its spike."""
-        return range(self.first_writer + 1, self.spike.survey.target.n_layers)
+    def since(self) -> int:
+        """The layer after the first that writes its spike."""
+        return self.first_writer + 1
 
 
 def measure(
-    table: str,
-    name: str,
+    key: Edit,
     spike: Spike,
     heads: Sequence[int],
     sets: Sequence[Parts] = ((),),
     *,
     count: int | None = None,
     hide: int | Literal["place"] | None = None,
-    since: int = 0,
-    like: Row | None = None,
+    after: int = 0,
+    like: Effect | None = None,
     norm: float | None = None,
-    note: str = "",
+    since: int | None = None,
+    parts: Parts = (),
     **how: Any,
-) -> Row:
+) -> Effect:
     """Measure a case: a row of numbers by text.
 
     Args:
-        table: The table in which it stands.
-        name: What is done.
+        key: What is done.
         spike: The spike, in the texts that are read.
         heads: Layers whose attention is read. Empty: neither heads nor loss is read.
         sets: Parts that are removed; several sets are read in turn, each in texts of its own.
         count: Number of texts. None: all.
         hide: The position that later tokens do not see; "place" is that of the spike.
-        since: The first position that is read.
+        after: The first position that is read.
         like: What the needed set does, which the sets may do as well: those that do are counted.
         norm: Mean norm of what the sets write, over that of the needed set. None: they are no neurons.
-        note: What else there is to say.
-        how: What else is done, as `Batch` has it: `everywhere`, `value`, `layers`.
+        since: The first layer that is changed. None: all are.
+        parts: The parts that the row names.
+        how: What else is done, as `Batch` has it: `everywhere`, `value`.
     """
     chosen = spike.texts[:count]
     many = torch.arange(max(len(chosen), len(sets)))
@@ -156,42 +167,44 @@ def measure(
     edit_of = many % len(sets)
     rows = chosen[text_of]
     batch = replace(batch_of(spike, sets, rows, edit_of), **how)
+    if since is not None:
+        batch = replace(batch, layers=range(since, spike.survey.target.n_layers))
     if hide is not None:
         hidden = batch.places[:, 0] if hide == "place" else at_position(batch.ids, hide)
         batch = replace(batch, unseen=hidden[:, None].expand(-1, hidden.shape[1], -1))
-    seen = read(batch, heads, loss=bool(heads), since=since)
+    seen = read(batch, heads, loss=bool(heads), since=after)
     left = share_left(seen.along[:, 0], seen.intact[:, 0])
-    rise = torch.full_like(left, torch.nan)
-    numbers: dict[str, Mean | float | None] = {"left": mean_of(left, "share")}
+    effect = Effect(key=key, parts=parts, since=since, left=mean_of(left, "share"))
     if heads:
-        numbers["heads"] = count_above(seen.attention[:, [*heads]].permute(1, 2, 0), READS)
-        if not since:
-            numbers["intact"] = count_above(spike.attention[..., text_of], READS)
+        effect = replace(effect, heads=count_above(seen.attention[:, [*heads]].permute(1, 2, 0), READS))
+    if heads and not after:
+        effect = replace(effect, intact=count_above(spike.attention[..., text_of], READS))
+    rise = torch.full_like(left, torch.nan)
     if bool(seen.loss.isfinite().any()):
         place = batch.places[:, 0].int()
         counted = (place.cumsum(1) > place)[:, :-1]  # queries after the first position of the place
         change = (seen.loss - intact_losses(spike)[rows]).masked_fill(~counted, torch.nan)
         rise = change.nanmean(1)
-        numbers |= {"loss": mean_of(rise), "tokens": int(change.isfinite().sum())}
-    if like is not None:  # sets that raise the loss as much in the same texts, or leave as little of the spike
-        what, sign, own = ("loss", 1, rise) if "loss" in like.numbers else ("left", -1, left)
-        known = torch.tensor(like.numbers[what].by_text)[text_of]
-        if len(sets) > 1:
-            reached = 0
-            for number in range(len(sets)):
-                here = edit_of == number
-                reached += bool(sign * own[here].mean() >= sign * known[here].mean())
-            numbers |= {"sets": len(sets), "reached": reached}
-        numbers["size"] = Mean(sum(map(len, sets)) / len(sets), kind="count")
-        numbers["norm"] = None if norm is None else Mean(norm, kind="share")
-    return row_of(table, name, note, **numbers)
+        effect = replace(effect, loss=mean_of(rise), tokens=whole(int(change.isfinite().sum())))
+    if like is None:
+        return effect
+    if len(sets) > 1:  # sets that raise the loss as much in the same texts, or leave as little of the spike
+        number, sign, own = ("left", -1, left) if like.loss is None else ("loss", 1, rise)
+        known = torch.tensor(like[number].by_text)[text_of]
+        reached = 0
+        for member in range(len(sets)):
+            here = edit_of == member
+            reached += bool(sign * own[here].mean() >= sign * known[here].mean())
+        effect = replace(effect, sets=whole(len(sets)), reached=whole(reached))
+    size = Mean(sum(map(len, sets)) / len(sets), kind="count")
+    return replace(effect, size=size, norm=None if norm is None else Mean(norm, kind="share"))
 
 
 # --- effects ---
 
 
 @torch.no_grad()
-def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
+def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Effect]:
     """Measure what the needed set of a spike does, beside what others do that write as much, and each unit of it.
 
     Args:
@@ -200,7 +213,8 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
         seed: Seed of random sets.
 
     Returns:
-        Rows of the tables "effects", "controls" and "alone"; none if nothing is needed.
+        The intact spike, the needed parts removed, each alone, the place hidden, and the controls; none if nothing is
+        needed.
     """
     spike = circuit.reported
     needs = circuit.needs
@@ -208,31 +222,26 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
         return []
     reading = spike.reading_layers
     layers = reading if spike.is_read else ()
-    at_place = measure("effects", "at place", spike, layers, [needs.needed])
+    at_place = measure(Edit(Done.NEEDED), spike, layers, [needs.needed], parts=needs.needed)
+    rows = [Effect(key=Edit(Done.INTACT), left=Mean(1.0, kind="share"), heads=at_place.intact), at_place]
     if not needs.units:
+        key = Edit(Done.RANDOM)
         others = other_components(needs.order, needs.needed)
-        note = "another component replaced"
-        if not others:
-            return [at_place, row_of("controls", "random", "there are no other components")]
-        return [at_place, measure("controls", "random", spike, layers, others, like=at_place, note=note)]
+        return [*rows, measure(key, spike, layers, others, like=at_place) if others else Effect(key=key)]
     few: dict[str, Any] = {"everywhere": True, "count": FEW}
-    rows = [at_place, measure("effects", "everywhere", spike, reading, [needs.needed], **few)]
-    rows += [] if circuit.hidden is None else [circuit.hidden]
-    equal, enough = equal_sets(chosen, needs.units, [*needs.neutral], seed)
-    if not equal:
-        rows.append(row_of("controls", "busiest", "no other neuron of these layers writes anything"))
-    for name, own in {"busiest": slice(1), "random": slice(1, None)}.items():
-        sets = dict([*equal.items()][own])
-        if sets:
-            few |= {"like": at_place, "norm": float(np.mean([*sets.values()])), "note": "" if enough else NO_EQUAL}
-            rows.append(measure("controls", name, spike, layers, [*sets], **few))
-    units = sorted(needs.units, key=[*needs.alone].index)[:UNITS]  # the strongest effect first
-    for unit in units:
-        row = at_place
-        if len(needs.units) > 1:
-            row = measure("alone", "", spike, layers, [unit], count=ALONE)
-        for neuron in unit:
-            rows.append(replace(row, table="alone", name=str(neuron)))
+    key = Edit(Done.NEEDED, everywhere=True)
+    rows.append(measure(key, spike, reading, [needs.needed], parts=needs.needed, **few))
+    if len(needs.units) > 1:
+        for unit in sorted(needs.units, key=[*needs.alone].index)[:UNITS]:  # the strongest effect first
+            alone = measure(Edit(Done.PART), spike, layers, [unit], count=ALONE)
+            rows += [replace(alone, key=Edit(Done.PART, part=neuron)) for neuron in unit]
+    if circuit.hidden is not None:
+        rows.append(circuit.hidden)
+    for done, sets in equal_sets(chosen, needs.units, [*needs.neutral], seed).items():
+        norm = float(np.mean([*sets.values()]))
+        rows.append(measure(Edit(done, everywhere=True), spike, layers, [*sets], like=at_place, norm=norm, **few))
+    if not rows[-1].is_control:  # no other neuron of these layers writes anything
+        rows.append(Effect(key=Edit(Done.BUSIEST, everywhere=True)))
     return rows
 
 
@@ -240,7 +249,7 @@ def effects_of(circuit: SpikeCircuit, chosen: Survey, seed: int) -> list[Row]:
 
 
 @torch.no_grad()
-def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Row]]:
+def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Purpose]]:
     """Ask what the attention to the first token is for, of each of its spikes.
 
     Args:
@@ -250,8 +259,7 @@ def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Row]]:
         Rows of each; none of short texts, and of a model that is streamed.
     """
     spike = circuits[0].reported
-    by_spike = list[list[Row]]()
-    anywhere = list[Row]()
+    by_spike = list[list[Purpose]]()
     survey = spike.survey
     target = spike.survey.target
     if survey.ids.shape[1] <= 2 * BEGIN or not target.resident:
@@ -259,27 +267,24 @@ def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Row]]:
     key = KEYS.start + int(survey.attention[target.attending].mean((0, 1, 2))[KEYS].argmax())
     second = replace(spike, place=replace(spike.place, mask=at_position(survey.ids, 1)))
 
-    def asked(spike: Spike, name: str, table: str = "purpose", **how: Any) -> Row:
-        row = measure(table, name, spike, target.attending, count=TEXTS, since=BEGIN, **how)
-        return replace(row, numbers={name: row.numbers[name] for name in ("heads", "loss", "tokens")})
+    def asked(key: PurposeKey, spike: Spike, other: int | None = None, **how: Any) -> Purpose:
+        read = measure(Edit(Done.HIDDEN), spike, target.attending, count=TEXTS, after=BEGIN, **how)
+        return Purpose(key=key, since=read.since, other=other, heads=read.heads, loss=read.loss, tokens=read.tokens)
 
+    # the same for all spikes of the place
+    intact = Purpose(key="intact", heads=asked("intact", spike).heads)
+    taker = asked("intact", second, hide=0).heads  # the next position may take over
+    everywhere = replace(asked("hidden in all layers", spike, hide="place"), taker_heads=taker)
     for circuit in circuits:
-        if not anywhere:  # the same for all spikes of the place
-            intact = asked(spike, "intact")
-            hidden = asked(spike, "hidden in all layers", hide="place")
-            taker = asked(second, "", hide=0).numbers["heads"]  # the next position may take over
-            intact = replace(intact, numbers={"heads": intact.numbers["heads"]})
-            anywhere = [intact, replace(hidden, numbers=hidden.numbers | {"taker_heads": taker})]
-        note = f"from layer {circuit.later.start} on"
-        later = partial(asked, circuit.reported, layers=circuit.later)
-        hidden = later("hidden", hide="place", note=note)
+        own = circuit.reported
+        since = circuit.since
+        hidden = asked("hidden", own, hide="place", since=since)
         if circuit.hidden is not None:  # one number: over all texts that report
-            hidden = replace(
-                hidden, numbers=hidden.numbers | {name: circuit.hidden.numbers[name] for name in ("loss", "tokens")}
-            )
-        values = [later("value zero", value="zero", note=note), later("mean value", value="mean", note=note)]
-        control = later("most attended key hidden", PURPOSE_CONTROLS, hide=key, note=f"position {key}, {note}")
-        by_spike.append([*anywhere, hidden, *values, control])
+            hidden = replace(hidden, loss=circuit.hidden.loss, tokens=circuit.hidden.tokens)
+        zero = asked("value zero", own, value="zero", since=since)
+        mean = asked("value mean", own, value="mean", since=since)
+        control = asked("other hidden", own, key, hide=key, since=since)
+        by_spike.append([intact, everywhere, hidden, zero, mean, control])
     return by_spike
 
 
@@ -290,7 +295,7 @@ def rows_at(
     spikes: Sequence[Spike],
     ids: TokenRows,
     at: Int[Tensor, " row"],
-    causes: Collection[str] = (),
+    causes: Collection[Cause] = (),
     *,
     token: Int[Tensor, " row"] | None = None,
     sees: Bool[Tensor, "row key"] | None = None,
@@ -308,15 +313,15 @@ def rows_at(
     place = torch.arange(ids.shape[1]) == at[:, None]
     unseen = None
     positions = None
-    if "its token" in causes:
+    if Cause.TOKEN in causes:
         token = ids[:, 0]
-    if "alone" in causes:
+    if Cause.ALONE in causes:
         sees = torch.zeros_like(place)
     if token is not None:
         ids = torch.where(place, token[:, None], ids)
     if sees is not None:
         unseen = place[..., None] & ~sees[:, None]
-    if "id 0" in causes:
+    if Cause.ID in causes:
         positions = torch.where(place, 0, torch.arange(ids.shape[1]))
     places = place[:, None].expand(-1, len(spikes), -1)
     return Batch(tuple(spikes), ids, places, unseen=unseen, positions=positions)
@@ -338,7 +343,7 @@ def ordinary_positions(ids: TokenRows, seed: int) -> Int[Tensor, " text"]:
 
 
 @torch.no_grad()
-def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
+def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Conditioned]]:
     """Ask what makes a position the place of spikes of the first token, of each; empty if the texts are too short.
 
     Args:
@@ -346,7 +351,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
         seed: Seed of the ordinary positions, tokens and others.
     """
     survey = spikes[0].survey
-    by_spike = [list[Row]() for _ in spikes]
+    by_spike = [list[Conditioned]() for _ in spikes]
     if survey.ids.shape[1] <= LAST:
         return by_spike
     target = survey.target
@@ -356,21 +361,21 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
     token = ids.roll(1, 0)[torch.arange(len(ids)), at]
     first = torch.zeros(len(ids), dtype=torch.long)
     takes = takes_positions(target)
-    cases: dict[str, Batch] = {}
-    for has in product((False, True), repeat=3):
-        causes = [cause for cause, there in zip(CAUSES, has, strict=True) if there]
-        if takes or not has[2]:
-            cases[", ".join(causes) or AS_IT_IS] = rows_at(spikes, ids, ordinary_positions(ids, seed), causes)
-    cases[TAKEN["its token"]] = rows_at(spikes, ids, first, token=token)
-    cases[TAKEN["alone"]] = place_sees(spikes, ids, BEFORE)
+    cases: dict[Condition, Batch] = {}
+    for has in product((False, True), repeat=len(Cause)):
+        causes = tuple(compress(Cause, has))
+        if takes or Cause.ID not in causes:
+            cases[Condition(causes)] = rows_at(spikes, ids, ordinary_positions(ids, seed), causes)
+    cases[Condition((Cause.TOKEN,), at_place=True)] = rows_at(spikes, ids, first, token=token)
+    cases[Condition((Cause.ALONE,), at_place=True)] = place_sees(spikes, ids, BEFORE)
     if takes and ids.shape[1] + SHIFT <= (target.max_positions or inf):
         later = torch.arange(ids.shape[1]).expand_as(ids) + SHIFT
-        cases[TAKEN["id 0"]] = replace(rows_at(spikes, ids, first), positions=later)
+        cases[Condition((Cause.ID,), at_place=True)] = replace(rows_at(spikes, ids, first), positions=later)
     cases[ONE_OTHER] = one_other_drawn(spikes, survey.ids, seed)
-    for name, batch in cases.items():
+    for condition, batch in cases.items():
         layers = target.attending
         texts = len(ids)
-        if name == ONE_OTHER:
+        if condition == ONE_OTHER:
             layers = []
             texts = len(survey.ids)
             batch = batch.until_place()
@@ -378,7 +383,9 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Row]]:
         for number, (spike, rows) in enumerate(zip(spikes, by_spike, strict=True)):
             left = mean_of(seen.along[:, number].reshape(-1, texts).mean(0), "share")
             received = seen.attention[:, [*spike.reading_layers]].permute(1, 2, 0)
-            rows.append(row_of("conditions", name, left=left, heads=count_above(received, READS) if layers else None))
+            assert left is not None
+            heads = count_above(received, READS) if layers else None
+            rows.append(Conditioned(key=condition, left=left, heads=heads))
     return by_spike
 
 

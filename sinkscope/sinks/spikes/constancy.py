@@ -21,10 +21,11 @@ from sinkscope.engine.tap import attention_rows
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.layers import per_query_head
-from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions, rows_at
 from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.tables import Cause, Constancy, ConstancyKey
 from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
 
 States = Float[Tensor, "layer text d_model"]
@@ -32,7 +33,7 @@ PerHead = Float[Tensor, "key head text"]
 
 
 @torch.no_grad()
-def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: int) -> list[Row]:
+def constancy_of(spike: Spike, begins: int, sufficient: Collection[Cause], seed: int) -> list[Constancy]:
     """Measure how constant a spike makes the first token.
 
     Args:
@@ -42,7 +43,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
         seed: Seed of the ordinary positions.
 
     Returns:
-        Rows of the table "constant"; none where no head reads the place, or no other position becomes one.
+        States and values; none where no head reads the place, or no other position becomes one.
     """
     survey = spike.survey
     place = spike.place.mask
@@ -68,8 +69,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
         return []
     ordinary = states_of(rows_at([spike], ids, at), depth)
     constant = torch.stack([cosines(some[:, became]) for some in (states, ordinary)], 1)
-    heads = f"{sum(int(own.sum()) for own in reading.values())} heads from layer {after} on, beside layer {first}"
-    rows = [constant_of("state", constant[[first, after]], heads)]
+    readers = sum(int(own.sum()) for own in reading.values())
     # 2. values, in heads that read; before the spike in all heads of a layer
     keys = torch.stack([torch.zeros_like(at), at])
     values = dict[int, PerHead]()
@@ -82,7 +82,23 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[str], seed: i
     with attention_rows(target, see, layers=[first, *reading]):
         target.forward(ids, last_layer=depth - 1)
     behind = torch.cat([values[layer][:, own] for layer, own in reading.items()], 1)
-    return [*rows, constant_of("value", torch.stack([values[first].nanmean(1), behind.nanmean(1)]))]
+    norms = torch.stack([values[first].nanmean(1), behind.nanmean(1)])
+    found: dict[ConstancyKey, Tensor] = {"state": constant[[first, after]], "value": norms}
+    rows = list[Constancy]()
+    for key, (before, behind) in found.items():
+        at_place, at_ordinary = behind
+        row = Constancy(
+            key=key,
+            readers=readers,
+            since=after,
+            beside=first,
+            before=Mean(float(before[0].nanmean())),
+            after=Mean(float(at_place.nanmean()), margin_of(at_place.numpy())),
+            ordinary_before=Mean(float(before[1].nanmean())),
+            ordinary_after=Mean(float(at_ordinary.nanmean())),
+        )
+        rows.append(row)
+    return rows
 
 
 def values_of(attention: Attention, keys: Int[Tensor, "key text"]) -> PerHead:
@@ -114,17 +130,3 @@ def cosines(states: States) -> Float[Tensor, "layer text"]:
     """Return the mean cosine of each text's state to the states of all other texts, at the input of each layer."""
     unit = torch.nn.functional.normalize(states, dim=-1)
     return ((unit @ unit.mT).sum(-1) - 1) / (len(unit[0]) - 1)
-
-
-def constant_of(name: str, read: Float[Tensor, "when where text"], note: str = "") -> Row:
-    """Return the row of a number: before and after, at the place and at an ordinary position."""
-    (before, ordinary_before), (after, ordinary_after) = read.nanmean(-1).tolist()
-    return row_of(
-        "constant",
-        name,
-        note,
-        before=before,
-        after=Mean(after, margin_of(read[1, 0].numpy())),
-        ordinary_before=ordinary_before,
-        ordinary_after=ordinary_after,
-    )

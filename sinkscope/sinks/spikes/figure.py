@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import plotly.graph_objects as go
@@ -10,6 +9,7 @@ from plotly.subplots import make_subplots
 
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, bars, figure_of
 from sinkscope.sinks.spikes.spike import run
+from sinkscope.sinks.spikes.tables import Done
 
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7")
 TITLES = (
@@ -33,10 +33,9 @@ def draw(result: Any) -> go.Figure:
     for spike, colour in zip(shown, COLOURS, strict=False):
         low, high = spike.layers
         fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
-        writers = [*spike.table("components").values(), *spike.table("erasers").values()]
-        bars(fig, writers, "share", colour, run(low, high), row=1, col=2)
-        bars(fig, spike.table("effects").values(), "heads", colour, row=2, col=2)
-        bars(fig, spike.table("controls").values(), "heads", GREY, row=2, col=2)
+        bars(fig, [*spike.components, *spike.erasers], "share", colour, run(low, high), row=1, col=2)
+        edits = [row for row in spike.effects if row.key.done is not Done.PART]
+        bars(fig, edits, "heads", colour, row=2, col=2)
     fig.add_heatmap(z=result.heads, colorscale=["#ffffff", BLUE], zmin=0, zmax=1, showscale=False, row=2, col=1)
     fig.update_xaxes(title_text="layer", row=1, col=1)
     fig.update_yaxes(title_text="L2 norm", type="log", row=1, col=1)
@@ -46,23 +45,13 @@ def draw(result: Any) -> go.Figure:
     return figure_of(fig, result, width=1100, height=860, legend=-0.12, bottom=110)
 
 
-def draw_answers(result: Any, of_conditions: Collection[str], of_purpose: str) -> go.Figure:
-    """Draw what makes a position the sink, and what the place is for, in the colours of effects and controls.
-
-    Args:
-        result: A `WhySink`.
-        of_conditions: The rows of the conditions that are controls.
-        of_purpose: The table of the controls of its purpose.
-    """
+def draw_answers(result: Any) -> go.Figure:
+    """Draw what makes a position the sink, and what the place is for, of a `WhySink`."""
     spike = result.answered
     if spike is None:
         return draw(result)
     fig: Any = make_subplots(2, subplot_titles=ANSWERS)
-    conditions = spike.table("conditions")
-    controls = [row for name, row in conditions.items() if name in of_conditions]
-    bars(fig, [row for row in conditions.values() if row not in controls], "left", BLUE, row=1, col=1)
-    bars(fig, controls, "left", GREY, row=1, col=1)
-    bars(fig, spike.table("purpose").values(), "loss", BLUE, row=2, col=1)
-    bars(fig, spike.table(of_purpose).values(), "loss", GREY, row=2, col=1)
+    bars(fig, spike.conditions, "left", BLUE, row=1, col=1)
+    bars(fig, spike.purpose, "loss", BLUE, row=2, col=1)
     fig.update_yaxes(tickformat=".0%", row=1, col=1)
     return figure_of(fig, result, width=1000, height=900)

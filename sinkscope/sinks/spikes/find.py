@@ -13,10 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import count_above, mean_of
-from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.results.row import Mean
+from sinkscope.results.table import Row, whole
 from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, effects_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.edited import left_at_place
@@ -40,6 +41,7 @@ from sinkscope.sinks.spikes.spike import (
     split_by_label,
 )
 from sinkscope.sinks.spikes.survey import Survey, survey_of
+from sinkscope.sinks.spikes.tables import Attended, Attention, Largest, Size, Writer
 from sinkscope.sinks.spikes.writers import components_of, shares_on
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
 
@@ -67,8 +69,11 @@ def why_sink(setup: Setup) -> WhySink:
     alone.
     """
     chosen = spike_of(setup)
-    marking = [] if chosen is None else heads_that_mark(setup, chosen)
-    return WhySink(marking=tuple(marking), **fields_of(setup, why=True))
+    fields = fields_of(setup, why=True)
+    if chosen is None:
+        return WhySink(**fields)
+    marking, tokens = heads_that_mark(setup, chosen)
+    return WhySink(marking=tuple(marking), marked=chosen.spike.layers, tokens=tokens, **fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +132,7 @@ def _sinks_of(setup: Setup) -> Sinks:
     return Sinks(survey, report, (*circuits, *alike))
 
 
-def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, list[Row]]:
+def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, dict[str, tuple[Row, ...]]]:
     """Return, of each spike of the first token, what makes its place and what the place is for.
 
     Args:
@@ -135,7 +140,7 @@ def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, list[Row]]:
         seed: Seed of ordinary positions and tokens.
     """
     asked = [one for one in sinks.at_first if one.like is None and one.reported.survey is sinks.report]
-    answers: dict[SpikeCircuit, list[Row]] = {circuit: [] for circuit in asked}
+    answers: dict[SpikeCircuit, dict[str, tuple[Row, ...]]] = {circuit: {} for circuit in asked}
     for circuit in sinks.spikes[: not asked]:
         place = circuit.spike.place.label.words
         warn(f"what makes the sink is asked of the first token, and this spike is at {place}")
@@ -147,9 +152,10 @@ def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, list[Row]]:
         check_attention_visible(sinks.survey.target)
         for circuit, rows in zip(asked, conditions_of(spikes, seed), strict=True):
             enough = next(iter(sufficient(rows)), ())
-            answers[circuit] += [*rows, *(constancy_of(circuit.reported, begins, enough, seed) if rows else [])]
+            constant = constancy_of(circuit.reported, begins, enough, seed) if rows else []
+            answers[circuit] |= {"conditions": tuple(rows), "constant": tuple(constant)}
         for circuit, rows in zip(asked, purpose_of(asked), strict=True):
-            answers[circuit] += rows
+            answers[circuit]["purpose"] = tuple(rows)
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
         return {}
@@ -170,14 +176,14 @@ def fields_of(setup: Setup, why: bool = False) -> dict[str, Any]:
     # Steps 7 and 8: conditions and purpose
     answers = answers_of(sinks, setup.seed) if why else {}
     for circuit in sinks.spikes:
-        rows: list[Row] = []
+        tables: dict[str, tuple[Row, ...]] = dict(answers.get(circuit, {}))
         # Step 4: marks
         if why:
-            rows += marks_of(circuit)
+            tables["marks"] = tuple(marks_of(circuit))
         # Step 5: effects
         if circuit.like is None:
-            rows += effects_of(circuit, sinks.survey, setup.seed)
-        results.append(record_of(sinks, circuit, [*rows, *answers.get(circuit, [])]))
+            tables["effects"] = tuple(effects_of(circuit, sinks.survey, setup.seed))
+        results.append(record_of(sinks, circuit, tables))
         setup.progress("effects", len(results), len(sinks.spikes))
     setup.record(texts=len(report.ids))
     heads = torch.full((target.n_layers, target.n_heads), torch.nan)
@@ -185,22 +191,23 @@ def fields_of(setup: Setup, why: bool = False) -> dict[str, Any]:
     return {
         "spikes": tuple(results),
         "attention": tuple(attention_of(sinks, setup.tokenizer)),
+        "largest": largest_of(report, setup.tokenizer),
         "heads": heads.numpy(),
         "typical_norm": tuple(report.typical_norm),
         "first_token_norm": tuple(report.norms[:, :, 0].median(1).values.tolist()),
     }
 
 
-def attention_of(sinks: Sinks, tokenizer: Any) -> list[Row]:
+def attention_of(sinks: Sinks, tokenizer: Any) -> list[Attention]:
     """Take step 6: the heads that attend to the place of the first spike, or else to the first token.
 
-    Then the sink rate of position 0, heads that attend to learned sink logits, places that heads attend to and at which
-    there is no spike, and the largest norm over the typical one that was seen anywhere.
+    Then the sink rate of position 0, heads that attend to learned sink logits, and places that heads attend to and at
+    which there is no spike.
     """
     survey = sinks.survey
     report = sinks.report
     layers = sinks.report.target.attending
-    total = len(layers) * report.target.n_heads
+    total = whole(len(layers) * report.target.n_heads)
     place = "the first token"
     mask = at_position(report.ids, 0)
     for circuit in sinks.spikes[:1]:
@@ -210,68 +217,81 @@ def attention_of(sinks: Sinks, tokenizer: Any) -> list[Row]:
     received = report.received(mask)[layers][:, :, mask.any(1)]
     rate = mean_of(report.sink_rate, "share")
     learned = int((report.learned.mean(-1) > READS).sum())
+    length = whole(report.ids.shape[1])
     rows = [
-        row_of("attention", place, heads=count_above(received, READS), total=total),
-        row_of("attention", "sink rate", share=rate, length=report.ids.shape[1], eps=READS),
+        Attention(key=Attended("place", place), heads=count_above(received, READS), total=total),
+        Attention(key=Attended("sink rate"), share=rate, length=length, eps=Mean(READS)),
     ]
     if learned:
-        rows.append(row_of("attention", "learned sink logits", heads=learned, total=total))
+        rows.append(Attention(key=Attended("learned sink logits"), heads=whole(learned), total=total))
     there = attended(survey)
-    without = list[Row]()
+    without = list[Attention]()
     for circuit in sinks.spikes:
         there &= ~circuit.spike.place.mask
     for other in split_by_label(survey.ids, there, tokenizer.decode):
         heads = int((report.received(other.matches(report.ids)).nanmean(-1)[layers] > READS).sum())
         if heads >= SINK_HEADS:
-            words = other.label.words
-            without.append(row_of("attention without a spike", words, "no spike", heads=heads, total=total))
+            key = Attended("place without a spike", other.label.words)
+            without.append(Attention(key=key, heads=whole(heads), total=total))
+    return [*rows, *sorted(without, key=lambda row: -row["heads"].value)]
+
+
+def largest_of(report: Survey, tokenizer: Any) -> Largest:
+    """Return the largest norm over the typical one that was seen anywhere."""
     layer, text, position = map(int, torch.unravel_index(report.ratios.argmax(), report.ratios.shape))
-    where = f"at {tokenizer.decode([int(report.ids[text, position])])!r} after layer {layer}"
-    largest = row_of("norm", "largest", where, ratio=float(report.ratios.max()))
-    return [*rows, *sorted(without, key=methodcaller("get", "heads"), reverse=True), largest]
+    token = tokenizer.decode([int(report.ids[text, position])])
+    return Largest(token=token, layer=layer, ratio=Mean(float(report.ratios.max())))
 
 
-def record_of(sinks: Sinks, circuit: SpikeCircuit, measured: Sequence[Row]) -> SpikeResult:
+def record_of(sinks: Sinks, circuit: SpikeCircuit, tables: Mapping[str, Any]) -> SpikeResult:
     """Return the record of a spike: what was chosen on one half of the texts, in numbers of the other half.
 
     Args:
         sinks: All spikes.
         circuit: The spike and what it needs.
-        measured: What was measured of it beyond.
+        tables: What was measured of it beyond, by the fields of its record.
     """
     spike = circuit.reported
     needs = circuit.needs
-    over = spike.survey.norms[spike.highest, spike.place.mask] / spike.survey.typical_norm[spike.highest]
-    ratio = mean_of(mean_by_row(over, spike.place.mask)[spike.texts])
-    norm = row_of(
-        "spike",
-        "norm",
-        norm_before=float(spike.survey.entered[spike.layers[0], spike.place.mask].norm(dim=-1).mean()),
-        norm_after=float(spike.survey.norms[spike.peak, spike.place.mask].mean()),
-        ratio=None if ratio is None else replace(ratio, value=float(over.mean())),
+    place = spike.place.mask
+    over = spike.survey.norms[spike.highest, place] / spike.survey.typical_norm[spike.highest]
+    ratio = mean_of(mean_by_row(over, place)[spike.texts])
+    assert ratio is not None
+    left = mean_of(left_at_place(spike, [needs.needed])[0, 0], "share") if needs.needed else None
+    size = Size(
+        norm_before=Mean(float(spike.survey.entered[spike.layers[0], place].norm(dim=-1).mean())),
+        norm_after=Mean(float(spike.survey.norms[spike.peak, place].mean())),
+        ratio=replace(ratio, value=float(over.mean())),
+        heads=count_above(spike.attention, READS),
+        left=left,
     )
-    rows = [norm]
-    candidates = list[Row]()
     written = shares_on(spike, needs.neutral)
-    if needs.needed:
-        rows.append(row_of("spike", "needed", left=mean_of(left_at_place(spike, [needs.needed])[0, 0], "share")))
-    rows.append(row_of("spike", "read by", heads=count_above(spike.attention, READS)))
-    for unit, left in needs.alone.items():
+    writers = list[Writer]()
+    for unit, without in needs.alone.items():
         for neuron in unit:
-            share = written[neuron][0]
-            neutral = needs.neutral[neuron]
-            numbers = {"share": share, "left": Mean(left[0], kind="share"), "neutral": neutral}
-            candidates.append(row_of("writers", str(neuron), needs.role(unit), **numbers))
-    candidates.sort(key=methodcaller("get", "share"), reverse=True)
+            writers.append(
+                Writer(
+                    key=neuron,
+                    share=written[neuron][0],
+                    role=needs.role(unit),
+                    left=Mean(without[0], kind="share"),
+                    neutral=Mean(needs.neutral[neuron]),
+                )
+            )
+    components, erasers = components_of(spike)
     return SpikeResult(
         place=spike.place.label,
         layers=spike.layers,
         peak=spike.peak,
         highest=spike.highest,
         dims=spike.dims,
-        needed=tuple(map(str, needs.needed)),
+        needed=needs.needed,
         like=None if circuit.like is None else sinks.spikes.index(circuit.like),
         held_out=spike.survey is sinks.report,
         texts=tuple(spike.texts.tolist()),
-        rows=(*rows, *candidates, *components_of(spike), *measured),
+        size=size,
+        writers=tuple(sorted(writers, key=lambda row: -row.share.value)),
+        components=tuple(components),
+        erasers=tuple(erasers),
+        **tables,
     )

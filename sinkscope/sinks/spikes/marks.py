@@ -11,24 +11,23 @@ Heads are asked at tokens that stand first, each alone, so that it sees nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain, combinations, takewhile
 from statistics import median
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.measure import Mean, Row, Setup, mean_of
+from sinkscope.measure import Mean, Setup, mean_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
-from sinkscope.results.notation import Component, Head, word_list
-from sinkscope.results.row import row_of
+from sinkscope.results.notation import Component, Head
+from sinkscope.results.table import whole
 from sinkscope.sinks.spikes.asked import SpikeCircuit
 from sinkscope.sinks.spikes.edited import Batch, Written, left_at_place, left_of, means_of, read, share_left
 from sinkscope.sinks.spikes.needs import RANDOM_SETS
 from sinkscope.sinks.spikes.spike import Parts, Spike
+from sinkscope.sinks.spikes.tables import Mark, Marking
 from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, HALF, REMAINS, REMOVED
 from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text
@@ -42,7 +41,7 @@ Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 
 
 @torch.no_grad()
-def marks_of(circuit: SpikeCircuit) -> list[Row]:
+def marks_of(circuit: SpikeCircuit) -> list[Mark]:
     """Replace each component before the spike's writers at the place by its mean over ordinary positions.
 
     If each component alone leaves a quarter of the spike or more, pairs are tried. What is left is that of texts that
@@ -54,7 +53,7 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
     spike = circuit.spike
     reported = circuit.reported
     first = circuit.first_writer
-    rows = list[Row]()
+    rows = list[Mark]()
     writers = [part for part in circuit.needs.needed if isinstance(part, Component) and (part.layer or 0) == first]
     stops = writers or [Component("mlp", first)]
     before = list(takewhile(lambda part: part not in stops, components(spike.survey.target, first)))
@@ -73,17 +72,17 @@ def marks_of(circuit: SpikeCircuit) -> list[Row]:
             if not {*other} & {*members}:
                 others.append(without)
         along = left_at_place(reported, [members])[0, 0].expand(len(reported.texts))  # of texts that begin alike, once
-        numbers: dict[str, Any] = {"left": mean_of(along, "share")}
-        if others:
-            numbers["others"] = Mean(median(others), kind="share")
-        rows.append(row_of("marks", " and ".join(map(str, members)), **numbers))
+        beside = Mean(median(others), kind="share") if others else None
+        without = mean_of(along, "share")
+        assert without is not None
+        rows.append(Mark(key=members, left=without, others=beside))
     return rows
 
 
 # --- heads, at many tokens ---
 
 
-def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> list[Row]:
+def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> tuple[list[Marking], tuple[str, ...]]:
     """Find the attention heads that mark the first token, by what is left of a spike without their output.
 
     Different heads may mark different tokens, so many tokens are put first, each alone and without BOS, in addition to
@@ -94,9 +93,9 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> list[Row]:
         circuit: The spike of the first token, with the neurons that it needs.
 
     Returns:
-        Rows of the table "first tokens": how many tokens have the spike, and what is left of it without all heads
-        before the neurons, without the fewest that mark, without as many others, and without each head that takes half
-        of it from a token.
+        How many tokens have the spike, and what is left of it without all heads before the neurons, without the fewest
+        that mark, without as many others, and without each head that takes half of it from a token; and the tokens that
+        have it.
     """
     spike = circuit.spike
     target = setup.target
@@ -106,7 +105,6 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> list[Row]:
     heads = heads_up_to(target, circuit.first_writer)
     tried = torch.tensor(words)
     means = means_of(spike, heads)
-    rows = list[Row]()
     has = along_first(spike, tried, [], means)[0] >= HALF
     having = token_texts(target, tried[has].tolist())
 
@@ -114,28 +112,25 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> list[Row]:
         along = along_first(spike, tried[has], sets, means)
         return share_left(along[1:], along[:1])
 
-    def add(name: str, note: str = "", *, texts: tuple[str, ...] = having, **numbers: Mean | float | None) -> None:
-        rows.append(replace(row_of("first tokens", name, note, **numbers), about=spike.name, texts=texts))
-
-    add("tokens", texts=(), have=len(having), tried=len(words))
+    rows = [Marking(key="tokens", have=whole(len(having)), tried=whole(len(words)))]
     if not having or not heads:
-        return rows
+        return rows, having
     along = along_first(spike, tried[has], [(head,) for head in heads], means)
     order, marking = marking_heads(heads, share_left(along[1:], along[:1]), judge)
-    add("all heads", left=mean_of(judge([heads])[0], "share"), heads=len(heads))
+    rows.append(Marking(key="all", left=mean_of(judge([heads])[0], "share"), count=whole(len(heads))))
     marks = tuple(head for head in heads if head in marking)
     if marks:
-        note = word_list(marks, len(marks))
-        add("fewest heads", note, left=mean_of(judge([marks])[0], "share"), heads=len(marks))
+        left = mean_of(judge([marks])[0], "share")
+        rows.append(Marking(key="fewest", marking=marks, left=left, count=whole(len(marks))))
         others = [head for head in order if head not in marks]
         if len(others) >= len(marks):
             generator = draws(setup.seed, "heads beside those that mark")
             left = judge([tuple(some_of(others, len(marks), generator)) for _ in range(RANDOM_SETS)])
-            add("random heads", left=mean_of(left[left.mean(1).argmin()], "share"))
+            rows.append(Marking(key="random", left=mean_of(left[left.mean(1).argmin()], "share")))
     for head, left in zip(heads, along[1:] / along[0], strict=True):
         if bool((left < HALF).any()):
-            add(str(head), left=mean_of(left, "share"))
-    return rows
+            rows.append(Marking(key=head, left=mean_of(left, "share")))
+    return rows, having
 
 
 def marking_heads(

@@ -11,7 +11,8 @@ Controls of what the needed neurons do are sets of other neurons that write as m
 1. The busiest other neurons of the same layers: the largest mean written norm first, until they write as much as the
    neurons that are compared, in norm. So a neuron that is split into many does not enlarge the control.
 2. Random sets of other neurons of these layers that write as much.
-3. More than two thirds of a layer are the layer, and no control: a set ends there, and the result says so.
+3. More than two thirds of a layer are the layer, and no control: then the busiest others in equal number stand instead,
+   with the share that they write.
 
 A draw goes by an order that is measured, so that it is the same however a model numbers its parts. Norms are rounded
 for it, because their last digits differ by machine.
@@ -38,6 +39,7 @@ from sinkscope.results.notation import Component, Neuron
 from sinkscope.sinks.spikes.edited import left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey, rows_at_once
+from sinkscope.sinks.spikes.tables import Done, Role
 from sinkscope.sinks.spikes.writers import (
     Unit,
     components,
@@ -57,6 +59,8 @@ FEW = 4  # texts in which a set is searched
 RANDOM_SETS = 12  # random sets of heads; other components
 EQUAL_SETS = 8  # random sets of neurons that write as much, each read in a text of its own
 MOST = 2 / 3  # share of a layer's neurons that may be a control
+Sets = dict[tuple[Neuron, ...], float]
+"""Sets of neurons, each with what it writes, of what the needed ones write."""
 DIGITS = 1e-3  # relative differences of norms below this decide no order
 
 
@@ -82,7 +86,7 @@ class Needs:
     alone: Mapping[Unit, Sequence[float]] = field(default_factory=dict)
     order: tuple[Component, ...] = ()
 
-    def role(self, unit: Unit) -> str:
+    def role(self, unit: Unit) -> Role:
         """Return what the removal of a unit does."""
         left, *others = self.alone[unit]
         if unit[0] in self.needed:
@@ -219,11 +223,10 @@ def components_needed(spike: Spike) -> dict[str, Parts]:
     all components, strongest effect first.
     """
     left = left_of(spike, [(part,) for part in components(spike.survey.target, spike.peak)])
-    names = {str(part): (part,) for (part,) in left}
     order = [*left]
     needed = Parts()
-    writing = [row for row in components_of(spike) if row.table == "components"]
-    writers = [names[row.name] for row in writing if abs(row.get("share")) >= COUNTS]
+    writing, _ = components_of(spike)
+    writers = [(row.key,) for row in writing if abs(row.share.value) >= COUNTS]
     for alone in [*writers, order[0]]:
         if not needed and abs(left[alone][0]) < REMOVED:
             needed = alone
@@ -239,9 +242,7 @@ def components_needed(spike: Spike) -> dict[str, Parts]:
 
 
 @torch.no_grad()
-def equal_sets(
-    survey: Survey, units: Sequence[Unit], excluded: Iterable[Neuron], seed: int
-) -> tuple[dict[tuple[Neuron, ...], float], bool]:
+def equal_sets(survey: Survey, units: Sequence[Unit], excluded: Iterable[Neuron], seed: int) -> dict[Done, Sets]:
     """Choose other neurons that write as much, or as near to it as their layers come, in each MLP or expert apart.
 
     Args:
@@ -251,15 +252,17 @@ def equal_sets(
         seed: Seed of the random sets.
 
     Returns:
-        Those that write most, in norm, and then random sets, each with its mean written norm over that of the neurons
-        that are compared; none if no other neuron writes anything. And whether two thirds of a layer's neurons or fewer
-        write as much.
+        Those that write most, in norm, and random sets, each with its mean written norm over that of the neurons that
+        are compared. Where more than two thirds of a layer's neurons would be needed for that: those that write most,
+        as many as are compared. None if no other neuron writes anything.
     """
     groups: dict[tuple[int, int | None], list[Unit]] = {}
     for unit in units:
         groups.setdefault((unit[0].layer, unit[0].expert), []).append(unit)
     drawn: dict[int, list[Neuron]] = defaultdict(list)
     sizes: dict[int, float] = defaultdict(float)
+    as_many: list[Neuron] = []
+    size = 0.0
     whole = 0.0
     enough = True
     for (layer, expert), own in groups.items():
@@ -284,13 +287,21 @@ def equal_sets(
             sizes[draw] += float(norms[members].sum())
             for number in members.tolist():
                 drawn[draw].append(Neuron(layer, expert, number - first))
+        for number in pool[: sum(map(len, own))].tolist():
+            as_many.append(Neuron(layer, expert, number - first))
+            size += float(norms[number])
+    if not whole or not as_many:
+        return {}
+    if not enough:
+        return {Done.AS_MANY: {tuple(as_many): size / whole}}
     known: set[frozenset[Neuron]] = set()
-    sets: dict[tuple[Neuron, ...], float] = {}
+    equal: dict[Done, Sets] = {}
     for draw, members in drawn.items():
-        if whole and frozenset(members) not in known:  # equal sets count once
+        if frozenset(members) not in known:  # equal sets count once
             known.add(frozenset(members))
-            sets[tuple(members)] = sizes[draw] / whole
-    return sets, enough
+            done = Done.RANDOM if draw else Done.BUSIEST
+            equal.setdefault(done, {})[tuple(members)] = sizes[draw] / whole
+    return equal
 
 
 def by_norm(numbers: Int[Tensor, " some"], norms: Float[Tensor, " neuron"]) -> Int[Tensor, " some"]:

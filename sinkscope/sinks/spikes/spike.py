@@ -51,10 +51,12 @@ class PlaceWords:
     Attributes:
         words: The words.
         token: The token that stands there most often.
+        name: The words without what differs from text to text, by which the same place is known elsewhere.
     """
 
     words: str
     token: str
+    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,8 +279,10 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Callable[[list[int]], st
         precise = not words or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
         if precise and int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS:
             token = decode([Counter(ids[piece].tolist()).most_common(1)[0][0]])
-            which = "some first tokens" if fits is first else f"{int(piece.sum()):,} other positions"
-            places.append(Place(piece, PlaceWords(words or f"{which} (most often {token!r})", token), matches))
+            name = words or ("some first tokens" if fits is first else "other positions")
+            count = f"{int(piece.sum()):,} " if not words and fits is not first else ""
+            label = words or f"{count}{name} (most often {token!r})"
+            places.append(Place(piece, PlaceWords(label, token, name), matches))
             rest = rest & ~piece
     return places
 

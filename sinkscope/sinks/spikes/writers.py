@@ -33,19 +33,20 @@ from sinkscope.models.neurons import (
 )
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.notation import Component, Head, Neuron
-from sinkscope.results.row import Mean, Row, row_of
+from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.spike import Part, Spike, mean_by_row
 from sinkscope.sinks.spikes.survey import MOST_NUMBERS, rows_at_once
+from sinkscope.sinks.spikes.tables import Erased, Written
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 
 Unit = tuple[Neuron, ...]
 """Equal neurons of one layer."""
 
 
-def components_of(spike: Spike) -> list[Row]:
+def components_of(spike: Spike) -> tuple[list[Written], list[Erased]]:
     """Return the shares of the embedding, attention and MLPs up to the peak, and those of what erases the spike later.
 
-    They are rows of the tables "components" and "erasers", the largest share first.
+    The largest share is first.
 
     Args:
         spike: The spike.
@@ -54,17 +55,24 @@ def components_of(spike: Spike) -> list[Row]:
     mask = spike.place.mask
     peak = spike.peak
     last = spike.layers[1]
-    rows: list[Row] = []
+    written: list[Written] = []
+    erased: list[Erased] = []
     for part in components(survey.target, survey.target.n_layers - 1):
         along = survey.added(part) @ spike.direction
         layer = part.layer or 0
         beyond = (along[mask] - along[survey.ordinary].mean()) / spike.size
         share = float(beyond.mean())
-        writes = layer <= peak and abs(share) >= LISTED
-        if writes or (peak < layer <= last + 1 and share <= -ERASES):
-            mean = Mean(share, margin_of(mean_by_row(beyond, mask)[spike.texts].numpy()), kind="share")
-            rows.append(row_of("components" if writes else "erasers", str(part), share=mean))
-    return sorted(rows, key=lambda row: -abs(row.get("share")))
+        mean = Mean(share, margin_of(mean_by_row(beyond, mask)[spike.texts].numpy()), kind="share")
+        if layer <= peak and abs(share) >= LISTED:
+            written.append(Written(key=part, share=mean))
+        if peak < layer <= last + 1 and share <= -ERASES:
+            erased.append(Erased(key=part, share=mean))
+    return sorted(written, key=by_share), sorted(erased, key=by_share)
+
+
+def by_share(row: Written) -> float:
+    """Return by what components are sorted: the largest share first, for or against a spike."""
+    return -abs(row.share.value)
 
 
 @torch.no_grad()
@@ -82,12 +90,10 @@ def writers_of(spike: Spike) -> tuple[dict[Unit, float], dict[Neuron, float]]:
     shares = dict[Unit, float]()
     neutral = dict[Neuron, float]()
     target = spike.survey.target
-    large = set[str]()
-    for row in components_of(spike):
-        if abs(row.get("share")) >= NAMED:
-            large.add(row.name)
+    writing, erasing = components_of(spike)
+    large = {row.key for row in (*writing, *erasing) if abs(row.share.value) >= NAMED}
     for layer in target.with_neurons:
-        if layer > spike.peak or (not target.skips_layers and f"mlp {layer}" not in large):
+        if layer > spike.peak or (not target.skips_layers and Component("mlp", layer) not in large):
             continue
         with target.loaded(layer):
             seen = of_layer(spike, layer, spike.survey.start(layer))
