@@ -24,6 +24,7 @@ from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, read_json, write_output
 from sinkscope.files.plain import pathless, plain
+from sinkscope.files.schema6 import upgraded
 
 CHECKOUT = Path(__file__).parents[2]
 CODE = ("sinkscope", "experiments")
@@ -137,7 +138,7 @@ def documented_at(page: str) -> str:
 
 # --- the envelope ---
 
-SCHEMA = 6
+SCHEMA = 7
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 
 E = TypeVar("E", bound="Envelope")  # the shape checks of the tests refuse typing.Self
@@ -210,16 +211,19 @@ class Envelope:
                 f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
             )
         schema = data.get("schema")
-        if schema != SCHEMA:
-            raise SinkscopeError(
-                f"{name} has schema {schema!r}, and this version reads {SCHEMA}: run the command again, or read it by "
-                "the version that wrote it"
-            )
         kind = str(data.get("kind"))
+        result = data["result"]
+        if schema == SCHEMA - 1:
+            result = upgraded(kind, result)
+        elif schema != SCHEMA:
+            raise SinkscopeError(
+                f"{name} has schema {schema!r}, and this version reads {SCHEMA - 1} and {SCHEMA}: run the command "
+                "again, or read it by the version that wrote it"
+            )
         kind_class = cls if kind == cls.kind else result_class(kind, name)
         if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {kind!r}, expected {cls.kind!r}: use Result.load for any kind")
-        return build(kind_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
+        return build(kind_class, result | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
 
 
 # --- kinds ---

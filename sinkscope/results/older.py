@@ -16,7 +16,7 @@ class OlderRow(Row):
 
     key: tuple[str, str]
     numbers: dict[str, Mean]
-    note: str
+    remark: str
 
     @property
     def label(self) -> str:
@@ -25,7 +25,7 @@ class OlderRow(Row):
 
     def values(self) -> dict[str, Mean | str]:
         """What was measured."""
-        return {**self.numbers, **({"note": self.note} if self.note else {})}
+        return {**self.numbers, **({"note": self.remark} if self.remark else {})}
 
     def column(self, key: str) -> Column:
         """Return the column of a key."""
@@ -40,7 +40,7 @@ def subjects_of(rows: Iterable[older.Row]) -> list[Subject]:
         found.setdefault(row.about, []).append(row)
     subjects: list[Subject] = []
     for about, some in found.items():
-        own = tuple(OlderRow(key=(row.table, row.name), numbers=row.numbers, note=row.note) for row in some)
+        own = tuple(OlderRow(key=(row.table, row.name), numbers=row.numbers, remark=row.note) for row in some)
         subjects.append(Subject(about, own, about, max((row.texts for row in some), key=len)))
     return subjects
 
@@ -61,7 +61,7 @@ def card_of(subject: Subject) -> Card:
     said = [*subject.words]
     for kind, rows in subject.tables.items():
         if kind.form == "line":
-            said.append((kind.title, in_line(rows, 3)))
+            said.append((kind.title, in_line(rows)))
         for row in rows if kind.form == "table" else ():
             cells = [f"{column.name} {row.cell(column)}" for column in measured([row])]
             said.append((row.full_label, ", ".join(cells)))

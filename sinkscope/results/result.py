@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
@@ -14,7 +15,7 @@ from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
 from sinkscope.results.older import rows_of, subjects_of
 from sinkscope.results.pages import Section, document, plot, render
-from sinkscope.results.printed import subject_text
+from sinkscope.results.printed import WIDEST, subject_text
 from sinkscope.results.row import WORDS, Card, Row, table_of
 from sinkscope.results.table import Subject, flat
 from sinkscope.results.tables import Grid, Table, strings
@@ -145,16 +146,17 @@ class Result(Envelope):
         raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
 
     def text(self, width: int | None = WIDTH) -> str:
-        """Return cards and tables, then the details, and the conclusion last, where a terminal shows it.
+        """Return the conclusion, then the tables, and last what their words mean.
 
         Args:
             width: Characters per line of the tables. None: every column is shown.
         """
-        parts = [subject_text(subject, width) for subject in self.subjects() if subject.is_shown]
+        parts = [fill(f"Conclusion: {self.conclusion()}", width or WIDEST, break_on_hyphens=False)]
+        parts += [subject_text(subject, width) for subject in self.subjects() if subject.is_shown]
         parts += [card.text(width) for card in self.cards()]
-        if not parts:  # below cards, the table stands on a page and in a file
+        if len(parts) == 1:  # below cards, the table stands on a page and in a file
             parts.append(self.grid().text(width, self.most_rows))
-        parts.append("\n".join([*self.lines(), f"Conclusion: {self.conclusion()}"]))
+        parts.append("\n".join(fill(line, width or WIDEST, break_on_hyphens=False) for line in self.lines()))
         return "\n\n".join(filter(None, parts))
 
     def __str__(self) -> str:

@@ -43,14 +43,16 @@ from sinkscope.sinks.spikes.needs import Needs, equal_sets, other_components
 from sinkscope.sinks.spikes.spike import Parts, Spike, at_position
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.spikes.tables import (
-    ONE_OTHER,
     WRITES,
-    Cause,
-    Condition,
-    Conditioned,
     Done,
     Edit,
     Effect,
+)
+from sinkscope.sinks.spikes.why_tables import (
+    ONE_OTHER,
+    Cause,
+    Condition,
+    Conditioned,
     Purpose,
     PurposeKey,
 )
@@ -272,18 +274,18 @@ def purpose_of(circuits: Sequence[SpikeCircuit]) -> list[list[Purpose]]:
         return Purpose(key=key, since=read.since, other=other, heads=read.heads, loss=read.loss, tokens=read.tokens)
 
     # the same for all spikes of the place
-    intact = Purpose(key="intact", heads=asked("intact", spike).heads)
-    taker = asked("intact", second, hide=0).heads  # the next position may take over
-    everywhere = replace(asked("hidden in all layers", spike, hide="place"), taker_heads=taker)
+    intact = Purpose(key=PurposeKey.INTACT, heads=asked(PurposeKey.INTACT, spike).heads)
+    taker = asked(PurposeKey.INTACT, second, hide=0).heads  # the next position may take over
+    everywhere = replace(asked(PurposeKey.HIDDEN_EVERYWHERE, spike, hide="place"), taker_heads=taker)
     for circuit in circuits:
         own = circuit.reported
         since = circuit.since
-        hidden = asked("hidden", own, hide="place", since=since)
+        hidden = asked(PurposeKey.HIDDEN, own, hide="place", since=since)
         if circuit.hidden is not None:  # one number: over all texts that report
             hidden = replace(hidden, loss=circuit.hidden.loss, tokens=circuit.hidden.tokens)
-        zero = asked("value zero", own, value="zero", since=since)
-        mean = asked("value mean", own, value="mean", since=since)
-        control = asked("other hidden", own, key, hide=key, since=since)
+        zero = asked(PurposeKey.VALUE_ZERO, own, value="zero", since=since)
+        mean = asked(PurposeKey.VALUE_MEAN, own, value="mean", since=since)
+        control = asked(PurposeKey.OTHER_HIDDEN, own, key, hide=key, since=since)
         by_spike.append([intact, everywhere, hidden, zero, mean, control])
     return by_spike
 

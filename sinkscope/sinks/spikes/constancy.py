@@ -25,7 +25,7 @@ from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions, rows_at
 from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.tables import Cause, Constancy, ConstancyKey
+from sinkscope.sinks.spikes.why_tables import Cause, Constancy, ConstancyKey
 from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
 
 States = Float[Tensor, "layer text d_model"]
@@ -83,7 +83,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Collection[Cause], seed:
         target.forward(ids, last_layer=depth - 1)
     behind = torch.cat([values[layer][:, own] for layer, own in reading.items()], 1)
     norms = torch.stack([values[first].nanmean(1), behind.nanmean(1)])
-    found: dict[ConstancyKey, Tensor] = {"state": constant[[first, after]], "value": norms}
+    found: dict[ConstancyKey, Tensor] = {ConstancyKey.STATE: constant[[first, after]], ConstancyKey.VALUE: norms}
     rows = list[Constancy]()
     for key, (before, behind) in found.items():
         at_place, at_ordinary = behind

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, RED, bars, figure_of
-from sinkscope.sinks.spikes.spike import run
+from sinkscope.sinks.spikes.spike import layers_words
 from sinkscope.sinks.spikes.tables import Done
 
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7")
@@ -33,7 +33,7 @@ def draw(result: Any) -> go.Figure:
     for spike, colour in zip(shown, COLOURS, strict=False):
         low, high = spike.layers
         fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
-        bars(fig, [*spike.components, *spike.erasers], "share", colour, run(low, high), row=1, col=2)
+        bars(fig, [*spike.components, *spike.erasers], "share", colour, layers_words(low, high), row=1, col=2)
         edits = [row for row in spike.effects if row.key.done is not Done.PART]
         bars(fig, edits, "heads", colour, row=2, col=2)
     fig.add_heatmap(z=result.heads, colorscale=["#ffffff", BLUE], zmin=0, zmax=1, showscale=False, row=2, col=1)

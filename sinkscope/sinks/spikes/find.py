@@ -32,8 +32,11 @@ from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.edited import left_at_place
 from sinkscope.sinks.spikes.marks import heads_that_mark, marks_of
 from sinkscope.sinks.spikes.needs import like_needs, needs_of
-from sinkscope.sinks.spikes.result import FindSinks, SpikeResult, WhySink, sufficient
+from sinkscope.sinks.spikes.result import FindSinks, SpikeResult, WhySink
+from sinkscope.sinks.spikes.sentences import sufficient
 from sinkscope.sinks.spikes.spike import (
+    PlaceKey,
+    PlaceKind,
     at_position,
     attended,
     find_spikes,
@@ -41,7 +44,7 @@ from sinkscope.sinks.spikes.spike import (
     split_by_label,
 )
 from sinkscope.sinks.spikes.survey import Survey, survey_of
-from sinkscope.sinks.spikes.tables import Attended, Attention, Largest, Size, Writer
+from sinkscope.sinks.spikes.tables import Attended, AttendedKind, Attention, Largest, Size, Writer
 from sinkscope.sinks.spikes.writers import components_of, shares_on
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
 
@@ -208,22 +211,22 @@ def attention_of(sinks: Sinks, tokenizer: Any) -> list[Attention]:
     report = sinks.report
     layers = sinks.report.target.attending
     total = whole(len(layers) * report.target.n_heads)
-    place = "the first token"
+    place = PlaceKey(PlaceKind.FIRST)
     mask = at_position(report.ids, 0)
     for circuit in sinks.spikes[:1]:
         if circuit.heads and circuit.reported.survey is report:
-            place = circuit.reported.place.label.words
+            place = circuit.reported.place.label.key
             mask = circuit.reported.place.mask
     received = report.received(mask)[layers][:, :, mask.any(1)]
     rate = mean_of(report.sink_rate, "share")
     learned = int((report.learned.mean(-1) > READS).sum())
     length = whole(report.ids.shape[1])
     rows = [
-        Attention(key=Attended("place", place), heads=count_above(received, READS), total=total),
-        Attention(key=Attended("sink rate"), share=rate, length=length, eps=Mean(READS)),
+        Attention(key=Attended(AttendedKind.PLACE, place), heads=count_above(received, READS), total=total),
+        Attention(key=Attended(AttendedKind.SINK_RATE), share=rate, length=length, eps=Mean(READS)),
     ]
     if learned:
-        rows.append(Attention(key=Attended("learned sink logits"), heads=whole(learned), total=total))
+        rows.append(Attention(key=Attended(AttendedKind.LEARNED), heads=whole(learned), total=total))
     there = attended(survey)
     without = list[Attention]()
     for circuit in sinks.spikes:
@@ -231,7 +234,7 @@ def attention_of(sinks: Sinks, tokenizer: Any) -> list[Attention]:
     for other in split_by_label(survey.ids, there, tokenizer.decode):
         heads = int((report.received(other.matches(report.ids)).nanmean(-1)[layers] > READS).sum())
         if heads >= SINK_HEADS:
-            key = Attended("place without a spike", other.label.words)
+            key = Attended(AttendedKind.PLACE_WITHOUT_SPIKE, other.label.key)
             without.append(Attention(key=key, heads=whole(heads), total=total))
     return [*rows, *sorted(without, key=lambda row: -row["heads"].value)]
 
@@ -254,6 +257,7 @@ def record_of(sinks: Sinks, circuit: SpikeCircuit, tables: Mapping[str, Any]) ->
     spike = circuit.reported
     needs = circuit.needs
     place = spike.place.mask
+    layers = spike.survey.target.attending
     over = spike.survey.norms[spike.highest, place] / spike.survey.typical_norm[spike.highest]
     ratio = mean_of(mean_by_row(over, place)[spike.texts])
     assert ratio is not None
@@ -262,7 +266,10 @@ def record_of(sinks: Sinks, circuit: SpikeCircuit, tables: Mapping[str, Any]) ->
         norm_before=Mean(float(spike.survey.entered[spike.layers[0], place].norm(dim=-1).mean())),
         norm_after=Mean(float(spike.survey.norms[spike.peak, place].mean())),
         ratio=replace(ratio, value=float(over.mean())),
+        norm_at_ratio=Mean(float(spike.survey.norms[spike.highest, place].mean())),
+        typical=Mean(float(spike.survey.typical_norm[spike.highest])),
         heads=count_above(spike.attention, READS),
+        total=whole(sum(layer in spike.reading_layers for layer in layers) * spike.attention.shape[1]),
         left=left,
     )
     written = shares_on(spike, needs.neutral)

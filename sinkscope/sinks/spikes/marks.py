@@ -27,7 +27,7 @@ from sinkscope.sinks.spikes.asked import SpikeCircuit
 from sinkscope.sinks.spikes.edited import Batch, Written, left_at_place, left_of, means_of, read, share_left
 from sinkscope.sinks.spikes.needs import RANDOM_SETS
 from sinkscope.sinks.spikes.spike import Parts, Spike
-from sinkscope.sinks.spikes.tables import Mark, Marking
+from sinkscope.sinks.spikes.why_tables import Mark, Marking, MarkingKey, MarkingKind
 from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, HALF, REMAINS, REMOVED
 from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text
@@ -112,24 +112,26 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> tuple[list[Marking],
         along = along_first(spike, tried[has], sets, means)
         return share_left(along[1:], along[:1])
 
-    rows = [Marking(key="tokens", have=whole(len(having)), tried=whole(len(words)))]
+    rows = [Marking(key=MarkingKey(MarkingKind.NONE), have=whole(len(having)), tried=whole(len(words)))]
     if not having or not heads:
         return rows, having
     along = along_first(spike, tried[has], [(head,) for head in heads], means)
     order, marking = marking_heads(heads, share_left(along[1:], along[:1]), judge)
-    rows.append(Marking(key="all", left=mean_of(judge([heads])[0], "share"), count=whole(len(heads))))
+    rows.append(
+        Marking(key=MarkingKey(MarkingKind.ALL), left=mean_of(judge([heads])[0], "share"), count=whole(len(heads)))
+    )
     marks = tuple(head for head in heads if head in marking)
     if marks:
         left = mean_of(judge([marks])[0], "share")
-        rows.append(Marking(key="fewest", marking=marks, left=left, count=whole(len(marks))))
+        rows.append(Marking(key=MarkingKey(MarkingKind.FEWEST), marking=marks, left=left, count=whole(len(marks))))
         others = [head for head in order if head not in marks]
         if len(others) >= len(marks):
             generator = draws(setup.seed, "heads beside those that mark")
             left = judge([tuple(some_of(others, len(marks), generator)) for _ in range(RANDOM_SETS)])
-            rows.append(Marking(key="random", left=mean_of(left[left.mean(1).argmin()], "share")))
+            rows.append(Marking(key=MarkingKey(MarkingKind.RANDOM), left=mean_of(left[left.mean(1).argmin()], "share")))
     for head, left in zip(heads, along[1:] / along[0], strict=True):
         if bool((left < HALF).any()):
-            rows.append(Marking(key=head, left=mean_of(left, "share")))
+            rows.append(Marking(key=MarkingKey(MarkingKind.HEAD, head), left=mean_of(left, "share")))
     return rows, having
 
 

@@ -90,14 +90,14 @@ class Needs:
         """Return what the removal of a unit does."""
         left, *others = self.alone[unit]
         if unit[0] in self.needed:
-            return "needed"
+            return Role.NEEDED
         if unit[0] in self.backups:
-            return "backup"
+            return Role.BACKUP
         if 1 - min(others, default=1) >= max(COUNTS, 1 - left):
-            return "another spike"
+            return Role.OTHER_SPIKE
         if abs(1 - left) < NAMED:
-            return "nothing"
-        return "lowers" if left < 1 else "raises"
+            return Role.NOTHING
+        return Role.LOWERS if left < 1 else Role.RAISES
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -44,19 +45,67 @@ Matches = Callable[[TokenRows], Mask]
 """Marks the positions of any texts that some words mean."""
 
 
+class PlaceKind(StrEnum):
+    """How a place is found in any text."""
+
+    FIRST = "first_token"
+    POSITION = "position"
+    TOKENS = "tokens"  # wherever they stand
+    FIRST_OF_TOKENS = "first_of_tokens"  # where a text has one of them for the first time
+    SOME_FIRST = "some_first_tokens"
+    OTHER = "other_positions"
+
+
+@dataclass(frozen=True)
+class PlaceKey:
+    """What a place is, the same in every model that has it.
+
+    Attributes:
+        kind: How it is found.
+        tokens: The tokens that stand there, where it is found by them.
+        position: The position, where it is found by that.
+    """
+
+    kind: PlaceKind
+    tokens: tuple[str, ...] = ()
+    position: int | None = None
+
+    @property
+    def words(self) -> str:
+        """The place in words."""
+        names = word_list([repr(token) for token in self.tokens], NAMED)
+        is_one = len(self.tokens) == 1
+        match self.kind:
+            case PlaceKind.FIRST:
+                return "the first token"
+            case PlaceKind.POSITION:
+                return f"{names} at position {self.position}" if is_one else f"position {self.position} (any token)"
+            case PlaceKind.TOKENS:
+                return f"{names} wherever {'it stands' if is_one else 'they stand'}"
+            case PlaceKind.FIRST_OF_TOKENS:
+                return f"the first {names} of a text" if is_one else f"the first of {names} in a text"
+            case PlaceKind.SOME_FIRST:
+                return "some first tokens"
+            case PlaceKind.OTHER:
+                return "other positions"
+
+    def __str__(self) -> str:
+        return self.words
+
+
 @dataclass(frozen=True)
 class PlaceWords:
     """Where a spike is.
 
     Attributes:
-        words: The words.
+        words: The words, with what differs from text to text.
         token: The token that stands there most often.
-        name: The words without what differs from text to text, by which the same place is known elsewhere.
+        key: What it is in every model.
     """
 
     words: str
     token: str
-    name: str
+    key: PlaceKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +155,7 @@ class Spike:
     @property
     def name(self) -> str:
         """The spike by its layers."""
-        return run(*self.layers)
+        return layers_words(*self.layers)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -177,7 +226,7 @@ class Spike:
         return replace(self, survey=survey, place=place, mean=mean, size=size)
 
 
-def run(first: int, last: int) -> str:
+def layers_words(first: int, last: int) -> str:
     """Return the layers of a spike: "layer 3", "layers 3-5"."""
     return f"layer{'s' * (first != last)} {span(first, last)}"
 
@@ -258,68 +307,109 @@ def mean_by_row(cases: Float[Tensor, " case"], place: Mask) -> Float[Tensor, " r
     return torch.zeros(len(place)).index_add_(0, place.nonzero()[:, 0], cases.float()) / place.sum(1)
 
 
-def split_by_label(ids: TokenRows, whole: Mask, decode: Callable[[list[int]], str]) -> list[Place]:
-    """Return the parts of a set of places; what is left over is too few positions.
+@dataclass(frozen=True, eq=False)
+class Label:
+    """What positions of texts may have in common.
 
-    Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
-    its own, with first tokens apart. A fifth of the texts have to have a piece.
+    Attributes:
+        key: What it is.
+        matches: Marks the positions of any texts that have it.
+    """
+
+    key: PlaceKey
+    matches: Matches
+
+
+Decode = Callable[[list[int]], str]
+"""Writes token ids as text."""
+
+
+def split_by_label(ids: TokenRows, positions: Mask, decode: Decode) -> list[Place]:
+    """Split a set of positions into places, by the simplest words; what is left over is too few positions.
+
+    Words are taken if nine tenths of the positions that they mean are in the set. What no words mean is a place of its
+    own, first tokens apart.
 
     Args:
         ids: The texts.
-        whole: The places in them.
+        positions: The positions.
         decode: Writes token ids as text.
     """
     places: list[Place] = []
-    rest = whole
-    least = min(LEAST_CASES, len(ids))
-    nowhere = partial(torch.zeros_like, dtype=torch.bool)
+    rest = positions
+    for label in [*_position_labels(ids, positions, decode), *_token_labels(ids, positions, decode)]:
+        meant = label.matches(ids)
+        is_precise = int((meant & positions).sum()) >= ENOUGH * int(meant.sum())
+        if is_precise and _is_place(meant & rest):
+            places.append(_place(ids, meant & rest, label, decode))
+            rest = rest & ~meant
     first = at_position(ids, 0)
-    for words, matches, fits in [*_words_for(ids, whole, decode), ("", nowhere, first), ("", nowhere, ~first)]:
-        piece = fits & rest
-        precise = not words or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
-        if precise and int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS:
-            token = decode([Counter(ids[piece].tolist()).most_common(1)[0][0]])
-            name = words or ("some first tokens" if fits is first else "other positions")
-            count = f"{int(piece.sum()):,} " if not words and fits is not first else ""
-            label = words or f"{count}{name} (most often {token!r})"
-            places.append(Place(piece, PlaceWords(label, token, name), matches))
-            rest = rest & ~piece
+    for kind, unnamed in ((PlaceKind.SOME_FIRST, rest & first), (PlaceKind.OTHER, rest & ~first)):
+        if _is_place(unnamed):
+            label = Label(PlaceKey(kind), partial(torch.zeros_like, dtype=torch.bool))
+            places.append(_place(ids, unnamed, label, decode))
     return places
 
 
-def _words_for(ids: TokenRows, there: Mask, decode: Callable[[list[int]], str]) -> list[tuple[str, Matches, Mask]]:
-    """Return what a few words can say of the places, the simplest first, and where that is.
+def _is_place(positions: Mask) -> bool:
+    """Whether positions are enough for a place: three, and in a fifth of the texts."""
+    texts = float(positions.any(1).float().mean())
+    return int(positions.sum()) >= min(LEAST_CASES, len(positions)) and texts >= SOME_TEXTS
 
-    Positions come first, then tokens wherever they stand (more than two share their words), then tokens that a text has
-    for the first time. A token counts if it stands at a place after the first position, and at more than one position.
+
+def _place(ids: TokenRows, positions: Mask, label: Label, decode: Decode) -> Place:
+    """Positions, with their label and the token that stands there most often."""
+    ((token_id, _),) = Counter(ids[positions].tolist()).most_common(1)
+    token = decode([token_id])
+    words = label.key.words
+    if label.key.kind is PlaceKind.OTHER:
+        words = f"{int(positions.sum()):,} {words}"
+    if label.key.kind in (PlaceKind.OTHER, PlaceKind.SOME_FIRST):
+        words = f"{words} (most often {token!r})"
+    return Place(positions, PlaceWords(words, token, label.key), label.matches)
+
+
+def _position_labels(ids: TokenRows, positions: Mask, decode: Decode) -> list[Label]:
+    """A label for each position at which the set has members, whatever the token."""
+    labels: list[Label] = []
+    for position in positions.any(0).nonzero().flatten().tolist():
+        token_ids = ids[:, position].unique().tolist()
+        key = PlaceKey(PlaceKind.POSITION, position=position)
+        if position == 0:
+            key = PlaceKey(PlaceKind.FIRST)
+        elif len(token_ids) == 1:
+            key = replace(key, tokens=(decode(token_ids),))
+        labels.append(Label(key, partial(at_position, position=position)))
+    return labels
+
+
+def _token_labels(ids: TokenRows, positions: Mask, decode: Decode) -> list[Label]:
+    """Labels of tokens: wherever they stand, then where a text has them for the first time.
+
+    A token counts if members of the set after the first position have it, and if it stands at several positions.
     """
-    labels: list[tuple[str, Matches, Mask]] = []
-    for position in there.any(0).nonzero().flatten().tolist():
-        tokens = ids[:, position].unique().tolist()
-        words = f"{decode(tokens)!r} at position {position}" if len(tokens) == 1 else f"position {position} (any token)"
-        matches = partial(at_position, position=position)
-        labels.append((words if position else "the first token", matches, matches(ids)))
-    behind = ids[:, 1:]
-    here = there[:, 1:]
-    named: dict[int, str] = {}
-    always: dict[int, str] = {}
-    for token, _ in Counter(behind[here].tolist()).most_common():
-        stands = behind == token
+    later = ids[:, 1:]
+    members = positions[:, 1:]
+    tokens: list[int] = []
+    always: list[int] = []  # tokens that are members nearly wherever they stand
+    for token, _ in Counter(later[members].tolist()).most_common():
+        stands = later == token
         if int(stands.any(0).sum()) > 1:
-            named[token] = repr(decode([token]))
-            if float(here[stands].float().mean()) >= ENOUGH:
-                always[token] = named[token]
-    sets = [(always, False)] if len(always) > 2 else []  # two have words each: different neurons may make their spikes
-    for tokens, first in ((always, False), (named, True)):
-        for token, name in tokens.items():
-            sets.append(({token: name}, first))
-    if len(named) > 1:
-        sets.append((named, True))
-    for some, first in sets:
-        names = word_list([*some.values()], NAMED)
-        words = f"{names} wherever it stands" if len(some) == 1 else f"{names} wherever they stand"
-        if first:
-            words = f"the first {names} of a text" if len(some) == 1 else f"the first of {names} in a text"
-        matches = partial(among_tokens, tokens=tuple(some), first=first)
-        labels.append((words, matches, matches(ids)))
+            tokens.append(token)
+            if float(members[stands].float().mean()) >= ENOUGH:
+                always.append(token)
+    sets: list[tuple[PlaceKind, list[int]]] = []
+    if len(always) > 2:  # two get a label each, because different neurons may make their spikes
+        sets.append((PlaceKind.TOKENS, always))
+    for token in always:
+        sets.append((PlaceKind.TOKENS, [token]))
+    for token in tokens:
+        sets.append((PlaceKind.FIRST_OF_TOKENS, [token]))
+    if len(tokens) > 1:
+        sets.append((PlaceKind.FIRST_OF_TOKENS, tokens))
+    labels: list[Label] = []
+    for kind, members_of_set in sets:
+        key = PlaceKey(kind, tuple(decode([token]) for token in members_of_set))
+        is_first = kind is PlaceKind.FIRST_OF_TOKENS
+        labels.append(Label(key, partial(among_tokens, tokens=tuple(members_of_set), first=is_first)))
     return labels

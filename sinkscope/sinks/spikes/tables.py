@@ -1,22 +1,39 @@
-"""The tables of `find_sinks` and `why_sink`: what each row is about, in types, and what its numbers mean."""
+"""The tables of `find_sinks`: what each row is about, in types, and what its numbers mean."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
-from sinkscope.results.notation import Component, Head, Neuron, word_list
+from sinkscope.results.notation import Component, Neuron, word_list
 from sinkscope.results.row import Mean
-from sinkscope.results.table import Row, column, detail, optional
-from sinkscope.sinks.spikes.spike import Part, Parts, run
+from sinkscope.results.table import NOT_MEASURED, Cell, Column, Row, column, detail, optional
+from sinkscope.sinks.spikes.spike import Part, Parts, PlaceKey, layers_words
 
 SHOWN = 3
 """Parts that a label names."""
-Role = Literal["needed", "lowers", "backup", "another spike", "nothing", "raises"]
-"""What the removal of a neuron does to the spike."""
-WRITES: tuple[Role, ...] = ("needed", "lowers", "backup")
+
+
+class Role(StrEnum):
+    """What the removal of a neuron does to the spike."""
+
+    NEEDED = "needed"
+    LOWERS = "lowers"
+    BACKUP = "backup"
+    OTHER_SPIKE = "other spike"
+    NOTHING = "nothing"
+    RAISES = "raises"
+
+
+WRITES = (Role.NEEDED, Role.LOWERS, Role.BACKUP)
 """The roles of neurons that write a spike."""
+
+
+ROLES_MEAN = (
+    "What zeroing it does: needed (one of the smallest set without which less than a quarter of the spike is left), "
+    "lowers (the spike is smaller), backup (it lowers the spike once the needed ones are zeroed), other spike (only "
+    "another spike is smaller), nothing, raises."
+)
 
 
 def part_name(part: Part) -> str:
@@ -29,6 +46,11 @@ def parts_names(parts: Parts, most: int = SHOWN) -> str:
     return word_list([*map(part_name, parts)], most)
 
 
+def verb_of(parts: Parts) -> str:
+    """Return what is done to needed parts: neurons are zeroed, components are replaced by their mean."""
+    return "zeroed" if any(isinstance(part, Neuron) for part in parts) else "replaced by their mean"
+
+
 # --- the spike itself ---
 
 
@@ -36,50 +58,102 @@ def parts_names(parts: Parts, most: int = SHOWN) -> str:
 class SpikeKey:
     """A spike: its place and the layers in which it stands out."""
 
-    place: str
+    place: PlaceKey
     layers: tuple[int, int]
 
     def __str__(self) -> str:
-        return f"{self.place}, {run(*self.layers)}"
+        return f"{self.place}, {layers_words(*self.layers)}"
 
     def shared(self, other: SpikeKey) -> int:
         """Return how many layers it has in common with a spike at the same place."""
+        if self.place != other.place:
+            return 0
         last = min(self.layers[1], other.layers[1])
-        return max(0, last + 1 - max(self.layers[0], other.layers[0])) if self.place == other.place else 0
+        return max(0, last + 1 - max(self.layers[0], other.layers[0]))
+
+
+@dataclass(frozen=True)
+class SizeKey:
+    """The size of a spike, of which there is one."""
+
+    def __str__(self) -> str:
+        return "size"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Row, table="spike", title="the spike", form="title"):
     """How large a spike is, and who reads it."""
 
-    key: Literal["size"] = "size"
+    key: SizeKey = SizeKey()
 
-    norm_before: Mean = column("norm\nbefore", "norm", "Mean norm of the state at the place before its first layer.")
-    norm_after: Mean = column("norm\nat its peak", "norm", "Mean norm of the state at the place after its peak.")
-    ratio: Mean = column("times the\ntypical norm", "times", "That norm over the median of later positions.")
-    heads: Mean = column("heads that\nread it", "count", "Heads in its layers that give the place more than 0.3.")
-    left: Mean | None = optional("left without\nthe needed", "share", "What is left of it without the needed parts.")
+    norm_before: Mean = column(
+        "norm\nbefore", "norm", "L2 norm of the state at the place before the first layer of the spike, mean."
+    )
+    norm_after: Mean = column(
+        "norm at\nits largest", "norm", "L2 norm of the state at the place after the layer where it is largest, mean."
+    )
+    ratio: Mean = column(
+        "times other\ntokens",
+        "times",
+        "L2 norm at the place over the median norm of later tokens, after the layer of the spike where this is "
+        "largest.",
+    )
+    norm_at_ratio: Mean | None = optional("norm\nthere", "norm", "L2 norm at the place after that layer, mean.")
+    typical: Mean | None = optional("other\ntokens", "norm", "Median L2 norm of later tokens after that layer.")
+    heads: Mean = column(
+        "heads that\nattend",
+        "count",
+        "Heads from the second layer of the spike to the one after its last whose mean attention to the place is "
+        "above 0.3.",
+    )
+    total: Mean | None = optional("of heads", "count", "All heads with softmax attention in these layers.")
+    left: Mean | None = optional(
+        "left without\nthe needed",
+        "share",
+        "Share of the spike that is left when the needed parts are zeroed or replaced at the place.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writer(Row, table="writers", title="written by", form="line", listed=("share", "role")):
+class Writer(Row, table="writers", title="written by", form="line", listed=("share", "role"), most=4, least=0.05):
     """What a neuron writes of a spike."""
 
     key: Neuron
 
-    share: Mean = column("share\nwritten", "share", "What it writes along the spike, as a share of the spike.")
-    role: Role = column("removing it", "word", "What zeroing it alone, or with the needed ones, does to the spike.")
-    left: Mean = column("left\nwithout", "share", "What is left of the spike if it alone is zeroed (texts that chose).")
-    neutral: Mean = column("ordinary\nvalue", "number", "Its median activation at ordinary positions.")
+    share: Mean = column(
+        "share\nwritten",
+        "share",
+        "Projection of what the neuron adds at the place on the direction of the spike, over the whole spike.",
+    )
+    role: Role = column("its\nrole", "word", ROLES_MEAN)
+    left: Mean = column(
+        "left\nwithout",
+        "share",
+        "Share of the spike that is left if this neuron alone is zeroed at the place, in the texts that chose the "
+        "neurons.",
+    )
+    neutral: Mean = column(
+        "ordinary\nvalue", "number", "Median of its activation (the input of the down projection) at other tokens."
+    )
+
+    @property
+    def listed_columns(self) -> tuple[str, ...]:
+        """The columns that a line has: the role of the needed ones alone."""
+        return ("share", "role") if self.role is Role.NEEDED else ("share",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written(Row, table="components", title="components", form="line", listed=("share",)):
+class Written(Row, table="components", title="components", form="line", listed=("share",), most=4, least=0.05):
     """What a component writes of a spike up to its peak."""
 
     key: Component
 
-    share: Mean = column("share\nwritten", "share", "What it writes along the spike, as a share of the spike.")
+    share: Mean = column(
+        "share\nwritten",
+        "share",
+        "Projection of what the component adds at the place on the direction of the spike, over the whole spike; "
+        "negative against it.",
+    )
 
     @property
     def label(self) -> str:
@@ -88,8 +162,8 @@ class Written(Row, table="components", title="components", form="line", listed=(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Erased(Written, table="erasers", title="erased by", form="line", listed=("share",)):
-    """What a component writes against a spike after its peak."""
+class Erased(Written, table="erasers", title="erased by", form="line", listed=("share",), most=4, least=0.05):
+    """What a component writes against a spike after its peak, as a share of the spike at its peak."""
 
 
 # --- what its parts do ---
@@ -103,7 +177,7 @@ class Done(StrEnum):
     PART = "part"  # one of them alone
     HIDDEN = "hidden"  # later tokens do not see the place
     BUSIEST = "busiest"  # other neurons are zeroed that write as much: those that write most
-    AS_MANY = "as many"  # as many others as are needed, where no others write as much
+    AS_MANY = "as_many"  # as many others as are needed, where no others write as much
     RANDOM = "random"  # random other neurons that write as much, or other components
 
 
@@ -120,7 +194,13 @@ class Edit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effect(Row, table="effects", title="what the spike does"):
+class Effect(
+    Row,
+    table="effects",
+    title="what is changed",
+    note="Spike left: 100% unchanged, 0% as at other tokens. A head attends if the place has more than 0.3 of its "
+    "attention. Loss added: mean over the later tokens.",
+):
     """What an edit does to a spike, to the heads that read it, and to what the model predicts.
 
     Attributes:
@@ -132,15 +212,37 @@ class Effect(Row, table="effects", title="what the spike does"):
     parts: Parts = ()
     since: int | None = None
 
-    left: Mean | None = optional("spike\nleft", "share", "What is left of the spike, of the intact one.")
-    heads: Mean | None = optional(
-        "heads that\nread it", "count", "Heads in its layers that give the place more than 0.3."
+    left: Mean | None = optional(
+        "spike\nleft",
+        "share",
+        "Projection of the state at the place on the direction of the spike, counted from the mean of other tokens, "
+        "over the same without a change; mean over texts.",
     )
-    loss: Mean | None = optional("cost", "nats", "By how much the loss of later tokens rises.")
-    norm: Mean | None = detail("writes of\nthe needed", "share", "Norm of what the others write over the needed.")
-    reached: Mean | None = detail("sets that\ndo as much", "count", "Random sets that do as much as the needed parts.")
+    heads: Mean | None = optional(
+        "heads that\nattend",
+        "count",
+        "Heads from the second layer of the spike to the one after its last whose mean attention to the place is "
+        "above "
+        "0.3.",
+    )
+    loss: Mean | None = optional(
+        "loss added", "rise", "Loss of the later tokens with the change minus their loss without, mean over texts."
+    )
+    norm: Mean | None = detail(
+        "writes, of\nthe needed",
+        "share",
+        "Sum of the norms of what these neurons write, mean over all tokens, over the norm of what the needed neurons "
+        "write.",
+    )
+    reached: Mean | None = detail(
+        "sets that\ncost as much",
+        "count",
+        "Random sets that raise the loss, or lower the spike where no loss is read, as much as the needed parts at "
+        "the "
+        "place in the same texts.",
+    )
     sets: Mean | None = detail("random\nsets", "count", "Random sets, each zeroed in texts of its own.")
-    intact: Mean | None = detail("heads\nintact", "count", "Heads that read it in these texts without an edit.")
+    intact: Mean | None = detail("heads\nunchanged", "count", "Heads that attend in these texts without a change.")
     tokens: Mean | None = detail("tokens", "count", "Tokens whose loss was read.")
     size: Mean | None = detail("neurons", "count", "Other neurons that were zeroed, mean over sets.")
 
@@ -152,23 +254,26 @@ class Effect(Row, table="effects", title="what the spike does"):
     @property
     def group(self) -> str:
         """The heading under which it stands."""
-        if self.key.done is Done.AS_MANY:
-            return "controls (no others write as much)"
-        if self.is_control:
-            return "controls"
-        if self.key.done is Done.PART:
-            return "each alone, at the place"
-        if self.key.done is Done.NEEDED:
-            zeroed = any(isinstance(part, Neuron) for part in self.parts)
-            return f"{parts_names(self.parts)} {'zeroed' if zeroed else 'replaced'}"
-        return ""
+        match self.key.done:
+            case Done.AS_MANY:
+                return "control: no other neurons write as much"
+            case Done.BUSIEST | Done.RANDOM if self.norm is not None:
+                return "controls: other neurons that write as much"
+            case Done.BUSIEST | Done.RANDOM:
+                return "control"
+            case Done.PART:
+                return "one of them zeroed, at this place alone"
+            case Done.NEEDED:
+                return f"{parts_names(self.parts)} {verb_of(self.parts)}"
+            case _:
+                return ""
 
     @property
     def label(self) -> str:
         """What it is called."""
         match self.key.done:
             case Done.NEEDED:
-                return "everywhere" if self.key.everywhere else "at the place"
+                return "at all tokens" if self.key.everywhere else "at this place alone"
             case Done.PART:
                 return str(self.key.part)
             case Done.HIDDEN:
@@ -176,280 +281,158 @@ class Effect(Row, table="effects", title="what the spike does"):
             case Done.BUSIEST | Done.AS_MANY | Done.RANDOM:
                 return self.others
             case _:
-                return "intact"
+                return "nothing"
 
     @property
     def short_label(self) -> str:
         """What a figure calls it."""
-        words = {Done.HIDDEN: "place hidden", Done.RANDOM: "random others"}
-        words |= dict.fromkeys((Done.BUSIEST, Done.AS_MANY), "busiest others")
-        return words.get(self.key.done, self.label)
+        match self.key.done:
+            case Done.HIDDEN:
+                return "place hidden"
+            case Done.RANDOM:
+                return "random others"
+            case Done.BUSIEST | Done.AS_MANY:
+                return "busiest others"
+            case _:
+                return self.label
 
     @property
     def others(self) -> str:
-        """The parts of a control: "580 busiest others, everywhere"."""
+        """The parts of a control: "the 580 that write most, at all tokens"."""
         if self.left is None:
             return "none: no other part writes anything"
         if self.norm is None or self.size is None:
-            return "another component, at the place"
-        which = "random" if self.key.done is Done.RANDOM else "busiest"
-        count = f"the {which} other"
-        write = "writes"
-        if self.size.value > 1:
-            count = f"{self.text('size')} {which} others"
-            write = "write"
+            return "another component, at this place"
         if self.key.done is Done.AS_MANY:
-            return f"{count}, {write} {self.text('norm')} as much"
-        if self.sets is not None:
-            return f"{count}, everywhere ({self.text('reached')} of {self.text('sets')} sets do as much)"
-        return f"{count}, everywhere"
-
-
-# --- what makes a position the place ---
-
-
-class Cause(StrEnum):
-    """What is special about the first token."""
-
-    TOKEN = "token"
-    ALONE = "alone"
-    ID = "id 0"
+            return f"the {self.count} writing most ({self.text('norm')} as much)"
+        if self.key.done is Done.BUSIEST:
+            return f"the {self.count} writing most, all tokens"
+        return f"{self.text('size')} at random, all tokens ({self.counted_sets})"
 
     @property
-    def said(self) -> str:
-        """What a position has that has it."""
-        words = {Cause.TOKEN: "its token", Cause.ALONE: "sees only itself", Cause.ID: "position id 0"}
-        return words[self]
+    def count(self) -> str:
+        """The neurons of a control: "580", or "one"."""
+        assert self.size is not None
+        return self.text("size") if self.size.value > 1 else "one"
 
     @property
-    def taken(self) -> str:
-        """What the place is without it."""
-        words = {Cause.TOKEN: "another token", Cause.ALONE: "4 tokens before it", Cause.ID: "32 positions later"}
-        return words[self]
+    def counted_sets(self) -> str:
+        """How many random sets do as much: "0 of 8 sets cost as much"."""
+        if self.sets is None:
+            return "one set"
+        verb = "lower it" if self.loss is None else "cost"
+        return f"{self.text('reached')} of {self.text('sets')} sets {verb} as much"
 
-
-@dataclass(frozen=True)
-class Condition:
-    """What an ordinary position gets of the first token's causes, or which is taken away at the place.
-
-    Attributes:
-        causes: The causes, in the order of `Cause`.
-        at_place: Whether these are taken away at the place.
-        one_other: Whether an ordinary position sees one other token beside itself: the control of `Cause.ALONE`.
-    """
-
-    causes: tuple[Cause, ...] = ()
-    at_place: bool = False
-    one_other: bool = False
-
-    @property
-    def gives(self) -> bool:
-        """Whether an ordinary position gets some of the causes."""
-        return bool(self.causes) and not self.at_place
-
-    def __str__(self) -> str:
-        if self.one_other:
-            return "sees one other token"
-        if self.at_place:
-            return word_list([cause.taken for cause in self.causes])
-        return word_list([cause.said for cause in self.causes]) if self.causes else "as it is"
-
-
-AS_IT_IS = Condition()
-ONE_OTHER = Condition(one_other=True)
+    def cell(self, column: Column) -> Cell:
+        """Return what a column shows of it: no heads where none can attend."""
+        if self.key.done is Done.HIDDEN and column.key == "heads":
+            return Cell(NOT_MEASURED)
+        return super().cell(column)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditioned(Row, table="conditions", title="what makes a sink"):
-    """What a position has of a spike under a condition."""
+class Brief(Row, table="brief", title="other spikes"):
+    """Another spike in one line; its own tables have all of it.
 
-    key: Condition
+    Attributes:
+        parts: The smallest set that it needs.
+    """
 
-    left: Mean = column("spike\nthere", "share", "What the position has of the spike.")
-    heads: Mean | None = optional("heads that\nread it", "count", "Heads that give the position more than 0.3.")
+    key: SpikeKey
+    parts: Parts = ()
+
+    left: Mean | None = optional("spike\nleft", "share", "Share of the spike that is left without these parts.")
+    loss: Mean | None = optional(
+        "loss added", "rise", "Loss of the later tokens without these parts at the place minus their loss with them."
+    )
+    control: Mean | None = optional("a control\nadds", "rise", "Loss added by the control that adds most.")
+    heads_before: Mean | None = optional("heads\nbefore", "count", "Heads that attend to the place without a change.")
+    heads: Mean | None = optional("heads\nafter", "count", "Heads that attend to it without these parts.")
+    ratio: Mean = column("times other\ntokens", "times", "L2 norm at the place over the median norm of later tokens.")
 
     @property
     def group(self) -> str:
         """The heading under which it stands."""
-        if self.is_control:
-            return "an ordinary position, for comparison"
-        return "the place with" if self.key.at_place else "an ordinary position with"
-
-    @property
-    def is_control(self) -> bool:
-        """Whether it is a control."""
-        return self.key in (AS_IT_IS, ONE_OTHER)
-
-
-# --- why heads read it ---
-
-ConstancyKey = Literal["state", "value"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constancy(Row, table="constant", title="why heads read it"):
-    """How constant the spike makes the place, beside an ordinary position.
-
-    Attributes:
-        key: The cosine of states between texts, or the norm of the value over the typical one.
-        readers: Heads that read the place.
-        since: The first layer in which they do.
-        beside: The layer before the spike.
-    """
-
-    key: ConstancyKey
-    readers: int
-    since: int
-    beside: int
-
-    before: Mean = column("place\nbefore", "number", "At the place, before the first spike.")
-    after: Mean = column("place\nafter", "number", "At the place, after the spike.")
-    ordinary_before: Mean = column("ordinary\nbefore", "number", "At an ordinary position, before the first spike.")
-    ordinary_after: Mean = column("ordinary\nafter", "number", "At an ordinary position, after the spike.")
-
-    @property
-    def group(self) -> str:
-        """The heading under which it stands."""
-        return f"{self.readers} heads from layer {self.since} on; before: layer {self.beside}"
+        return str(self.key)
 
     @property
     def label(self) -> str:
         """What it is called."""
-        return {"state": "cosine of states between texts", "value": "value norm over the typical"}[self.key]
-
-
-# --- what attention to it is for ---
-
-PurposeKey = Literal["intact", "hidden in all layers", "hidden", "value zero", "value mean", "other hidden"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Purpose(Row, table="purpose", title="what attention to it is for"):
-    """What later tokens lose without the place.
-
-    Attributes:
-        since: The first layer that is changed. None: all layers are.
-        other: The position that is hidden instead of the place, as a control.
-    """
-
-    key: PurposeKey
-    since: int | None = None
-    other: int | None = None
-
-    loss: Mean | None = optional("cost", "nats", "By how much the loss of later tokens rises.")
-    heads: Mean | None = optional("heads at\nthe place", "count", "Heads that give the place more than 0.3.")
-    taker_heads: Mean | None = optional("heads at\nposition 1", "count", "Heads that give the next position as much.")
-    tokens: Mean | None = optional("tokens", "count", "Tokens whose loss was read.")
-
-    @property
-    def is_control(self) -> bool:
-        """Whether it is a control."""
-        return self.key == "other hidden"
-
-    @property
-    def group(self) -> str:
-        """The heading under which it stands."""
-        return "control" if self.is_control else ""
-
-    @property
-    def label(self) -> str:
-        """What it is called."""
-        words = {
-            "hidden": f"place hidden from layer {self.since} on",
-            "hidden in all layers": "place hidden in all layers",
-            "value zero": f"its value zero from layer {self.since} on",
-            "value mean": f"its value the mean from layer {self.since} on",
-            "other hidden": f"position {self.other} hidden from layer {self.since} on",
-        }
-        return words.get(self.key, self.key)
-
-
-# --- what marks it ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark(Row, table="marks", title="marked by"):
-    """Components before the writers without which the spike is not written."""
-
-    key: tuple[Component, ...]
-
-    left: Mean = column("spike\nleft", "share", "What is left of the spike if they are replaced at the place.")
-    others: Mean | None = optional("left without\nothers", "share", "Median of what is left without other components.")
-
-    @property
-    def label(self) -> str:
-        """What it is called."""
-        return parts_names(self.key, len(self.key))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Marking(Row, table="first tokens", title="first tokens"):
-    """What is left of a spike at many tokens that are put first, without heads."""
-
-    key: Literal["tokens", "all", "fewest", "random"] | Head
-    marking: tuple[Head, ...] = ()
-
-    left: Mean | None = optional("spike\nleft", "share", "What is left of the spike, mean over tokens that have it.")
-    count: Mean | None = optional("heads\nreplaced", "count", "Heads that are replaced by their mean.")
-    have: Mean | None = optional("tokens that\nhave it", "count", "Tokens that, put first and alone, have the spike.")
-    tried: Mean | None = optional("tokens\ntried", "count", "Tokens that were put first.")
-
-    @property
-    def is_control(self) -> bool:
-        """Whether it is a control."""
-        return self.key == "random"
-
-    @property
-    def label(self) -> str:
-        """What it is called."""
-        words = {"tokens": "intact", "all": "without all heads before", "random": "without as many random heads"}
-        if self.key == "fewest":
-            return f"without {word_list(self.marking, 4)}"
-        return words[self.key] if isinstance(self.key, str) else f"without {self.key}"
+        return f"{parts_names(self.parts)} {verb_of(self.parts)}" if self.parts else "no needed parts were found"
 
 
 # --- who attends where ---
+
+
+class AttendedKind(StrEnum):
+    """What heads attend to."""
+
+    PLACE = "place"
+    PLACE_WITHOUT_SPIKE = "place_without_spike"
+    SINK_RATE = "sink_rate"
+    LEARNED = "learned_sink_logits"
 
 
 @dataclass(frozen=True)
 class Attended:
     """What heads attend to: a place, position 0 as the sink rate has it, or learned sink logits."""
 
-    kind: Literal["place", "place without a spike", "sink rate", "learned sink logits"]
-    place: str = ""
+    kind: AttendedKind
+    place: PlaceKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Row, table="attention", title="attention to"):
+class Attention(
+    Row,
+    table="attention",
+    title="attention, all layers",
+    note="Above 0.3: its mean over texts; for the sink rate (Gu et al. 2025), in each text of its own.",
+):
     """How many heads attend to something."""
 
     key: Attended
 
-    heads: Mean | None = optional("heads", "count", "Heads that give it more than 0.3 of their attention.")
-    total: Mean | None = optional("of all", "count", "Heads with softmax attention.")
-    share: Mean | None = optional("share", "share", "The sink rate: the share of heads and texts above eps.")
+    heads: Mean | None = optional("heads above 0.3", "count", "Heads whose mean attention over texts is above 0.3.")
+    total: Mean | None = optional("of", "count", "All heads with softmax attention.")
+    share: Mean | None = optional(
+        "share", "share", "Share of heads whose attention to position 0 is above 0.3, text by text, mean over texts."
+    )
     length: Mean | None = detail("text of\ntokens", "count", "Tokens of the texts of the sink rate.")
     eps: Mean | None = detail("eps", "number", "The attention from which a head counts.")
 
     @property
     def label(self) -> str:
         """What it is called."""
-        if self.key.kind == "sink rate":
-            return f"position 0 of {self.text('length')} tokens (sink rate)"
-        if self.key.kind == "place without a spike":
-            return f"{self.key.place} (no spike)"
-        return self.key.place or self.key.kind
+        match self.key.kind:
+            case AttendedKind.SINK_RATE:
+                return f"sink rate, position 0 of {self.text('length')} tokens"
+            case AttendedKind.PLACE_WITHOUT_SPIKE:
+                return f"{self.key.place} (no spike)"
+            case AttendedKind.LEARNED:
+                return "learned sink logits"
+            case AttendedKind.PLACE:
+                return str(self.key.place)
+
+
+@dataclass(frozen=True)
+class LargestKey:
+    """The largest norm, of which there is one."""
+
+    def __str__(self) -> str:
+        return "largest norm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Largest(Row, table="norm", title="largest norm", form="title"):
     """The largest norm that was seen anywhere."""
 
-    key: Literal["largest"] = "largest"
+    key: LargestKey = LargestKey()
     token: str
     layer: int
 
-    ratio: Mean = column("times the\ntypical norm", "times", "The largest norm over the typical one that was seen.")
+    ratio: Mean = column(
+        "times other\ntokens", "times", "The largest L2 norm over the median of later tokens after the same layer."
+    )
 
     @property
     def label(self) -> str:
