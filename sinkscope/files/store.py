@@ -120,15 +120,18 @@ def kept_in(folder: PathName | None, settings: Mapping[str, Any], kind: type[R])
 
 
 def _read_or_begin(path: Path, settings: dict[str, Any], kind: type[R], shown: str) -> dict[Hashable, R]:
-    """The records of an earlier run, whose settings are compared; or none of a new one, whose settings are written."""
+    """The records of an earlier run, whose settings are compared; or none of a new one, whose settings are written.
+
+    Nothing is written before all was read and accepted: what is refused may be somebody else's.
+    """
     records, complete = read_lines(path / RECORDS, pathless(str(path)), kind)
-    if (path / RECORDS).exists():
-        os.truncate(path / RECORDS, complete)  # a kill cut the last line short; the next must not be glued to it
     if (path / SETTINGS).exists():
         earlier = build(dict[str, Any], read_json(path / SETTINGS, "give another folder"), f"{shown}/{SETTINGS}")
         other = differing(earlier, settings)
         if other and (records or earlier.keys() != settings.keys()):
             raise SinkscopeError(f"{shown} was begun with other settings ({other}): give the same, or another folder")
+    if (path / RECORDS).exists():
+        os.truncate(path / RECORDS, complete)  # a kill cut the last line short; the next must not be glued to it
     if not records:  # nothing is lost if a run that could not begin is begun with other settings
         write_atomic(path / SETTINGS, json.dumps(settings, indent=1, sort_keys=True) + "\n")
     return {record.key: record for record in records}
