@@ -31,7 +31,7 @@ from sinkscope.files.plain import plain
 from sinkscope.files.store import differing
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, interval_of
 from sinkscope.results.result import Result
-from sinkscope.results.row import Kind, Mean, Row, row_of
+from sinkscope.results.row import Kind, Mean, Row
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 NOT_RANKED = (FULL, "random", "sampling")
@@ -188,15 +188,23 @@ class BenchTable(Result):
         return f"{said}; {control_has}."
 
     def figure(self) -> Any:
-        """Draw the score of each method with its margin, a colour for each set."""
+        """Draw the score of each method with its interval, a colour for each set."""
         import plotly.graph_objects as go
 
-        from sinkscope.results.style import COLOURS, bars, figure_of  # with plotly, which a printed table does not need
+        from sinkscope.results.style import COLOURS, figure_of  # with plotly, which a printed table does not need
 
         fig = go.Figure()
         for number, groups in enumerate(self.sets()):
-            rows = [row_of("scores", group.method, score=group.mean()) for group in groups]
-            bars(fig, rows, "score", COLOURS[number % len(COLOURS)], html.escape(groups[0].set))
+            up = [group.high - group.score for group in groups]
+            down = [group.score - group.low for group in groups]
+            fig.add_bar(
+                x=[html.escape(group.method) for group in groups],
+                y=[group.score for group in groups],
+                error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down},
+                marker_color=COLOURS[number % len(COLOURS)],
+                name=html.escape(groups[0].set),
+                showlegend=True,
+            )
         fig.update_xaxes(tickangle=-35)
         if task_class(self.task).share:
             fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
@@ -214,6 +222,16 @@ def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> Be
         SinkscopeError: A folder is not of a run, no run has that method, or runs were measured under other settings.
     """
     return tabulate_records([read_run(Path(folder)) for folder in folders], beside=beside)
+
+
+def check_beside(beside: str | None, methods: Sequence[str]) -> None:
+    """Refuse to compare with a method that is not among those of a table.
+
+    Raises:
+        SinkscopeError: It is not.
+    """
+    if beside is not None and beside not in methods:
+        raise SinkscopeError(f"--beside {beside}: expected {', '.join(methods)}")
 
 
 def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> BenchTable:
@@ -257,9 +275,7 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
         score = score or Interval(scores.mean(), nan, nan)
         numbers = (len(of_method), score.mean, score.low, score.high)
         groups.append(BenchGroup(of_set, method, *numbers, *(each.to_dict() for each in (scores, metrics))))
-    known = dict.fromkeys(group.method for group in groups)
-    if beside not in {None, *known}:
-        raise SinkscopeError(f"--beside {beside}: expected {', '.join(known)}")
+    check_beside(beside, [*dict.fromkeys(group.method for group in groups)])
     sign = 1 if task.low_is_good else -1
     groups.sort(key=lambda group: (group.set, group.name in NOT_RANKED, sign * group.score))
     seed = min((record.seed for record in records.values()), default=0)

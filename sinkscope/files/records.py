@@ -176,6 +176,17 @@ def _place(value: Any, problem: Any) -> str:
     return place
 
 
+def check_known(row: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse fields of a record that nothing reads, such as a misspelt one.
+
+    Raises:
+        SinkscopeError: There is one; the message names it and those that are known.
+    """
+    for name in row:
+        if name not in known:
+            raise SinkscopeError(f"{where}: unknown field {name!r:.80}; known: {', '.join(known)}")
+
+
 def check_fields(settings: Any) -> None:
     """Refuse fields of a dataclass that do not fit their annotations; a bool is not a number here, an int is.
 
@@ -242,7 +253,7 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
-        path: JSON lines.
+        path: JSON lines, or one JSON array.
         expected: What the caller should give.
 
     Raises:
@@ -251,7 +262,40 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     text, name = read_text(path, f"give {expected}"), os.path.basename(path)
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: give {expected}")
-    yield from json_rows(text.split("\n"), name, expected)
+    yield from rows_of_text(text, name, expected)
+
+
+def rows_of_text(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row of JSON lines, or each member of one JSON array, and its location.
+
+    Args:
+        text: The content of a file.
+        name: Its name.
+        expected: What the caller should give.
+
+    Raises:
+        SinkscopeError: A line is not JSON, or the array is empty.
+    """
+    members = _array_in(text)
+    if members is None:
+        yield from json_rows(text.split("\n"), name, expected)
+        return
+    if not members:
+        raise SinkscopeError(f"{name} is empty: give {expected}")
+    if all(isinstance(member, dict) and "role" in member for member in members):  # the messages of one chat
+        members = [members]
+    for number, member in enumerate(members, 1):
+        yield f"{name} record {number}", member
+
+
+def _array_in(text: str) -> list[Any] | None:
+    """The members of a text that is one JSON array; None of JSON lines."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
 
 
 def json_rows(lines: Iterable[str | bytes], name: str, expected: str) -> Iterator[tuple[str, Any]]:

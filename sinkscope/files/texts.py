@@ -24,7 +24,7 @@ def text_of(messages: Messages) -> str:
 
 
 def read_texts(path: PathName, field: str | None = None) -> Iterator[Messages]:
-    """Yield the messages of each record of a file of JSON lines.
+    """Yield the messages of each record of a file of JSON lines, or of one JSON array.
 
     Args:
         path: The file.
@@ -33,7 +33,7 @@ def read_texts(path: PathName, field: str | None = None) -> Iterator[Messages]:
     Raises:
         SinkscopeError: The file cannot be read, or no field that is known holds a text.
     """
-    for where, row in read_rows(path, "JSON lines with texts or chats"):
+    for where, row in read_rows(path, "JSON lines, or a JSON array, with texts or chats"):
         yield messages_of_row(row, field, where)
 
 

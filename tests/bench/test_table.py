@@ -48,6 +48,9 @@ def test_a_group_is_recomputed_kept_and_drawn():
     assert BenchTable.from_dict(json.loads(result.to_json())) == result
     (drawn,) = result.figure().data
     assert (*zip(drawn.x, drawn.y, strict=True),) == (("tova:8", 1.0), ("h2o:8", 0.25), ("full", 1.0))
+    whiskers = [drawn.error_y[side][1] for side in ("array", "arrayminus")]
+    assert not drawn.error_y.symmetric and whiskers == [two.high - two.score, two.score - two.low]
+    assert two.high - two.score > two.score - two.low  # the score is near 0, where an interval ends
     row = next(row for row in result.text(None).splitlines() if row.startswith("tova:8"))
     assert row.split()[1:4] == ["100.0%", "-", "-"], "one answer has no interval"
 

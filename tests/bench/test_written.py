@@ -73,7 +73,8 @@ def test_what_is_wrong_is_said_in_one_line(read, text, says):
     ("row", "says"),
     [
         ([1], "line 2: [1]: expected an object: give JSON lines with"),
-        ({"text": "a"}, "line 2: turns[0].prompt is missing: give JSON lines with"),
+        ({"answers": ["a"]}, "line 2: turns[0].prompt is missing: give JSON lines with"),
+        ({"text": "a"}, "line 2: unknown field 'text'; known: id, set, part, turns, prompt, answers, metric, score"),
         ({"prompt": " "}, "line 2: turns[0].prompt=' ': expected a text: give JSON lines with"),
     ],
 )

@@ -10,6 +10,7 @@ from refusals import refused
 from tokenizers.processors import TemplateProcessing
 
 import sinkscope as ss
+from sinkscope.files.texts import read_texts
 from sinkscope.measure import Setup
 from sinkscope.models.text.chat import own_text, text_records
 
@@ -69,6 +70,21 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
 def test_what_is_no_text_is_refused(rows, name, field, says, written):
     with refused(says):
         own_text(text_records(written(rows, name), field), Words(), "m")
+
+
+MESSAGES = [one["messages"] for one in CHATS]
+
+
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [(CHATS, 2), (DATA, 2), (["One text", "and another"], 2), (MESSAGES, 2), (MESSAGES[0], 1)],
+)
+def test_a_json_array_has_a_record_for_each_member(rows, count, written):
+    """But a list of messages is one chat."""
+    field = "abstract" if rows is DATA else None
+    records = text_records(written(json.dumps(rows, indent=1), "a.json"), field)
+    assert len(records) == count and [*read_texts(written(json.dumps(rows), "b.json"), field)] == records
+    assert records[0][0]["content"] in ("Say 0", "Word 0 here", "One text")
 
 
 def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(written, typed):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError, first_line, warn
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.records import json_rows
+from sinkscope.files.records import rows_of_text
 from sinkscope.files.texts import Messages, is_text_file, messages_of_row, text_of
 from sinkscope.models.text import plain_ids, typical_text
 from sinkscope.results.notation import count_of
@@ -24,7 +24,7 @@ Chat = bool | Literal["auto"]
 _REMEDY = "read texts as they are, with chat=False (--no-chat)"
 MOST = 10_000
 """Records of a file that are read: more than any measurement needs."""
-_JSON = re.compile(r'\s*(\{\s*"|\[\s*[{"])')
+_JSON = re.compile(r'\s*(\{\s*"|\[\s*[{"]|\[\s*\[\s*\{)')
 
 
 def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
@@ -103,7 +103,7 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Me
     """Read the texts of a file before a model is opened.
 
     Args:
-        path: A text, or JSON lines: a file that begins as JSON, or whose ending says so.
+        path: A text, or JSON lines or a JSON array: a file that begins as JSON, or whose ending says so.
         field: The field of a record that holds the text or the messages. None: under one of the names of chats and
             data sets.
 
@@ -113,7 +113,7 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Me
     name, text = pathless(fspath(path)), typical_text(fspath(path))
     if field is None and not is_text_file(path) and not _JSON.match(text):
         return [messages_of_row(text)]
-    rows = islice(json_rows(text.split("\n"), name, "JSON lines with texts or chats"), MOST)
+    rows = islice(rows_of_text(text, name, "JSON lines, or a JSON array, with texts or chats"), MOST)
     return [messages_of_row(row, field, where) for where, row in rows]
 
 
