@@ -31,9 +31,8 @@ from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text import (
     Halves,
-    beginning,
+    behind_beginning,
     halves_of,
-    note_second_bos,
     put_before,
     resolve_bos,
     text_rows,
@@ -239,8 +238,7 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
         return setup.ids[0].tolist()
     ids = read_row(setup.target, prompt, special=False)
     if isinstance(prompt, str) and setup.bos is not None:
-        ids = [*beginning(setup.tokenizer, setup.bos), *ids]
-        note_second_bos(ids, setup.bos, "the prompt")
+        ids = behind_beginning(setup.tokenizer, setup.bos, ids)
     return ids
 
 

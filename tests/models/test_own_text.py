@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 import sinkscope as ss
 from sinkscope.files.texts import read_texts
 from sinkscope.measure import Setup
+from sinkscope.measure.setup import prompt_ids
 from sinkscope.models.text.chat import own_text, text_records
 
 
@@ -105,3 +106,28 @@ def test_a_result_says_whether_its_bos_is_one_that_the_tokenizer_puts_there():
     for tokenizer, is_added in ((model.tokenizer, False), (silent, True)):
         made = Setup.open(model, tokenizer=tokenizer).provenance()
         assert made.bos_added is is_added and made.first_ids[0] == silent.bos_token_id
+
+
+BEFORE_CHATS = "{{ bos_token }}{% for m in messages %} {{ m.role }}: {{ m.content }}{% endfor %}"
+BEFORE_MESSAGES = (
+    "{% for m in messages %}{{ bos_token }} {{ m.role }}: {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }} assistant:{% endif %}"
+)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("template", [BEFORE_CHATS, BEFORE_MESSAGES])
+def test_a_template_that_begins_with_bos_gives_one(template, written):
+    """As a server reads a chat; where BOS begins messages too, those of a row stay."""
+    model = ss.load()
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = template
+    chats = [chat(f"user: Once upon a time there was a bird number {n}", "assistant: It sang") for n in range(99)]
+    setup = Setup.open(model, tokenizer=tokenizer, text=written(chats))
+    first = tokenizer.apply_chat_template(chats[0]["messages"], tokenize=False)
+    whole = tokenizer(first, add_special_tokens=False)["input_ids"]
+    assert setup.ids[0, : len(whole)].tolist() == whole
+    at_begin, inside = setup.ids[:, :2] == setup.bos, setup.ids[:, 2:] == setup.bos
+    assert at_begin.sum(1).tolist() == [1] * len(setup.ids)
+    assert bool(inside.any()) == (template == BEFORE_MESSAGES)
+    assert prompt_ids(setup, first) == whole

@@ -117,6 +117,19 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Me
     return [messages_of_row(row, field, where) for where, row in rows]
 
 
+def _without_bos(tokenizer: Any, messages: Messages, text: str) -> str:
+    """A chat in its template without BOS before it, because rows of text begin with BOS themselves.
+
+    BOS stays where it begins messages, too, and not the chat alone: after the messages it then begins the next answer.
+    """
+    bos = getattr(tokenizer, "bos_token", None)
+    if not bos or not text.startswith(bos):
+        return text
+    rest = text.removeprefix(bos)
+    asked = tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
+    return text if bos in rest or bos in asked.removeprefix(bos) else rest
+
+
 def own_text(records: Sequence[Messages], tokenizer: Any, model: str) -> tuple[str, str]:
     """Return the text of records as a model reads it, and how much it is, in words.
 
@@ -136,7 +149,7 @@ def own_text(records: Sequence[Messages], tokenizer: Any, model: str) -> tuple[s
             chats += 1
             if tokenizer.chat_template:
                 remedy = f"leave record {place} out, or name a field of plain text with --field"
-                text = _formatted(tokenizer, messages, model, remedy).rstrip()
+                text = _without_bos(tokenizer, messages, _formatted(tokenizer, messages, model, remedy).rstrip())
         if text.strip():
             texts.append(text)
     said = count_of(len(texts), "text")
