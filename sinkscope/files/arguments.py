@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,11 @@ class Parameter:
     many: bool
     hint: Any
 
+    @property
+    def names_file(self) -> bool:
+        """Whether a value may be the name of a file or folder, as its annotation says: it takes a path."""
+        return _takes_path(self.hint)
+
     def check(self, value: Any) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
@@ -96,6 +102,13 @@ class Parameter:
         checked_value(self.hint, value, self.name, strict=True)
         if isinstance(value, int | float) and not abs(value) <= LARGEST:
             raise SinkscopeError(f"{self.name}={value!r:.80}: expected a number up to {LARGEST}")
+
+
+def _takes_path(hint: Any) -> bool:
+    """Whether an annotation names a class of paths, alone or among others."""
+    if hint is Path or get_origin(hint) is os.PathLike:
+        return True
+    return any(_takes_path(part) for part in get_args(hint))
 
 
 def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C:

@@ -6,6 +6,7 @@ import json
 import os
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from math import nan
@@ -102,18 +103,31 @@ def check_values(kind: Any, **values: Any) -> None:
 def read_setting(text: str, kind: Any, name: str) -> Any:
     """Read a value of the type `kind` from a text: a number, true, false, none, or a word; of a tuple, between commas.
 
+    A text that is a number is also taken as a word where only a word fits, as the name of a file.
+
     Raises:
         SinkscopeError: It is of another type; the message begins with `name`.
     """
     value = _literal(text)
     if get_origin(kind) is tuple:
         value = tuple(map(_literal, text.split(",")))
-    return checked_value(kind, value, name, strict=True)
+    try:
+        return checked_value(kind, value, name, strict=True)
+    except SinkscopeError:
+        with suppress(SinkscopeError):
+            return checked_value(kind, text, name, strict=True)
+        raise
+
+
+_WORDS = {"true": True, "false": False, "none": None}
+"""What is typed for the values of Python that are no numbers, in letters of either size."""
 
 
 def _literal(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     try:
-        return literal_eval(text.capitalize())  # "true", "false" and "none" as well
+        return literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 

@@ -114,7 +114,7 @@ def kept_in(folder: PathName | None, settings: Mapping[str, Any], kind: type[R])
     except OSError as error:
         raise cannot_write(path, error) from None
     try:
-        yield Kept(path, _read_or_begin(path, plain(settings, scrub=True), kind, shown))
+        yield Kept(path, _read_or_begin(path, plain(settings), kind, shown))
     finally:
         lock.release()
 

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_t
 from sinkscope.engine.run import held
 from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of
 from sinkscope.files.output import WRITTEN
+from sinkscope.files.plain import named_file
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
@@ -77,7 +78,7 @@ class Measurement(Generic[P, R]):
             setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
             for name, value in editing.items():
                 if value:
-                    setup.settings[name] = str(value)
+                    setup.settings[name] = str(named_file(value) if self.all_parameters[name].names_file else value)
             return self._measured(setup, own)
 
     @plain_by_default()
@@ -112,7 +113,8 @@ class Measurement(Generic[P, R]):
         }
         for each in self.parameters:
             if each.name not in PYTHON_ONLY | WRITTEN:
-                settings[each.name] = own.get(each.name, each.default)
+                value = own.get(each.name, each.default)
+                settings[each.name] = named_file(value) if each.names_file else value
         settings |= setup.settings
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
 

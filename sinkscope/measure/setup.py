@@ -20,7 +20,7 @@ from torch import Tensor
 from sinkscope.engine.run import runs_here
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, Provenance, provenance
-from sinkscope.files.plain import pathless
+from sinkscope.files.plain import named_file, pathless
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Whole
 from sinkscope.generation.decode import decode
@@ -168,7 +168,7 @@ class Setup:
             ids,
             seed,
             progress or silent,
-            settings={"text": text, "revision": revision, "text_said": " ".join(read)},
+            settings={"text": named_file(text), "revision": revision, "text_said": " ".join(read)},
             started=started,
             own_text=text is not None,
         )

@@ -52,12 +52,18 @@ def measured(tmp_path_factory):
         yield run
 
 
+def test_a_prompt_that_looks_like_a_path_is_stored_as_it_is():
+    found = ss.barcode(prompt="/no_think Why ...?", max_new_tokens=8, heads=["L0.H0"])
+    assert found.settings["prompt"] == "/no_think Why ...?"
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_it_is_shown_with_its_conclusion_and_its_json_comes_back_equal(name, measured, tmp_path):
     result = measured(name)
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     made, conclusion, figure = result.provenance, result.conclusion(), result.figure()
     assert {"bos", "text", "revision"} <= set(result.settings) and made.seconds > 0
+    assert result.settings["text"] == "short.txt"
     own = made.first_ids[0], made.bos, made.seed
     assert own == (load().tokenizer.bos_token_id, True, result.settings["seed"])
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and "nan" not in conclusion
