@@ -101,7 +101,7 @@ class Measurement(Generic[P, R]):
     def _measured(self, setup: Setup, own: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         config = {**setup.target.config.to_dict(), "_name_or_path": ""}  # each process may have a folder of its own
-        whole = self.function.__name__, plan, config, setup.text_read, setup.seed
+        whole = self.function.__name__, plan, config, setup.text, setup.ids.tolist(), setup.seed
         setup.target.shards.agree("model, text, seed or setting", *whole)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]

@@ -185,8 +185,14 @@ class Setup:
 
     @property
     def text_read(self) -> str:
-        """What tells the text and its tokens from others: two results that share it can be compared text by text."""
-        return sha256(f"{self.text}\n{self.ids.tolist()}".encode()).hexdigest()[:16]
+        """What tells the texts from others, whatever tokens a model reads them in: texts in common are compared.
+
+        Pieces of a text of the user's own follow one another, so where they begin depends on the tokenizer.
+        """
+        read = [self.text]
+        if self.own_text:
+            read += [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in self.ids]
+        return sha256("\n".join(read).encode(errors="replace")).hexdigest()[:16]
 
     def edited(self) -> AbstractContextManager[Any]:
         """Return a `with` block in which the caller's interventions act."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from refusals import refused
@@ -94,6 +95,10 @@ def test_a_result_says_what_was_read_and_two_files_of_one_content_are_compared(w
     said = setup.settings["text_said"]
     assert said == "a.jsonl: 99 texts." and "songs" in setup.text
     assert setup.text_read == Setup.open(text=written(rows, "b.jsonl")).text_read
+    ids = setup.ids.flip(1)  # as another tokenizer reads it
+    assert replace(setup, ids=ids).text_read != setup.text_read, "pieces of a text begin elsewhere"
+    shipped = replace(setup, own_text=False)
+    assert replace(shipped, ids=ids).text_read == shipped.text_read, "and documents where they begin"
     assert said in typed(f"lines --text {written(rows)} --count 2 --length 48").out
     with refused("no text is given whose field it is"):
         ss.lines(field="text")
