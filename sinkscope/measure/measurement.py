@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
@@ -28,7 +28,8 @@ Loading = Literal["stream", "whole", "fits"]
 
 TEXT_READ = "text_read"
 """The setting that two results share if they read the same texts."""
-_EDITING = inspect.signature(edit_from_options).parameters
+_EDITING = inspect.signature(edit_from_options).parameters.keys()
+"""The interventions that a measurement may take."""
 
 
 @dataclass(eq=False, repr=False)
@@ -42,7 +43,7 @@ class Measurement(Generic[P, R]):
     function: Callable[Concatenate[Setup, P], R]
     result: type[R]
     loading: Loading
-    edits: bool
+    edits: tuple[str, ...]
     check: Callable[..., object] | None
 
     def __post_init__(self) -> None:
@@ -50,9 +51,16 @@ class Measurement(Generic[P, R]):
         setup, *self.parameters = parameters_of(self.function)
         self.all_parameters: dict[str, Parameter] = {}  # and those of all measurements
         every: dict[str, inspect.Parameter] = {}
-        for source in (Setup.open, *[edit_from_options] * self.edits, self.function):
+        sources: list[Callable[..., Any]] = [Setup.open]
+        if self.edits:
+            sources.append(edit_from_options)
+        sources.append(self.function)
+        for source in sources:
             every |= inspect.signature(source).parameters
             self.all_parameters |= {parameter.name: parameter for parameter in parameters_of(source)}
+        if self.edits:
+            for name in _EDITING - {*self.edits}:
+                del self.all_parameters[name], every[name]
         del self.all_parameters[setup.name], every[setup.name], every["loading"]
         own = [every.pop(parameter.name) for parameter in self.parameters]
         model, *common = every.values()
@@ -69,7 +77,7 @@ class Measurement(Generic[P, R]):
         opening = dict(self.__signature__.bind(*args, **kwargs).arguments)
         self.refuse(opening)
         own = {each.name: opening.pop(each.name) for each in self.parameters if each.name in opening}
-        editing = {name: opening.pop(name) for name in _EDITING if name in opening}
+        editing = {name: opening.pop(name) for name in self.edits if name in opening}
         with ProgressBar() as bar:
             if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
@@ -122,7 +130,7 @@ class Measurement(Generic[P, R]):
 def measurement(
     *,
     loading: Loading = "stream",
-    edits: bool = False,
+    edits: bool | Sequence[str] = False,
     check: Callable[..., object] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
@@ -133,7 +141,8 @@ def measurement(
 
     Args:
         loading: As in `Setup.open`.
-        edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds what was requested.
+        edits: Whether it can run under a patch, a policy or a guard, or the names of those under which it can; it can
+            then also run under `interventions`. `setup.edit` holds what was requested.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
     """
@@ -142,6 +151,10 @@ def measurement(
         result = get_type_hints(function)["return"]
         if "kind" not in vars(result):
             result.kind = function.__name__.replace("_", "-")
-        return Measurement(function, result, loading, edits, check)
+        if isinstance(edits, bool):
+            names = tuple(_EDITING) if edits else ()
+        else:
+            names = (*edits, "interventions")
+        return Measurement(function, result, loading, names, check)
 
     return wrap

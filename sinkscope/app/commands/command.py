@@ -6,7 +6,8 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
 from pathlib import Path
@@ -135,7 +136,8 @@ class Command(click.Command):
             if "model" in ctx.params:
                 progress(f"Loading {options.get('model', 'bundled')} ...", 0, 0)
             self.check_outputs(files, options)
-            result = self.run(options, files, progress)
+            with refused_exit(self.words):
+                result = self.run(options, files, progress)
         if self.kinds and result is not None:
             deliver(result, files if is_first() else {})
             ctx.exit(result.exit_code)
@@ -185,12 +187,31 @@ class Command(click.Command):
         return function
 
 
+@contextmanager
+def refused_exit(words: str) -> Iterator[None]:
+    """Context manager that refuses an exit of Python by what a command runs: nothing was done, and no status says so.
+
+    Args:
+        words: The command.
+
+    Raises:
+        SinkscopeError: `sys.exit` was called.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise SinkscopeError(
+            f"code that sinkscope {words} runs has called sys.exit({error.code!r:.80}) before there was a result: take "
+            "that call out"
+        ) from None
+
+
 def measures(
     words: str,
     section: str,
     *examples: str,
     function: Callable[..., Any] | None = None,
-    edits: bool = False,
+    edits: Sequence[str] = (),
     params: Sequence[click.Parameter] = (),
 ) -> Command:
     """Return the command of a measurement, with the options that all measurements have.
@@ -200,10 +221,10 @@ def measures(
         section: Heading under which the help lists it.
         examples: Lines for the end of the help.
         function: The measurement. None: that of sinkscope.
-        edits: Whether it can run under a patch, a policy or a guard.
+        edits: The interventions under which it can run, of "patch", "policy" and "guard"; other names have no option.
         params: Its own options.
     """
-    shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
+    shared = [*MODEL, *SETUP, *(option for option in EDITS if option.name in edits)]
     place = function or OWN[words]
     return Command(words, place, section, *examples, params=params, shared=shared, kinds=[words], processes=True)
 
