@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import isnan, nan
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.bench.methods import FULL
-from sinkscope.bench.record import BenchRun, read_run
+from sinkscope.bench.record import BenchRecord, BenchRun, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, provenance
@@ -235,7 +235,10 @@ def check_beside(beside: str | None, methods: Sequence[str]) -> None:
 
 
 def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> BenchTable:
-    """Group the records of runs by set and method. A record that several runs have counts once.
+    """Group the records of runs by set and method.
+
+    A record that several runs have counts once, as the first of them has it: so a folder keeps the record that it has,
+    and a table does not change by a run that is added to those of before.
 
     Args:
         runs: The runs, at least one.
@@ -253,7 +256,10 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
         if other:
             raise SinkscopeError(f"runs were measured under other settings ({other}): show them in a table each")
     task = task_class(settings["task"])
-    records = {record.key: record for run in reversed(runs) for record in run}
+    records: dict[Hashable, BenchRecord] = {}
+    for run in runs:
+        for record in run:
+            records.setdefault(record.key, record)
     names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
     answers: Table = []
     for record in records.values():

@@ -12,7 +12,7 @@ from scipy import stats
 
 import sinkscope as ss
 from sinkscope.app.card import CardPart, SinkCard
-from sinkscope.app.compare import CAME, CHANGED, SAME, UNJUDGED, WENT, expanded, merge
+from sinkscope.app.compare import CAME, CHANGED, SAME, UNJUDGED, WENT, Compared, Comparison, expanded, merge
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.result import FindSinks
@@ -65,6 +65,32 @@ def test_subjects_are_the_same_by_their_names_but_for_numbers_and_by_common_laye
     assert [row.get("after") for row in rows if row.about == before] == [partner][: partner is not None]
     apart = [name for number, name in enumerate(after) if number != partner]
     assert [row.name for row in rows if row.table == CAME] == apart
+
+
+def test_what_the_control_does_is_not_compared():
+    """Only what it is the control of: however far a control moved, and where it moved more."""
+    before, after = (Row("t", "x", {"share": share(0.5, 0.01), "control": share(of, 0.01)}) for of in (0.1, 0.9))
+    (row,) = merge([before], [after])
+    assert (row.table, row.get("change")) == (SAME, 0.0)
+
+
+@pytest.mark.parametrize(("value", "is_named"), [(0.06, True), (-0.06, True), (0.04, False), (-0.04, False)])
+def test_a_row_that_goes_is_named_by_the_size_of_its_share(value, is_named):
+    """A neuron that lowers a spike has a negative share."""
+    row = Row("t", "y", {"share": share(value)})
+    assert [one.table for one in merge([row, one(1.0)], [one(1.0)])].count(WENT) == is_named
+    assert [one.table for one in merge([one(1.0)], [row, one(1.0)])].count(CAME) == is_named
+
+
+def test_the_conclusion_says_how_many_numbers_would_seem_to_change_by_chance():
+    """The control of a comparison: with 40 numbers, two. It is the same whether none changed or all did."""
+    found = sample_find_sinks()
+    for moved in (0.0, 0.5):
+        before = tuple(Row("t", f"x{n}", {"n": Mean(1.0, 0.1)}) for n in range(40))
+        after = tuple(Row("t", f"x{n}", {"n": Mean(1.0 + moved, 0.1)}) for n in range(40))
+        compared = Compared("b", tuple(merge(before, after)))
+        said = Comparison(of=found.kind, first="a", results=(compared,)).conclusion()
+        assert f"{40 * bool(moved)} of 40 judged numbers changed (2 by chance)" in said
 
 
 # --- results ---
