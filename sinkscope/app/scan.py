@@ -56,7 +56,7 @@ class ScanPart:
 
 def measure_bench(setup: Setup, **arguments: Any) -> BenchTable:
     """Return the table of a benchmark on an open model."""
-    return tabulate_records([run_bench(setup.target, seed=setup.seed, **arguments)])
+    return tabulate_records([run_bench(setup.target, seed=setup.seed, progress=setup.progress, **arguments)])
 
 
 GUARDED = ("full", "loopguard")

@@ -112,6 +112,8 @@ def run(
     }
     with kept_in(out, {"command": COMMAND, **settings}, BenchRecord) as folder:
         warm: set[str] = set()
+        report = progress or silent
+        report("batches", 0, len(batches))
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
                 for method in batch.methods:
@@ -121,7 +123,7 @@ def run(
                         )
                         warm.add(method)
                 folder.append(task.answers(target, batch))
-            (progress or silent)("batches", done, len(batches))
+            report("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
