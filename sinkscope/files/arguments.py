@@ -22,6 +22,8 @@ from sinkscope.errors import SinkscopeError
 C = TypeVar("C", bound=Callable[..., Any])
 PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files"})
 """Parameters that no command has as an option."""
+NO_SETTINGS = PYTHON_ONLY | {"out"}
+"""Parameters that are no settings of a result: these, and where a measurement writes a file."""
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")

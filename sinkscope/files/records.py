@@ -154,9 +154,10 @@ def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) ->
     settings: dict[str, Any] = {}
     for part in parts:
         key, _, text = part.partition("=")
-        if key not in types or key in settings:
-            known = ", ".join(types) or "none"
-            raise SinkscopeError(f"{where}: {part!r} is no setting, or is given twice: it has {known} (key=value)")
+        if key not in types:
+            raise SinkscopeError(f"{where}: unknown setting {key!r:.80}; known: {', '.join(types) or 'none'}")
+        if key in settings:
+            raise SinkscopeError(f"{where}: setting {key!r} is given twice")
         settings[key] = read_setting(text, types[key], f"{where}: {key}")
     return settings
 

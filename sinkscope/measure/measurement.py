@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.engine.run import held
-from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of
-from sinkscope.files.output import WRITTEN
+from sinkscope.files.arguments import NO_SETTINGS, Parameter, parameters_of
 from sinkscope.files.plain import named_file
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.edit_options import edit_from_options
@@ -120,7 +119,7 @@ class Measurement(Generic[P, R]):
             TEXT_READ: setup.text_read,
         }
         for each in self.parameters:
-            if each.name not in PYTHON_ONLY | WRITTEN:
+            if each.name not in NO_SETTINGS:
                 value = own.get(each.name, each.default)
                 settings[each.name] = named_file(value) if each.names_file else value
         settings |= setup.settings

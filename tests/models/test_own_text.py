@@ -59,7 +59,9 @@ def test_chats_are_read_in_the_template_of_the_model_and_fields_by_name(written)
 @pytest.mark.parametrize(
     ("rows", "name", "field", "says"),
     [
-        (DATA, "a.jsonl", None, r"holds no text that is known, but .*abstract.*field"),
+        (DATA, "a.jsonl", None, "a.jsonl line 1: no field text, content or messages; its fields: label, abstract; na"),
+        (DATA, "a.jsonl", "body", "a.jsonl line 1: no text or chat in the field 'body'; its fields: label, abstract"),
+        ([{"text": "a"}, 5], "a.jsonl", None, "a.jsonl line 2=5: expected a text, a chat, or an object with one"),
         ('{\n  "text": 5}', "a.txt", None, "a.txt line 1 is not JSON: give JSON lines"),
         (
             [chat("system: Be brief")],

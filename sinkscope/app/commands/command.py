@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
+from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, OutputFile, Several
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import descriptions_of, docstring_at, introduction
 from sinkscope.files.envelope import OWN, documented_at
-from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
-from sinkscope.files.plain import pathless, visible
+from sinkscope.files.output import check_output, is_device, write_output
+from sinkscope.files.plain import visible
 from sinkscope.files.progress import is_first, world_size
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
 
@@ -151,14 +151,8 @@ class Command(click.Command):
         """
         targets = [Path(path) if path == "-" else check_output(path, self.kinds) for path in files.values()]
         for parameter in self.params:
-            if parameter.name in options and parameter.name in WRITTEN:
-                path = options[parameter.name]
-                is_folder = parameter.metavar != "FILE"
-                targets.append(check_writable(path, folder=is_folder))
-                if parameter.name == "out" and is_folder:
-                    from sinkscope.files.store import refuse_other_files  # loads pydantic, for which no help need wait
-
-                    refuse_other_files(Path(path), f"--out {pathless(path)}")
+            if parameter.name in options and isinstance(parameter.type, OutputFile):
+                targets.append(parameter.type.target(options[parameter.name]))
         for target in targets:
             if targets.count(target) > 1 and not is_device(target):
                 raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")

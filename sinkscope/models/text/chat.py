@@ -114,7 +114,7 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Me
     if field is None and not is_text_file(path) and not _JSON.match(text):
         return [messages_of_row(text)]
     rows = islice(rows_of_text(text, name, "JSON lines, or a JSON array, with texts or chats"), MOST)
-    return [messages_of_row(row, field, where) for where, row in rows]
+    return [messages_of_row(row, field, where, "name the one of the text with --field") for where, row in rows]
 
 
 def _without_bos(tokenizer: Any, messages: Messages, text: str) -> str:
