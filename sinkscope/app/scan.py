@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
-from sinkscope.files.store import Keyed, kept_in
+from sinkscope.files.store import Keyed, check_folder, kept_in
 from sinkscope.measure import Setup
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
@@ -129,6 +129,8 @@ def scan(
     if model is None and out is None:
         quick, out = True, TOUR
     parts = parts_to_run(quick, only)
+    if out is not None:
+        check_folder(out)
     settings.setdefault("loading", "fits")
     setup = Setup.open(model, **settings)
     setup.target.shards.check_alone("scan")

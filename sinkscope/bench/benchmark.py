@@ -20,7 +20,7 @@ from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.files.store import json_lines, kept_in
+from sinkscope.files.store import check_folder, json_lines, kept_in
 from sinkscope.generation.generate import Temperature
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure.setup import model_info
@@ -85,6 +85,8 @@ def run(
     of_file = task.prompts_of_file()
     if of_file is not None:
         task.check(of_file)
+    if out is not None:
+        check_folder(out)
     if isinstance(model, partial):
         model = model()
     target = target_of(model, tokenizer)

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, cannot_write, read_bytes, read_json, write_atomic, write_through
+from sinkscope.files.output import (
+    PathName,
+    cannot_write,
+    check_writable,
+    read_bytes,
+    read_json,
+    write_atomic,
+    write_through,
+)
 from sinkscope.files.plain import pathless, plain
 from sinkscope.files.records import build, json_rows
 
@@ -36,6 +44,20 @@ def refuse_other_files(folder: Path, shown: str) -> None:
     others = (path for path in folder.glob("*") if not path.name.startswith(OURS))
     if not (folder / SETTINGS).exists() and any(others):
         raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
+
+
+def check_folder(folder: PathName) -> Path:
+    """Return the path of a folder for records, after checking that it can be written and holds nothing else.
+
+    Args:
+        folder: New, empty, or from an earlier run.
+
+    Raises:
+        SinkscopeError: It cannot be written, or holds other files.
+    """
+    path = check_writable(folder, folder=True)
+    refuse_other_files(Path(folder), f"--out {pathless(os.fspath(folder))}")
+    return path
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

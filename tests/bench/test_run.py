@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -127,6 +128,14 @@ def test_what_is_wrong_is_refused_before_a_model_is_read(row, says, tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path / "own")
     monkeypatch.setattr("sinkscope.bench.benchmark.load", lambda *_, **__: pytest.fail("a model is read"))
     assert says in refusal("bench --task mine.jsonl --methods full")
+
+
+def test_a_folder_of_somebody_else_is_refused_before_a_model_is_read(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with refused("holds other files: give a new or empty folder"):
+        run_bench(partial(pytest.fail, "a model is read"), "recall", ["full"], out=tmp_path)
+    with refused("is a file: give the name of a folder"):
+        run_bench(partial(pytest.fail, "a model is read"), "recall", ["full"], out=tmp_path / "notes.txt")
 
 
 def test_the_method_that_others_are_compared_with_is_one_of_the_run(tmp_path, monkeypatch, refusal):

@@ -9,7 +9,6 @@ import click
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_writable, read_text
-from sinkscope.files.plain import pathless
 
 MODEL_WORD = "model_word"
 """Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
@@ -62,11 +61,9 @@ class OutputFolder(OutputFile):
         Raises:
             SinkscopeError: It cannot be written, or holds other files.
         """
-        from sinkscope.files.store import refuse_other_files  # loads pydantic, for which no help need wait
+        from sinkscope.files.store import check_folder  # loads pydantic, for which no help need wait
 
-        path = check_writable(value, folder=True)
-        refuse_other_files(Path(value), f"--out {pathless(value)}")
-        return path
+        return check_folder(value)
 
 
 class Several(click.Option):
