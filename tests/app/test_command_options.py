@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 import pytest
+from packaging.version import Version
 from refusals import refused
 
 import sinkscope as ss
@@ -65,6 +66,8 @@ def test_a_name_that_is_elsewhere_or_left_says_so_and_every_kind_has_its_command
     for name, words in said.items():
         with pytest.raises(AttributeError, match=words):
             getattr(ss, name)
+    for version in re.findall(r"version ([\d.]+)", " ".join(ss.LEFT.values())):
+        assert Version(version) <= Version(ss.__version__), "a version that is not there yet"
     assert {kind for one in COMMANDS.values() for kind in one.kinds} == {*kinds()}
     for words in OWN:
         assert measurements()[words].load() is getattr(ss, words.replace("-", "_"))
