@@ -35,12 +35,12 @@ class NoSiteError(UnsupportedError):
 class Site:
     """A hook point with a name: `cut` maps what passes it to `[batch pos ...]`.
 
-    After the last layer, `layer` is the number of layers. Where a layer adds what the module gives, it multiplies it by
-    `factor`.
+    The embedding is of layer 0, and after the last layer, `layer` is the number of layers. Where a layer adds what the
+    module gives, it multiplies it by `factor`.
     """
 
     name: str
-    layer: int | None
+    layer: int
     point: HookPoint | None  # None: attention rows, which pass no module
     cut: Callable[[Any], Tensor] = first_tensor
     factor: float = 1.0
@@ -131,7 +131,7 @@ def resolve(target: Target, patterns: str | Sequence[str]) -> list[Site]:
 
 def _site(target: Target, name: str) -> Site:
     if name == "hook_embed":
-        return Site(name, None, HookPoint(target.embedding))
+        return Site(name, 0, HookPoint(target.embedding))
     if name == "ln_final":
         return Site(name, target.n_layers, HookPoint(target.base), cut=lambda output: output[0])
     if name == "logits":
@@ -246,10 +246,9 @@ def _pass(
 
     hooks: list[Hook] = []
     of_rows: dict[int, str] = {}
-    deepest = -1
+    deepest = 0
     for site in sites:
-        if site.layer is not None:
-            deepest = site.layer
+        deepest = site.layer
         if site.point is None:
             of_rows[deepest] = site.name
             continue
@@ -264,7 +263,7 @@ def _pass(
     positions: dict[str, Any] = {}
     if mask is not None and "position_ids" in forward_parameters(type(target.base)):
         positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted
-    last_layer = deepest if 0 <= deepest < target.n_layers else None
+    last_layer = deepest if deepest < target.n_layers else None
     unembed = any(module is target.hf for module, _, _ in hooks)
     with rows, target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer, **positions)

@@ -39,3 +39,16 @@ def test_a_pattern_takes_the_layers_that_have_the_site():
     for sites in (["blocks.*.hook_resid_post", f"blocks.{without}.attn.hook_pattern"], [f"blocks.{without}.attn.*"]):
         with refused(f"layer {without} of .* has no softmax attention"):
             trace(target, ids, sites)
+
+
+def test_the_pass_ends_after_the_deepest_site():
+    """Embeddings need no more than the first layer."""
+    model = tiny_model("llama")[0]
+    ran = list[int]()
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    embedded = trace(model, IDS, "hook_embed")["hook_embed"]
+    assert torch.equal(embedded, model.get_input_embeddings()(IDS)) and ran == [0]
+    ran.clear()
+    trace(model, IDS, ["hook_embed", "blocks.1.hook_resid_post"])
+    assert ran == [0, 1]
