@@ -73,8 +73,10 @@ def losses(tokens: int) -> Work:
 def embedding(layers: int) -> Work:
     """Traces the embedding of a model of some layers."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).eval()
+    config = LlamaConfig(
+        num_hidden_layers=layers, vocab_size=64, hidden_size=64, intermediate_size=128, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).eval()
     ids = torch.arange(64)[None]
     ss.trace(model, ids, "hook_embed")
     return lambda: ss.trace(model, ids, "hook_embed")
