@@ -7,6 +7,7 @@ holds nothing, and a run may be left in another thread than it was entered in.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from sinkscope.engine.calls import Calls, cache_in
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.tap import Listener, check_attention_known, tapped
 from sinkscope.engine.waiting import Wait
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
@@ -164,6 +165,12 @@ class Run(Calls):
     def __exit__(self, *error: Any) -> bool | None:
         """Restore the model."""
         return self.stack.__exit__(*error)
+
+    def __del__(self) -> None:
+        """Warn of a run that was made and never entered."""
+        if not getattr(self, "_is_used", True) and not sys.is_finalizing():
+            names = " | ".join(type(part).__name__ for part in self.parts)
+            warn(f"{names}.on(...) was never entered, so it did nothing: write `with ... .on(model):`")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""

@@ -25,6 +25,7 @@ from sinkscope.models.inputs import check_length, end_ids, read_row
 from sinkscope.models.layers import layers_with_states
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.load import target_of
+from sinkscope.results.notation import count_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +123,11 @@ class Conversation:
         self._chat: Chat = chat
         self._messages: list[dict[str, Any]] = []  # of a chat
         self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
+
+    def __repr__(self) -> str:
+        turns = count_of(len(self.turns), "turn")
+        edits = " | ".join(map(repr, self._edit.parts[1:])) or "no edit"
+        return f"Conversation with {self.target.name}: {turns}, {count_of(len(self.ids), 'token')}, {edits}"
 
     @property
     def ids(self) -> list[int]:

@@ -216,7 +216,7 @@ def load(
 def _ours(hf: Any, files: Files, tokenizer: Any, store: LayerStore | None = None) -> Target:
     """A model that was just opened, which gets its tokenizer and its name."""
     hf.sinkscope_name, hf.tokenizer = files.name, tokenizer or files.read_tokenizer()
-    check_vocabulary(hf.tokenizer, hf)
+    check_vocabulary(hf.tokenizer, hf.get_input_embeddings())
     return target_of(hf, hf.tokenizer, store)
 
 
@@ -263,6 +263,7 @@ def open_target(
         if not isinstance(model, Target):
             model = load(model, revision=revision, **options)
     target = target_of(model, tokenizer)
+    check_vocabulary(target.available_tokenizer, target.embedding)
     return replace(target, tokenizer=target.available_tokenizer)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from os import PathLike
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,6 +34,7 @@ from sinkscope.models.inputs import check_site
 from sinkscope.models.neurons import HookPoint, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
 from sinkscope.results.notation import Head
+from sinkscope.results.result import Result
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +183,17 @@ class NeuronEdit(PlacedEdit):
                 )
 
 
+def result_of(result: Any) -> Any:
+    """Return a result, which a path of its file names as well.
+
+    Raises:
+        SinkscopeError: The file cannot be read, or is no result.
+    """
+    if isinstance(result, str | PathLike):
+        return Result.load(result)
+    return result
+
+
 def spike_of(result: Any) -> Any:
     """Return the spike of the first token that most heads read, of those that need neurons.
 
@@ -238,8 +251,12 @@ class Ablate(NeuronEdit):
 
     @classmethod
     def from_result(cls, result: Any) -> Ablate:
-        """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`)."""
-        return cls(spike_of(result).needed_neurons)
+        """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`).
+
+        Args:
+            result: The result of `find_sinks` or `why_sink`, or the path of its file.
+        """
+        return cls(spike_of(result_of(result)).needed_neurons)
 
     def enter(self, run: Run, key: int) -> None:
         """Register hooks; a mean is remembered from call to call, on the cache."""
