@@ -95,8 +95,12 @@ class RowState:
         self.tokens = TokenPositions.of(self.tokens.pos[rows.to(self.tokens.pos.device)])
         if self.prompt:
             self.prompt = tuple(torch.tensor(self.prompt)[rows.cpu()].tolist())
+        taken: dict[Hashable, Any] = {}
         for key, value in self.known.items():
-            self.known[key] = value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
+            of_rows = value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
+            if of_rows is not None:
+                taken[key] = of_rows
+        self.known = taken
 
 
 class TakeBack(NamedTuple):
