@@ -11,7 +11,7 @@ each token:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -130,8 +130,7 @@ def decode(
         edit: Interventions and observers to apply.
         forced: Tokens to use instead of the likeliest ones, at least `new` of them for each prompt.
         sampler: What draws tokens and forbids all others; it sees the scores last.
-        may_keep_state: Whether processors and criteria among the options may keep a state between tokens. Then nothing
-            is taken back once they have; else each is called again with the text as it is now.
+        may_keep_state: Whether nothing is taken back once processors or criteria among the options keep a state.
         cache: The cache to go on with; a new one if it is None.
         options: Further arguments of `model.generate`.
 
@@ -147,32 +146,41 @@ def decode(
     model: Any = target.hf
     ids = torch.tensor(prompts, device=target.device)
     processors: list[Any] = [partial(_finite, target), *(options.pop("logits_processor", None) or [])]
+    ours = (processors[0], sampler)
     if forced is not None:
         processors = [forced_answers(forced, ids.shape[1])]
         options["eos_token_id"] = None
     if sampler is not None:
         processors.append(sampler)
         options["do_sample"] = True  # by which edits know that tokens are drawn
-    if options.get("stop_strings"):
-        options.setdefault("tokenizer", target.available_tokenizer)
-    settings = decoding(target, **{"pad_token_id": padding_of(target), **options})
-    settings |= {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": new,
-        "logits_processor": processors,
-    }
+    settings = _settings_of(target, ids, new, options) | {"logits_processor": processors}
     with under(edit, target) as run:
         if run is not None and run.takes_back and forced is None and len(ids) == 1 and not options.get("streamer"):
             cache = DynamicCache(config=model.config) if cache is None else cache
             run.draft = Draft(cache, new)
-            settings["custom_generate"] = partial(_written, run.draft, (processors[0], sampler), may_keep_state)
+            settings["custom_generate"] = partial(_written, run.draft, ours, may_keep_state)
         if cache is not None:
             settings |= cache_argument(cache)
         answers = model.generate(**settings)[:, ids.shape[1] :].tolist()
-    if forced is None and len(answers) > 1:  # rows that ended are filled up
-        answers = [to_end(answer, end_ids(target)) for answer in answers]
+    if forced is None:
+        answers = _without_padding(target, answers)
     return answers, run
+
+
+def _without_padding(target: Target, answers: list[list[int]]) -> list[list[int]]:
+    """Several answers up to their ends, after which rows are filled up."""
+    if len(answers) == 1:
+        return answers
+    ends = end_ids(target)
+    return [to_end(answer, ends) for answer in answers]
+
+
+def _settings_of(target: Target, ids: Int[Tensor, "row pos"], new: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`, but for processors and the cache."""
+    settings = decoding(target, **{"pad_token_id": padding_of(target), **options})
+    if settings.get("stop_strings"):
+        settings.setdefault("tokenizer", target.available_tokenizer)
+    return settings | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
 
 
 def _written(
