@@ -7,13 +7,15 @@ holds nothing, and a run may be left in another thread than it was entered in.
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -22,7 +24,8 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.calls import Calls, cache_in
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.tap import Listener, check_attention_known, tapped
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.engine.waiting import Wait
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
@@ -32,34 +35,65 @@ _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended."""
 
 
-_HOLDS: WeakKeyDictionary[nn.Module, tuple[tuple[threading.Thread, Run | None], ...]] = WeakKeyDictionary()
-"""The threads that hold each decoder, from entry to exit of a run, or of a measurement (None)."""
+class Hold(NamedTuple):
+    """A thread that holds a decoder.
+
+    Attributes:
+        thread: The thread.
+        run: The run that it has entered; None for a measurement.
+        since: `time.time()` when it began.
+    """
+
+    thread: threading.Thread
+    run: Run | None
+    since: float
+
+
+_HOLDS: WeakKeyDictionary[nn.Module, tuple[Hold, ...]] = WeakKeyDictionary()
+"""The threads that hold each decoder, from entry to exit of a run, or of a measurement."""
 
 
 @contextmanager
 def held(target: Target, run: Run | None = None) -> Iterator[None]:
-    """Context manager in which this thread steers a model; it waits while another one does that lives."""
+    """Context manager in which this thread steers a model; it waits while another one does that lives.
+
+    Raises:
+        SinkscopeError: The other thread waits for this one, or it has been waited for too long (`waiting`).
+    """
     me, decoder = threading.current_thread(), target.base
     with _CHANGED:
-        holds = _HOLDS.get(decoder, ())
-        while holds and holds[-1][0] is not me and holds[-1][0].is_alive():
-            _CHANGED.wait(0.5)  # then look whether that thread still lives
-            holds = _HOLDS.get(decoder, ())
-        _HOLDS[decoder] = (*holds, (me, run))  # another tuple: others read it without the lock
+        _wait_for(decoder, target.name)
+        hold = Hold(me, run, time.time())
+        _HOLDS[decoder] = (*_HOLDS.get(decoder, ()), hold)  # another tuple: others read it without the lock
     try:
         yield
     finally:
         with _CHANGED:
             holds = list(_HOLDS[decoder])
-            holds.remove((me, run))
+            holds.remove(hold)
             _HOLDS[decoder] = tuple(holds)
             _CHANGED.notify_all()
+
+
+def _wait_for(decoder: nn.Module, name: str) -> None:
+    """Wait, with the lock, until no other thread that lives holds a decoder."""
+    me = threading.current_thread()
+    wait = Wait(name)
+    try:
+        while holds := _HOLDS.get(decoder, ()):
+            holder = holds[-1]
+            if holder.thread is me or not holder.thread.is_alive():
+                return
+            wait.check(holder.thread, holder.since)
+            _CHANGED.wait(0.1)  # then look whether that thread still lives
+    finally:
+        wait.end()
 
 
 def runs_here(decoder: nn.Module) -> list[Run]:
     """Return the runs that this thread has entered on a decoder."""
     me = threading.current_thread()
-    return [run for thread, run in _HOLDS.get(decoder, ()) if thread is me and run is not None]
+    return [hold.run for hold in _HOLDS.get(decoder, ()) if hold.thread is me and hold.run is not None]
 
 
 @dataclass(frozen=True)
@@ -131,6 +165,12 @@ class Run(Calls):
     def __exit__(self, *error: Any) -> bool | None:
         """Restore the model."""
         return self.stack.__exit__(*error)
+
+    def __del__(self) -> None:
+        """Warn of a run that was made and never entered."""
+        if not getattr(self, "_is_used", True) and not sys.is_finalizing():
+            names = " | ".join(type(part).__name__ for part in self.parts)
+            warn(f"{names}.on(...) was never entered, so it did nothing: write `with ... .on(model):`")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""

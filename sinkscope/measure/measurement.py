@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
@@ -90,9 +91,9 @@ class Measurement(Generic[P, R]):
 
     @plain_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
-        """Measure on an open model. The arguments are the measurement's own."""
+        """Measure on an open model, and leave the `Setup` as it was. The arguments are the measurement's own."""
         self.refuse(kwargs)
-        return self._measured(setup, kwargs)
+        return self._measured(replace(setup, settings=dict(setup.settings), started=time.perf_counter()), kwargs)
 
     def refuse(self, arguments: Mapping[str, Any]) -> None:
         """Check arguments before a model is opened.

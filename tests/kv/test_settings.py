@@ -57,9 +57,9 @@ REFUSED = {
     "Conversation(llama()).ask(None)": "the prompt: tokens=None: expected a valid list",
     "Conversation(llama()).ask(5)": "tokens=5: expected a valid list",
     "Conversation(llama()).ask([5], max_new_tokens=0)": "max_new_tokens=0",
-    "Conversation(llama()).ask([5], use_cache=False)": "use_cache=False: a conversation has a cache of its own",
-    "Conversation(llama()).ask([5], num_beams=2)": "num_beams=2: a conversation",
-    "Conversation(llama()).ask([5], prompt_lookup_num_tokens=3)": "prompt_lookup_num_tokens=3: a conversation",
+    "Conversation(llama()).ask([5], use_cache=False)": "use_cache=False: one text is written token by token",
+    "Conversation(llama()).ask([5], num_beams=2)": "num_beams=2: one text is written",
+    "Conversation(llama()).ask([5], prompt_lookup_num_tokens=3)": "prompt_lookup_num_tokens=3: one text is written",
 }
 
 

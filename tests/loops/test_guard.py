@@ -278,3 +278,15 @@ def test_a_row_that_was_taken_back_goes_on_like_one_that_never_had_those_tokens(
     for token in rest:
         assert row.add(token, None) == plain.add(token, None) and row.monitor.last == plain.monitor.last
         assert row.steering.losses(row.ids) == plain.steering.losses(row.ids)
+
+
+def test_rows_that_change_places_twice_are_refused_by_their_name():
+    """As beams do at every token: each time, the guard forgets what it knew of them."""
+    model, (prompt, mask) = stubborn(), prompts([9, 9])
+    with eager_guard(act="report").on(model), torch.no_grad():
+        cache = model(prompt, attention_mask=mask).past_key_values
+        for _ in range(2):
+            cache.reorder_cache(torch.tensor([1, 0]))
+        whole = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        with refused("rows of the cache changed places"):
+            model(prompt[:, :1], attention_mask=whole, past_key_values=cache)

@@ -16,7 +16,7 @@ from same_kit import differences
 
 import sinkscope as ss
 from sinkscope.app.commands.others import other_commands
-from sinkscope.measure import Measurement
+from sinkscope.measure import Measurement, Setup
 from sinkscope.opening.load import load
 from sinkscope.results.result import Result
 
@@ -132,3 +132,14 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
     with refused(r"stranger_entropy:why_sink.*name of another command"):
         with stranger.installed(tmp_path, source, name="why_sink"):
             other_commands()
+
+
+def test_a_measurement_leaves_its_setup_as_it_was():
+    """What one records of itself is stated by no later one, and the time before it is not its own."""
+    setup = Setup.open(load())
+    setup.started -= 1000
+    before = dict(setup.settings)
+    ss.repeat.on(setup, max_repeats=8)
+    assert setup.settings == before
+    later = ss.lines.on(setup, count=2, length=48, layers=[1])
+    assert "max_repeats" not in later.settings and later.provenance.seconds < 1000

@@ -385,5 +385,7 @@ class GuardActor(Actor):
         has_states = len(step.layers) < len(step.cache.layers)
         if not self.run.takes_back or draft is None or has_states or count > draft.allowance:
             return 0
+        if count and draft.can_go_back is not None and not draft.can_go_back():
+            return 0
         draft.allowance -= count
         return count

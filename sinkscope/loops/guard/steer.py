@@ -125,7 +125,7 @@ class Steering:
 
     def steer(self, logits: Float[Tensor, " vocab"], ids: Sequence[int], ends: Collection[int]) -> None:
         """Lower the logits after a row of ids in place; `ends` are the ids that end it."""
-        losses = self.losses(ids)
+        losses = self.losses(ids) if self.penalty else {}
         if losses:
             lost = losses.get(int(logits.argmax()), 0.0)
             lower(logits, losses)

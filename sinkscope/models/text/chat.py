@@ -59,14 +59,25 @@ def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int
     if ids[: len(before)] == [*before]:
         return ids[len(before) :]
     begin = str(tokenizer.decode([*before], clean_up_tokenization_spaces=False))
-    letters = map(re.escape, "".join(begin.split()))  # with any white space between them
-    match = re.match(r"\s*".join(["", *letters]), text)
-    if match is None:
+    end = _end_of_beginning(text, begin)
+    if end is None:
         raise SinkscopeError(
             f"the chat template of {name} does not go on from the {len(before)} tokens so far, because it writes "
             "earlier turns in another way: begin a new conversation, or give chat=False"
         )
-    return plain_ids(tokenizer, text[match.end() :].removeprefix(begin[len(begin.rstrip()) :]))
+    return plain_ids(tokenizer, text[end:].removeprefix(begin[len(begin.rstrip()) :]))
+
+
+def _end_of_beginning(text: str, begin: str) -> int | None:
+    """Return where a text's beginning ends, with any white space between its letters; None if it begins otherwise."""
+    end = 0
+    for letter in "".join(begin.split()):
+        while end < len(text) and text[end].isspace():
+            end += 1
+        if end == len(text) or text[end] != letter:
+            return None
+        end += 1
+    return end
 
 
 def chat_text(tokenizer: Any, messages: Messages, name: str) -> str:
@@ -81,10 +92,13 @@ def chat_text(tokenizer: Any, messages: Messages, name: str) -> str:
         SinkscopeError: There is no template, it rejects the messages, or it leaves out what the user says.
     """
     text = _formatted(tokenizer, messages, name, _REMEDY, add_generation_prompt=True)
+    formatted = {*re.findall(r"\w+", text)}
     for number, message in enumerate(messages, 1):
-        words = re.findall(r"\w+", message["content"])
-        if message["role"] != "assistant" and not all(word in text for word in words):
-            raise SinkscopeError(f"the chat template of {name} leaves out what message {number} says: {_REMEDY}")
+        if message["role"] == "assistant":
+            continue
+        for word in re.findall(r"\w+", message["content"]):
+            if word not in formatted and word not in text:  # a template may write a word beside another
+                raise SinkscopeError(f"the chat template of {name} leaves out what message {number} says: {_REMEDY}")
     return text
 
 

@@ -202,7 +202,9 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         along[:, number] = mean_by_row(spikes[number].along(there), own)
 
     def received_by(rows: AttentionRows) -> None:
-        given, seen = rows.given_later(least=NARROWEST, since=since)
+        given, seen = rows.given_later(since=since)
+        if rows.is_narrow(NARROWEST):
+            given, seen = torch.zeros_like(given), torch.zeros_like(seen)
         attention[:, rows.layer] = to_place(given, seen, batch.places[:, :1])
 
     for part in chain(*batch.edits):

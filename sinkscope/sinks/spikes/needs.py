@@ -375,10 +375,12 @@ def random_neurons(
         ranked[layer, expert] = [Neuron(layer, expert, number) for number in numbers]
     generator = draws(seed, "random neurons, draw 0")
     drawn = list[Neuron]()
+    taken = {*excluded, *neurons}
     for neuron in neurons:
         every = ranked[neuron.layer, neuron.expert]
-        others = [other for other in every if other not in (*excluded, *neurons, *drawn)] or every
+        others = [other for other in every if other not in taken] or every
         drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
+        taken.add(drawn[-1])
     return tuple(drawn)
 
 
