@@ -220,13 +220,15 @@ class Watch:
             for piece in pieces_in(source, name, field, self.problems.append):
                 yield from self.take(piece)
         except UnicodeError:
+            self.open.clear()  # what was read of it belongs to no other input
             raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
         except OSError as error:
             self.problems.append(f"{name} breaks off: {error}")
         for answer in [*self.open]:
             yield from self.take(Piece(answer, ends=True))
         if len(self.checked) == checked:
-            self.problems.append(
+            if len(self.problems) > skipped:
+                raise SinkscopeError(self.problems[skipped])
+            raise SinkscopeError(
                 f"{name} is empty, or nothing in it is an output: expected a text, JSON lines, or a stream"
             )
-            raise SinkscopeError(self.problems[skipped])
