@@ -47,10 +47,46 @@ def test_images_do_not_count_and_letters_do():
         assert check(word * 9000).records[0].verdict == "loops"
 
 
-@pytest.mark.parametrize("item", ["{}. Grapefruit ", "{}) plum\n"])
-def test_short_items_that_count_are_a_loop_from_64_tokens_on(item):
-    (found,) = check("".join(item.format(number) for number in range(9, 60))).records
-    assert found.verdict == "loops" and found.detected <= 80
+@pytest.mark.parametrize(
+    "item",
+    [
+        "{}. Grapefruit ",
+        "{}) plum\n",
+        "{}. Positive\n",
+        "{}. C\n",
+        "Q{}: C\n",
+        "({}) yes\n",
+        "[{}] Positive.\n",
+        "#{} yes\n",
+        "{}: ok\n",
+        "{} - Positive\n",
+        "Line {}: no errors found.\n",
+    ],
+)
+@pytest.mark.parametrize(
+    ("prompt", "verdict"),
+    [
+        ("", "suspicious"),
+        ("Why is the sky blue?", "loops"),
+        ("Are these 60 reviews positive?", "suspicious"),
+        ("Is it an error?\n" + "a line\n" * 60, "suspicious"),
+        ("Name twelve fruits.", "loops"),
+    ],
+)
+def test_a_list_of_equal_answers_is_a_loop_only_if_it_was_not_asked_for(item, prompt, verdict):
+    """In any form of its numbers, from twelve items and 64 tokens on."""
+    text = "".join(item.format(number) for number in range(9, 60))
+    (found,) = check(text, prompt=prompt).records
+    assert found.verdict == verdict
+    if verdict == "loops":
+        tokens = len(split(text))
+        assert found.detected <= max(80, 13 * tokens / 51 + 1)
+
+
+@pytest.mark.parametrize("item", ["A: {}\n", "A,{},free\n", "| {} | yes |\n", '{{"id": {}}}\n'])
+def test_values_cells_and_records_are_no_list(item):
+    text = "".join(item.format(number) for number in range(9, 40))
+    assert check(text, prompt="Which seats are free?").records[0].verdict in ("clean", "suspicious")
 
 
 END = "\nAll twelve checks passed, and nothing is left to do.\n"
