@@ -59,10 +59,10 @@ class Steering:
 
     A token that would prolong a copy of the last n tokens loses `penalty` for each of them but the first two, for every
     copy among the last W tokens since the act and for the longest one before; and more with every act in succession.
-    Unlike under the sampler DRY it grows slowly and counts no tokens before the act: the loop is left where the model is
-    least certain of it, and not where the alarm happened to come. Counting all copies ends sentences that come back with another word
-    each time. An end of the text loses what the likeliest token lost, so that no text ends only because its next word
-    is less likely. A row that has looped is steered to its end, because a real model falls back into its loop as soon
+    Unlike under DRY it grows slowly and counts no tokens before the act: the loop is left where the model is least
+    certain of it, and not where the alarm happened to come. Counting all copies ends sentences that come back with
+    another word each time. An end of the text loses what the likeliest token lost, so that no text ends only because
+    its next word is less likely. A row that has looped is steered to its end, because a real model falls back into its loop as soon
     as nothing is lost any more.
 
     Attributes:
