@@ -337,9 +337,7 @@ class GuardActor(Actor):
                 if back:
                     bad = range(row.length - back, row.length)
                     taken_back = back
-                stay = tokens_to_keep(cached, row.length, bad, retention, level)
-                last = row.length - back - 1 if back else row.length  # the last token that stays is read again
-                stays[number] = [position for position in stay if position < last]
+                stay = stays[number] = tokens_to_keep(cached, row.length, bad, retention, level)
             data = {
                 "period": period,
                 "bad": ranges_of(bad),

@@ -62,8 +62,8 @@ class Steering:
     Unlike under DRY it grows slowly and counts no tokens before the act: the loop is left where the model is least
     certain of it, and not where the alarm happened to come. Counting all copies ends sentences that come back with
     another word each time. An end of the text loses what the likeliest token lost, so that no text ends only because
-    its next word is less likely. A row that has looped is steered to its end, because a real model falls back into its loop as soon
-    as nothing is lost any more.
+    its next word is less likely. A row that has looped is steered to its end, because a real model falls back into its
+    loop as soon as nothing is lost any more.
 
     Attributes:
         penalty: What the logit of a token loses for each token of a copy.
