@@ -134,6 +134,13 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     assert lines[1, 0, 0].tolist() == [True, False, True]
 
 
+def test_of_equal_lines_columns_come_first_and_then_the_nearest_offsets():
+    equal = torch.ones(1, 2, 5)
+    for share, columns, offsets in ((0.3, 3, 0), (0.5, 5, 0), (0.7, 5, 2)):
+        chosen = top_lines(equal, [share])[0, 0]
+        assert [kind.nonzero().flatten().tolist() for kind in chosen] == [[*range(columns)], [*range(offsets)]]
+
+
 def test_a_file_of_texts_and_the_command(tmp_path, typed):
     file, out = tmp_path / "texts.jsonl", tmp_path / "x.json"
     file.write_text(json_lines({"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)))
