@@ -113,10 +113,19 @@ class WhyLoop(Result):
         return f"Remove {causes}, and {stops}{follows} (random changes: {percent(1 - weakest.get('control'))})."
 
     def details(self) -> list[str]:
-        """Return how much ordinary text was put before the text."""
-        if not self.added:
-            return []
-        return [f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."]
+        """Return how much ordinary text was put before the text, and which causes have no control all the same."""
+        lines: list[str] = []
+        if self.added:
+            lines.append(
+                f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."
+            )
+        for cause, row in zip(CAUSES, self.tried, strict=False):
+            if "control" not in row.numbers:
+                lines.append(
+                    f"The {cause} had no control, because fewer random tokens stand before the loop: whether it is "
+                    "needed is not said."
+                )
+        return lines
 
     def figure(self) -> Any:
         """Draw how often the loop goes on without each thing, beside random changes of the same size."""
@@ -221,6 +230,37 @@ class LoopedText:
         return row_of("findings", f"goes on without {cause}", "random changes" if control else "", **numbers)
 
 
+def causes_of(goes_on: float, tried: Sequence[Row]) -> tuple[str, ...]:
+    """Return what keeps a loop going: the causes that are needed, else "weights" if it goes on without all of them.
+
+    Args:
+        goes_on: Share of the continuations that end in the loop if nothing is taken away.
+        tried: What the loop does without each of `CAUSES`, and without the context.
+    """
+    if goes_on < STANDS:
+        return ()
+    needed: list[str] = []
+    for cause, row in zip(CAUSES, tried, strict=False):
+        if is_needed(row, goes_on):
+            needed.append(cause)
+    without_context = tried[len(CAUSES)].get("share")
+    if not needed and without_context >= STANDS:
+        return ("weights",)
+    return tuple(needed)
+
+
+def is_needed(row: Row, goes_on: float) -> bool:
+    """Return whether a loop ends without a cause, and more often than under random changes of the same size.
+
+    A cause whose control had no room is not: nothing says that other tokens would not have done as much.
+    """
+    if "control" not in row.numbers:
+        return False
+    goes_on_without = row.get("share")
+    ends = goes_on - goes_on_without >= STANDS * goes_on
+    return ends and goes_on_without < row.get("control")
+
+
 def _refuse_unused(*, answer: Any, max_new_tokens: int | None, **_: Any) -> None:
     if answer is not None and max_new_tokens is not None:
         raise SinkscopeError("max_new_tokens has no effect on an answer that is given: leave one of the two out")
@@ -275,14 +315,7 @@ def why_loop(
     written = looped.continuations(positions)
     goes_on = fmean(map(looped.goes_on, written[NOTHING]))
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
-    kept_by: tuple[str, ...] = ()
-    for cause, row in zip(CAUSES, tried, strict=False):
-        goes_on_without = row.get("share")
-        ends = goes_on - goes_on_without >= STANDS * goes_on and goes_on_without < row.get("control")
-        if ends and goes_on >= STANDS:
-            kept_by += (cause,)
-    if not kept_by and min(goes_on, tried[-1].get("share")) >= STANDS:
-        kept_by = ("weights",)
+    kept_by = causes_of(goes_on, tried)
     if "sink" in kept_by and setup.edit is None:
         rows = [looped.ids[:position] for position in positions]
         hidden = [decode(target, [row], looped.new_tokens, Knockout([0]))[0][0] for row in rows]

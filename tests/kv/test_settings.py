@@ -37,8 +37,6 @@ REFUSED = {
     'ss.LoopGuard(monitor={"warmup": 9})': "expected MonitorSettings(...) or PaperSettings(...)",
     "ss.Steer(penalty=0, temperature=0)": "does nothing: give LoopGuard(steer=None)",
     "ss.Steer(penalty=-1)": "penalty=-1: expected greater than or equal to 0",
-    "ss.loops.guard.DRY(multiplier=0.0)": "multiplier",
-    "ss.loops.guard.DRY(base=0.5)": "base",
     "ss.loops.Monitor().update(-1)": "the token is -1: expected a whole number from 0 to 2**32 - 1",
     "ss.loops.Monitor().update(1 << 32)": "the token is 4294967296: expected",
     "ss.loops.Monitor().update('a')": "the token is 'a': expected",

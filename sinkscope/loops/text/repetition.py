@@ -30,6 +30,7 @@ _REQUEST = re.compile(
     rf"(?:times\b(?!\s+(?:{_COMPARED})\b)|(?:{_THINGS})\b)",
     re.IGNORECASE,
 )
+_NUMBER = re.compile(rf"\b(?:\d,\d{{3}}|\d{{1,4}}|{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
 
 
 class TailRepetition:
@@ -152,6 +153,19 @@ def asked_copies(prompt: str) -> int:
         if request["given"] is None:
             number = request["number"]
             most = max(most, _NUMBERS.get(number.lower()) or int(number.replace(",", "")))
+    return most
+
+
+def asked_items(prompt: str) -> float:
+    """Return how many items of a list a prompt may ask for: its largest number below 10,000, or its number of lines.
+
+    "Classify these 60 reviews" asks for 60, and so do 60 lines. A prompt that is empty is unknown, and may ask for any.
+    """
+    if not prompt.strip():
+        return inf
+    most = sum(not line.isspace() for line in prompt.splitlines())
+    for match in _NUMBER.finditer(prompt):
+        most = max(most, _NUMBERS.get(match[0].lower()) or int(match[0].replace(",", "")))
     return most
 
 
