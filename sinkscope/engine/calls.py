@@ -188,8 +188,7 @@ class Calls:
         kv = step.by_number.get(attention.layer) if step.has_gaps else None
         if kv is not None:
             source = attention.source
-            is_full = isinstance(source, FunctionMask) and source.local is None and not source.by_vmap
-            sees_all = is_full or isinstance(source, CausalMask)
+            sees_all = isinstance(source, CausalMask) or (isinstance(source, FunctionMask) and source.is_causal)
             attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
             attention.is_whole = attention.query.shape[2] == 1 and kv.gapless and sees_all and not attention.hidden
         for actor in self._attending:
