@@ -172,6 +172,7 @@ class Calls:
         listener.has_gaps = step.has_gaps
         listener.idle = not self._attending
         listener.was_reached = False
+        listener.in_call = True
         listener.functions = {}
 
     def _know_rows(self, cache: Any, state: RowState) -> None:
@@ -205,6 +206,7 @@ class Calls:
         if listener is not None:
             listener.idle = True
             listener.has_gaps = False
+            listener.in_call = False
         if output is None:
             return
         if listener is not None and not listener.was_reached:  # it was set after the run was entered

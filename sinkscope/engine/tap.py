@@ -55,6 +55,8 @@ class Listener:
         was_reached: Whether attention of the model came by.
         functions: The function of the latest mask for each length of windows or chunks, None for full attention.
         latest: The queries of the latest attention.
+        outside: Called with a module that attends while the decoder is in no call, which may refuse it.
+        in_call: Whether the decoder is in a call.
         thread: Number of the thread.
     """
 
@@ -65,6 +67,8 @@ class Listener:
     was_reached: bool = False
     functions: dict[int | None, FunctionMask] = field(default_factory=dict)
     latest: ref[Tensor] | None = None
+    outside: Callable[[Any], None] | None = None
+    in_call: bool = False
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -114,6 +118,8 @@ def _attend(
     has_gaps = False
     for listener in stock.users:  # a plain loop: every layer comes here
         if listener.thread == thread:
+            if listener.outside is not None and not listener.in_call:
+                listener.outside(module)
             listener.was_reached = True
             listeners.append(listener)
             idle = idle and listener.idle
