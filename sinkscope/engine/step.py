@@ -95,8 +95,12 @@ class RowState:
         self.tokens = TokenPositions.of(self.tokens.pos[rows.to(self.tokens.pos.device)])
         if self.prompt:
             self.prompt = tuple(torch.tensor(self.prompt)[rows.cpu()].tolist())
+        known = dict[Hashable, Any]()
         for key, value in self.known.items():
-            self.known[key] = value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
+            taken = value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
+            if taken is not None:
+                known[key] = taken
+        self.known = known
 
 
 class TakeBack(NamedTuple):
