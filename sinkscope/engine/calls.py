@@ -172,6 +172,7 @@ class Calls:
         listener.has_gaps = step.has_gaps
         listener.idle = not self._attending
         listener.was_reached = False
+        listener.in_call = True
         listener.functions = {}
 
     def _know_rows(self, cache: Any, state: RowState) -> None:
@@ -188,8 +189,7 @@ class Calls:
         kv = step.by_number.get(attention.layer) if step.has_gaps else None
         if kv is not None:
             source = attention.source
-            is_full = isinstance(source, FunctionMask) and source.local is None and not source.by_vmap
-            sees_all = is_full or isinstance(source, CausalMask)
+            sees_all = isinstance(source, CausalMask) or (isinstance(source, FunctionMask) and source.is_causal)
             attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
             attention.is_whole = attention.query.shape[2] == 1 and kv.gapless and sees_all and not attention.hidden
         for actor in self._attending:
@@ -206,6 +206,7 @@ class Calls:
         if listener is not None:
             listener.idle = True
             listener.has_gaps = False
+            listener.in_call = False
         if output is None:
             return
         if listener is not None and not listener.was_reached:  # it was set after the run was entered

@@ -188,7 +188,7 @@ class Run(Calls):
         """
         if self._listener is None:
             check_attention_known(self.target)
-            self._listener = Listener(self._attend, idle=True)
+            self._listener = Listener(self._attend, idle=True, outside=self._refuse_attending)
             self.stack.enter_context(tapped(self.target, self._listener))
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
@@ -222,6 +222,7 @@ class Run(Calls):
 
         def noting(*args: Any) -> Any:
             if self.step is None:
+                self._refuse_outside(module)
                 return None
             self.keep(module)
             return fn(*args)
@@ -233,6 +234,29 @@ class Run(Calls):
         """Note a registered module of the model: the run may not end without it."""
         if module in self._names:
             self._ran[module] = ran
+
+    def _refuse_attending(self, module: nn.Module) -> None:
+        """Refuse an attention module of the decoder that runs while the decoder is in no call; others may attend.
+
+        Raises:
+            UnsupportedError: It is one, in the thread that steers.
+        """
+        if module in self._ran:
+            self._refuse_outside(module)
+
+    def _refuse_outside(self, module: nn.Module) -> None:
+        """Refuse a module in which something acts, and which the decoder does not call itself.
+
+        Raises:
+            UnsupportedError: The thread that steers calls it.
+        """
+        if self.acts_here:
+            name = self._names.get(module, type(module).__name__)
+            raise UnsupportedError(
+                f"{name} of {self.target.name} is called by itself, outside of a call of the decoder, where the "
+                "positions of its tokens are not known and nothing acts: call the model inside the `with`, and single "
+                "layers or modules outside of it"
+            )
 
     # What it did ---------------------------------------------------------------------------------------------------
 

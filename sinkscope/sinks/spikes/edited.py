@@ -265,7 +265,8 @@ def other_value(target: Target, layers: Sequence[int], position: int, *, mean: b
 
     def edited(layer: int, heads: Float[Tensor, "row query d"]) -> Float[Tensor, "row query d"]:
         given, change = kept.pop(layer)
-        return heads + torch.einsum("rhq,rhd->rqhd", given.to(change), change).reshape(heads.shape).to(heads)
+        by_head = given.to(change).transpose(1, 2)[..., None] * change[:, None]  # "row query head d"
+        return heads + by_head.reshape(heads.shape).to(heads)
 
     hooks = [heads_point(target, layer).hook(partial(edited, layer)) for layer in layers]
     with attention_rows(target, keep, layers=[*layers]), target.hooks(*hooks):

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
+from sinkscope.models.arithmetic import product
 from sinkscope.models.draws import draws
 from sinkscope.models.neurons import LayerView, columns, neuron_at, number_of, view_layer
 from sinkscope.models.target import Target
@@ -148,7 +149,8 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
     """
     own = spike.layers
     known = other.layers
-    if not needs.units or own[0] > known[1] or known[0] > own[1] or float(spike.direction @ other.direction) < LIKE:
+    likeness = float(product(spike.direction, other.direction))
+    if not needs.units or own[0] > known[1] or known[0] > own[1] or likeness < LIKE:
         return None
     (left,) = left_of(spike, [needs.needed])[needs.needed]
     return replace(needs, alone=left_of(spike, [*needs.shares])) if abs(left) < REMOVED else None
@@ -324,7 +326,8 @@ def written_norms(survey: Survey, layer: int, units: Sequence[Unit]) -> tuple[Fl
         numbers = list[int]()
         for neuron in unit:
             numbers.append(number_of(target, neuron))
-        vectors = (view.post.cpu()[:, numbers] * scale) @ (columns(target, layer, torch.tensor(numbers)).cpu() * gain)
+        written = columns(target, layer, torch.tensor(numbers)).cpu() * gain
+        vectors = product(view.post.cpu()[:, numbers] * scale, written)
         total += float(vectors.norm(dim=1).mean())
     return norms_of(target, view, gain, scale), total
 
