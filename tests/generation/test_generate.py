@@ -12,13 +12,14 @@ from refusals import refused
 from transformers import StoppingCriteria
 
 import sinkscope as ss
+from experiments.loopguard.dry import DRY
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.conversation import Conversation
 from sinkscope.generation.generate import generate
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.loops import MonitorSettings
-from sinkscope.loops.guard import DRY, LoopGuard
+from sinkscope.loops.guard import LoopGuard
 
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 
