@@ -50,6 +50,7 @@ class Calls:
         keeper: Who keeps the caches (`kv.keeper.CacheKeeper`), if anybody does.
         uncached: Why `generate` may not run without a cache; "" if it may.
         by_token: Why tokens have to be read one by one, which those of assisted generation are not; "" if not.
+        drafts_from: First column behind the prompt of the assisted generation that is about to begin; None if none is.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         draft: The text that is being written, of which actors may take tokens back; None if there is none.
     """
@@ -63,6 +64,7 @@ class Calls:
         self.acting: dict[str, list[Actor]] = {"before": [], "attends": [], "after": []}
         self.keeper: Any = None
         self.prompting = False
+        self.drafts_from: int | None = None
         self.draft: Draft | None = None
         self._acts = False  # whether something is changed, and not only read
         self._thread = threading.current_thread()  # who steers
@@ -144,6 +146,9 @@ class Calls:
             told = self._told
         self._told = None
         step = begin_step(self.number, next(self._steps), arguments, cache, told, acts=self._acts)
+        if self.drafts_from is not None:
+            step.state.drafts_from = self.drafts_from
+            self.drafts_from = None
         self._step = step
         self._ended = None
         if cache is not None and (step.past == 0 or step.state.partial):
@@ -173,7 +178,6 @@ class Calls:
         listener.idle = not self._attending
         listener.was_reached = False
         listener.in_call = True
-        listener.functions = {}
 
     def _know_rows(self, cache: Any, state: RowState) -> None:
         """Lay what is known of some rows on their cache."""
@@ -207,6 +211,7 @@ class Calls:
             listener.idle = True
             listener.has_gaps = False
             listener.in_call = False
+            listener.functions = {}  # a model of several parts makes those of the next call before it begins
         if output is None:
             return
         if listener is not None and not listener.was_reached:  # it was set after the run was entered

@@ -406,6 +406,10 @@ class _Followed:
                     f"assisted generation reads several tokens at a time and takes some back, and {why}: generate "
                     "without an assistant or prompt lookup"
                 )
+            if run.acts_here:
+                read = [kwargs.get("input_ids"), kwargs.get("inputs_tensor"), *args[:2]]
+                lengths = [tensor.shape[1] for tensor in read if isinstance(tensor, Tensor)]
+                run.drafts_from = max(lengths, default=None)
         return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:

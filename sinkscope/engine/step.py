@@ -78,6 +78,8 @@ class RowState:
         partial: Whether the first tokens were read before the block was entered.
         known: What edits, policies, guards and counters know of the rows, by their keys: tensors with a row each, and
             objects whose `take` gives what is known of other rows, or None for nothing.
+        drafts_from: First column that is no part of the prompt, where assisted generation reads tokens together with it
+            that it may take back; None if all that is read is said.
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill; empty before it.
         decoded: Number of single-token calls since then.
@@ -86,6 +88,7 @@ class RowState:
     tokens: TokenPositions
     partial: bool = False
     known: dict[Hashable, Any] = field(default_factory=dict)
+    drafts_from: int | None = None
     prefilling: bool = False
     prompt: tuple[int, ...] = ()
     decoded: int = 0

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .caches import (
+    by_hand,
     chunks,
     copied,
     cropped,
+    evicted,
     forward,
     gradients,
     reordered,
@@ -86,6 +88,8 @@ WAYS = {
     "steps": Way(steps, "steps"),
     "second turn": Way(second_turn, "second turn", _long),
     "chunks": Way(chunks, None, _long),
+    "evicted": Way(evicted, None, _long),
+    "by hand": Way(by_hand, None, lambda draw: _bare(draw) and draw["call"] == "keyword"),
     "copied": Way(copied, "steps", _long),
     "copied from": Way(partial(copied, goes_on=0), "steps", _long),
     "reordered": Way(reordered, "steps", _rows_move),

@@ -225,7 +225,8 @@ class Ablate(NeuronEdit):
     Args:
         heads: Query heads whose output (`hook_z`) is switched off: (layer, head), or names such as "L0.H4".
         value: A number, "zero", or "mean": the row's mean over its real positions after the first, in the first call
-            that has any. The first token is left out because a sink there would distort the mean.
+            that has any; drafts of assisted generation are none. The first token is left out because a sink there
+            would distort the mean.
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
             numbers, or a slice.
 
@@ -275,10 +276,15 @@ class Ablate(NeuronEdit):
         values.check_read("the mean of the row", "give a number as value")
         old, known, key = values.old, values.step.state.known, (*values.key, "mean")
         there = (values.index > 0)[..., None]
+        is_second = (values.index == 1)[..., None]  # after a prompt of one token, it alone gives the mean
+        drafts_from = values.step.state.drafts_from
+        if drafts_from is not None:
+            column = torch.arange(values.step.past, values.step.past + values.step.new, device=old.device)
+            there = there & ((column < drafts_from)[:, None] | is_second)
         exact = torch.promote_types(old.dtype, torch.float32)
         mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
         earlier = known.get(key, mean)
-        mean = torch.where(earlier.isnan(), mean, earlier)
+        mean = torch.where(earlier.isnan() | is_second.any(1), mean, earlier)  # what was read there was taken back
         known[key] = mean.detach()  # for later calls
         return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
 
