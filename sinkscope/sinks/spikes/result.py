@@ -273,6 +273,7 @@ def title_of(spike: SpikeResult) -> str:
 
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention."
+NO_FAIR_CONTROL = "no fair control: no other neurons write as much"
 SUFFICE = "{parts} suffice{s} for the spike at {place}: {done} there, {they} {does}, {control}."
 NO_SPIKE = "No norm spike was found: the largest is {ratio:.1f} times the typical one, {where}."
 LEARNED = "{heads} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
@@ -360,16 +361,18 @@ def beside_control(spike: SpikeResult, effect: Row) -> str:
     control = None
     strongest = -inf, -inf
     for row in spike.table("controls").values():
-        does = row.get("loss"), -row.get("left")
-        if "left" in row.numbers and does > strongest:
+        if "left" not in row.numbers:  # no other part writes anything
+            continue
+        does = row.get("loss", 0.0), -row.get("left")  # of a place that no head reads, no loss is read
+        if does > strongest:
             control = row
             strongest = does
     if control is None:
         return "without a control"
     number, sign = ("loss", 1) if {"loss"} <= effect.numbers.keys() & control.numbers.keys() else ("left", -1)
     value = control.numbers[number].digits(control.get(number))
-    if control.note == NO_EQUAL:
-        return f"{NO_EQUAL.replace('other neurons', 'others')} ({control.name}: {value})"
+    if control.note == NO_EQUAL:  # what such a set costs says nothing about the needed ones
+        return NO_FAIR_CONTROL
     others = {"busiest": "the busiest others", "random": "random others"}[control.name]
     if sign * (control.get(number) - effect.get(number)) >= -effect.margin(number):
         return f"{others} as much ({value})"
