@@ -49,5 +49,5 @@ def test_a_number_that_was_not_measured_is_refused_and_not_zero():
     assert row.get("left") == 0.02 and row.margin("left") == 0.0
     assert row.get("loss", 0.0) == 0.0
     for ask in (row.get, row.margin):
-        with refused("'nats' was not measured of 'at place' (effects), which has left"):
+        with refused(words=["'nats' was not measured of 'at place' (effects), which has left"]):
             ask("nats")
