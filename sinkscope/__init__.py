@@ -17,13 +17,13 @@ ROOMS = ("kv", "loops", "bench", "sparse")
 """Packages within this one whose names are used as `sinkscope.kv.SnapKV`."""
 LEFT = {
     "Event": "it is sinkscope.engine.run.Event",
-    "Quantize": "it left in version 0.3, and nothing has its work",
+    "Quantize": "it left after version 0.2.0, and nothing has its work",
     "circuit": "it is why_sink",
     "heads": "why_sink has its work",
     "lines_loss": "experiments.loopserve.lines_loss of a clone has its work",
     "patch_eval": "patch(model, file=...) has its work",
     "patch_make": "it is patch",
-    "precision": "it left in version 0.3, and nothing has its work",
+    "precision": "it left after version 0.2.0, and nothing has its work",
     "why": "it is why_loop",
 }
 """Names of version 0.2 that left, each with what to use instead."""

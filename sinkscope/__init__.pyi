@@ -14,6 +14,7 @@ from .generation.generate import generate as generate
 from .hooks.edit.base import Intervention as Intervention
 from .hooks.edit.edits import Ablate as Ablate
 from .hooks.edit.edits import Add as Add
+from .hooks.edit.edits import Put as Put
 from .hooks.edit.knockout import Knockout as Knockout
 from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.trace import trace as trace

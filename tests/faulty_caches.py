@@ -388,6 +388,16 @@ class Float16IsKeptInBfloat16(Given):
         return states.bfloat16().half() if states.dtype is torch.float16 else states
 
 
+@faulty_layer("it_raises_no_error_and_leaves_nothing_behind")
+class TheLengthIsThatOfKeysThatAreNotZero(DynamicLayer):
+    """As static caches count: padding without an embedding has no key in the first layer."""
+
+    def get_seq_length(self):
+        if not self.is_initialized or self.keys.numel() == 0:
+            return 0
+        return int((self.keys[0, 0].abs().sum(-1) > 0).sum())
+
+
 @faulty_layer()
 class SlotsBeyond512OverwriteTheFirst(Held):
     def spoil(self, states, new):

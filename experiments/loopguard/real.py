@@ -18,13 +18,13 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
+from experiments.loopguard.dry import DRY
 from experiments.loopguard.variants import MONITORS
 from experiments.loopguard.verdicts import HALVES
 from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.generation.decode import decode
 from sinkscope.loops.guard import LoopGuard, Steer
-from sinkscope.loops.guard.steer import DRY
 from sinkscope.models.inputs import end_ids
 from sinkscope.opening.load import load, target_of
 

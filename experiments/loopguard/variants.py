@@ -32,7 +32,7 @@ class OneSignal(PaperSettings):
     signal: Literal["p1", "tail", "clock"] = "p1"
     every: Natural = 200
 
-    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
+    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0, asked_items: float = 0) -> VoteRule:
         """Return the rule."""
         return OneSignalRule(self)
 

@@ -19,7 +19,7 @@ from sinkscope.loops import MonitorSettings, check
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.detect import monitors
 from sinkscope.loops.text.monitor import Settings
-from sinkscope.loops.text.repetition import asked_copies
+from sinkscope.loops.text.repetition import asked_copies, asked_items
 from sinkscope.models.checkpoints.checkpoint import Files
 
 HALVES = ("choose", "report")
@@ -49,7 +49,9 @@ def of_honest(settings: Settings, tokenizers: dict[str, Any], half: str) -> Row:
             row["checker"].append(text["form"])
         for name, tokenizer in tokenizers.items():
             ids = tokenizer(text["answer"], add_special_tokens=False, verbose=False)["input_ids"]
-            monitor = monitors(settings, tokenizer)(asked=asked_copies(text["prompt"]))
+            monitor = monitors(settings, tokenizer)(
+                asked=asked_copies(text["prompt"]), asked_items=asked_items(text["prompt"])
+            )
             if any(monitor.update(token).trigger for token in ids):
                 row[name].append(text["form"])
     return row

@@ -66,7 +66,7 @@ class SinkCard(Result):
         """Return what every part says."""
         lines = [f"{part.command}: {part.conclusion}" for part in self.parts]
         if self.quick:
-            lines.append("With --quick, most parts rest on fewer samples.")
+            lines.append("This was a quick scan: most parts rest on fewer samples.")
         return lines
 
     def cards(self) -> list[Card]:

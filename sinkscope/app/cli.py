@@ -18,6 +18,7 @@ import click
 
 from sinkscope import __version__
 from sinkscope.app.commands import COMMANDS
+from sinkscope.app.commands.command import refused_exit
 from sinkscope.app.commands.others import ELSEWHERE, other_command, other_commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.envelope import documented_at
@@ -50,7 +51,8 @@ class CommandLine(click.Group):
         """Return the command of such words; for that of another package, the package is imported."""
         command = super().get_command(ctx, cmd_name)
         if command is None and cmd_name in other_commands():
-            command = other_command(cmd_name, other_commands()[cmd_name])
+            with refused_exit(cmd_name):
+                command = other_command(cmd_name, other_commands()[cmd_name])
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,7 +1,8 @@
 """`compare`: two or more results of one kind side by side, text by text.
 
 1. Read: each thing given is a result, a file of one, a folder of results or checkpoints, or a model that is measured.
-2. Refuse: results of other kinds, settings or texts than the first have no common numbers.
+2. Refuse: results of another kind or with other settings than the first have no common numbers. What can be refused is
+   refused before a model is measured.
 3. Merge: rows of one subject, table and key are one row. Two subjects are one if their keys are equal, or share most:
    spikes at one place, layers.
 4. Judge: a number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the
@@ -37,6 +38,7 @@ from sinkscope.files.plain import pathless
 from sinkscope.files.store import differing
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import DIFFERENCES, margin_of
+from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
@@ -46,6 +48,8 @@ from sinkscope.results.table import Cell, Column, Kind, Row, Subject, detail, op
 
 OF_THE_MODEL = {"revision", "model", "device", "dtype", "sinkscope", "decoding", "text", "text_said"}
 """Settings that say which model was measured and where, or what a text is called, not what was asked of the model."""
+OF_THE_TEXTS = {TEXT_READ, "texts", "seed"}
+"""Settings that say on which texts and draws a number rests; results of others are compared by both intervals."""
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 COMES = 0.05  # share of a whole, under which the coming or going of a row is left to the search that found it
 BY_CHANCE = 0.05  # of judged numbers seem to change where none does
@@ -127,10 +131,12 @@ class Compared:
     Attributes:
         name: Name of the other result.
         rows: Both merged.
+        same_texts: Whether both read the same texts. False: numbers are compared by both intervals.
     """
 
     name: str
     rows: tuple[Change, ...]
+    same_texts: bool = True
 
     @property
     def judged(self) -> list[Change]:
@@ -162,12 +168,14 @@ class Comparison(Result):
     def conclusion(self) -> str:
         """Return how many numbers of the last result changed, beside what chance gives, and the first that did."""
         last = self.results[-1]
+        how = "text by text" if last.same_texts else "by both intervals (other texts)"
+        compared = f"{last.name} against {self.first}, {how}"
         if not last.judged:
-            return f"{last.name} against {self.first}: no number has a margin."
+            return f"{compared}: no number has a margin."
         counted = f"{len(last.moved)} of {len(last.judged)} judged numbers changed"
         chance = f"{BY_CHANCE * len(last.judged):.1g} by chance"
         first = last.judged[0]
-        return f"{last.name} against {self.first}: {counted} ({chance}); {first.key} {first.text('change')}."
+        return f"{compared}: {counted} ({chance}); {first.key} {first.text('change')}."
 
     def subjects(self) -> list[Subject]:
         """Return a table for each thing that is compared: what changed, then the names of what did not."""
@@ -184,7 +192,10 @@ class Comparison(Result):
 
     def details(self) -> list[str]:
         """Return the rule by which a number counts as changed."""
-        return [RULE]
+        other_texts = [compared.name for compared in self.results if not compared.same_texts]
+        if not other_texts:
+            return [RULE]
+        return [RULE, f"{word_list(other_texts)} read other texts than {self.first}, so each margin is that of both."]
 
     def figure(self) -> Any:
         """Draw how far the number of the conclusion moved from the first result to each other."""
@@ -213,8 +224,9 @@ def compare(
     """Compare results of one kind with the first one: two models, or the checkpoints of a training.
 
     A result is a JSON file, a folder of such files, of scans or of checkpoints, or a model, which is then measured.
-    Numbers are compared text by text, with the margin of the mean difference. Neurons, places and conditions that came,
-    went or changed are listed. Results of other kinds, settings or texts are refused.
+    Numbers are compared text by text, with the margin of the mean difference, and by both intervals where the texts are
+    others. Neurons, places and conditions that came, went or changed are listed. Results of other kinds or settings are
+    refused.
 
     Args:
         results: Two or more: results, their JSON files, folders of results or of checkpoints, or models, which are then
@@ -225,7 +237,7 @@ def compare(
         settings: How models are opened, as for `sinkscope.measure.Setup.open`.
 
     Raises:
-        SinkscopeError: There are fewer than two results, or they differ in kind, settings or texts.
+        SinkscopeError: There are fewer than two results, or they differ in kind or settings.
     """
     started = time.perf_counter()
     measurement = measurements().get(measure)
@@ -237,9 +249,10 @@ def compare(
             f"{count_of(len(things), 'result')} to compare: give two or more (files of results, folders of "
             "checkpoints, or models)"
         )
+    all_known = [known_result(thing) for thing in things]
+    refuse_known(all_known, measure)
     by_name: dict[str, Result] = {}
-    for number, thing in enumerate(things):
-        known = known_result(thing)
+    for number, (thing, known) in enumerate(zip(things, all_known, strict=True)):
         found = known[1] if known else measurement.load()(thing, **settings, progress=progress)
         name = known[0] if known else Path(found.model.name).name
         if name in by_name:
@@ -251,7 +264,7 @@ def compare(
     compared: list[Compared] = []
     for name, result in others:
         refuse_other(first, base, name, result)
-        compared.append(Compared(name, tuple(merge(base.compared(), result.compared()))))
+        compared.append(compare_pair(name, base, result))
     return Comparison(
         model=replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}"),
         settings={**base.settings, "results": list(by_name)},
@@ -262,20 +275,69 @@ def compare(
     )
 
 
+def compare_pair(name: str, base: Result, result: Result) -> Compared:
+    """Return what differs between two results: text by text if both read the same texts, else by both intervals."""
+    before, after = base.compared(), result.compared()
+    same_texts = base.settings.get(TEXT_READ) == result.settings.get(TEXT_READ)
+    if not same_texts:
+        before, after = without_texts(before), without_texts(after)
+    return Compared(name, tuple(merge(before, after)), same_texts)
+
+
+def without_texts(subjects: Sequence[Subject]) -> list[Subject]:
+    """Return subjects whose numbers hold nothing of single texts."""
+    changed: list[Subject] = []
+    for subject in subjects:
+        rows: list[Row] = []
+        for row in subject.rows:
+            numbers: dict[str, Mean] = {}
+            for name, value in row.values().items():
+                if isinstance(value, Mean):
+                    numbers[name] = replace(value, by_text=())
+            rows.append(replace(row, **numbers))
+        changed.append(replace(subject, rows=tuple(rows), texts=()))
+    return changed
+
+
+def refuse_known(results: Sequence[tuple[str, Result] | None], measure: str) -> None:
+    """Refuse results that do not go together, or not with what models will be measured with.
+
+    Args:
+        results: Results with their names; None of a model that is to be measured.
+        measure: With what.
+
+    Raises:
+        SinkscopeError: They do not.
+    """
+    known = [named for named in results if named is not None]
+    for name, result in known[1:]:
+        refuse_other(*known[0], name, result)
+    for name, result in known[:1]:
+        if None in results and result.kind != measure:
+            raise SinkscopeError(
+                f"{name} holds {result.kind}, and models are measured with {measure}: give --measure {result.kind}, or "
+                "results of one kind"
+            )
+
+
 def refuse_other(first: str, base: Result, name: str, result: Result) -> None:
-    """Refuse a result whose kind, settings or texts differ from those of the first one.
+    """Refuse a result whose kind or settings differ from those of the first one.
 
     Raises:
         SinkscopeError: They differ.
     """
     if result.kind != base.kind:
         raise SinkscopeError(f"{first} holds {base.kind}, and {name} holds {result.kind}: give results of one kind")
-    asked = [{key: one.settings[key] for key in one.settings if key not in OF_THE_MODEL} for one in (base, result)]
-    other = differing(*asked)
+    other = differing(asked_settings(base), asked_settings(result))
     if other:
         raise SinkscopeError(
-            f"{first} and {name} were measured with other settings or texts ({other}): measure both in the same way"
+            f"{first} and {name} were measured with other settings ({other}): measure both in the same way"
         )
+
+
+def asked_settings(result: Result) -> dict[str, Any]:
+    """Return the settings of a result that were asked for, without those of the model and of the texts."""
+    return {name: value for name, value in result.settings.items() if name not in OF_THE_MODEL | OF_THE_TEXTS}
 
 
 # --- reading ---

@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
-from sinkscope.files.store import Keyed, kept_in
+from sinkscope.files.store import Keyed, check_folder, kept_in
 from sinkscope.measure import Setup
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
@@ -57,7 +57,7 @@ class ScanPart:
 
 def measure_bench(setup: Setup, **arguments: Any) -> BenchTable:
     """Return the table of a benchmark on an open model."""
-    return tabulate_records([run_bench(setup.target, seed=setup.seed, **arguments)])
+    return tabulate_records([run_bench(setup.target, seed=setup.seed, progress=setup.progress, **arguments)])
 
 
 GUARDED = ("full", "loopguard")
@@ -130,38 +130,71 @@ def scan(
     if model is None and out is None:
         quick, out = True, TOUR
     parts = parts_to_run(quick, only)
+    if out is not None:
+        check_folder(out)
     settings.setdefault("loading", "fits")
     setup = Setup.open(model, **settings)
     setup.target.shards.check_alone("scan")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
-    outcomes: list[Result | str] = []
+    outcomes: dict[str, Result | str] = {}
     with kept_in(folder, decisive, FinishedPart) as finished:
-        for number, part in enumerate(parts, 1):
-            outcome: Result | str | None = None
+        for part in every_part():  # of an earlier run in this folder
             if part.name in finished.records:
-                with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
-                    outcome = Result.load(folder / f"{part.name}.json")
-            if outcome is None:
+                with suppress(SinkscopeError):  # it is gone or damaged, and is measured again if it is asked for
+                    outcomes[part.name] = Result.load(folder / f"{part.name}.json")
+        for number, part in enumerate(parts, 1):
+            if part.name not in outcomes:
                 outcome = _measured(part, setup, quick)
+                outcomes[part.name] = outcome
                 if isinstance(outcome, Result):
                     outcome.save(folder / f"{part.name}.json")
                     finished.append([FinishedPart(part.name)])
-            outcomes.append(outcome)
+            outcome = outcomes[part.name]
             done = outcome if isinstance(outcome, str) else "done"
             note(f"scan {number} of {len(parts)}: {part.command or part.name}: {done}")
-        on_card = tuple(map(card_part, parts, outcomes))
-        card = SinkCard(
-            quick=quick, parts=on_card, model=setup.info(), settings=decisive, provenance=setup.provenance()
-        )
-        card.save(folder / CARD)
-        results = {CARD: card} | {f"{part.name}.json": outcome for part, outcome in zip(parts, outcomes, strict=True)}
-        sections, _ = sections_of(results, opened=("find-sinks.json",))
-        tiles = render("results/pages/tiles.html", scan=card)  # for each topic a number, its control, a conclusion
-        page = document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=tiles)
-        write_output(folder / PAGE, page)
+        card = write_card(folder, outcomes, setup, decisive)
     note(f"Card: {folder / PAGE}")
     return card
+
+
+def write_card(
+    folder: Path, outcomes: Mapping[str, Result | str], setup: Setup, settings: Mapping[str, Any]
+) -> SinkCard:
+    """Write the card of a folder and its page.
+
+    Args:
+        folder: The folder.
+        outcomes: By the name of a part, its result, or why there is none.
+        setup: The model.
+        settings: Everything that determines the results, and whether they are quick.
+
+    Returns:
+        The card, with its parts in the order of `every_part`.
+    """
+    parts = [part for part in every_part() if part.name in outcomes]
+    on_card = tuple(card_part(part, outcomes[part.name]) for part in parts)
+    card = SinkCard(
+        quick=settings["quick"],
+        parts=on_card,
+        model=setup.info(),
+        settings=dict(settings),
+        provenance=setup.provenance(),
+    )
+    card.save(folder / CARD)
+    results: dict[str, Any] = {CARD: card}
+    for part in parts:
+        results[f"{part.name}.json"] = outcomes[part.name]
+    sections, _ = sections_of(results, opened=("find-sinks.json",))
+    tiles = render("results/pages/tiles.html", scan=card)  # for each topic a number, its control, a conclusion
+    page = document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=tiles)
+    write_output(folder / PAGE, page)
+    return card
+
+
+def every_part() -> list[ScanPart]:
+    """Return all parts in the order of the card; the measurements of other packages come last."""
+    return [*PARTS, *(ScanPart(name.replace("_", "-")) for name in other_measurements())]
 
 
 def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
@@ -170,8 +203,7 @@ def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
     Raises:
         SinkscopeError: A name is that of no part.
     """
-    others = [ScanPart(name.replace("_", "-")) for name in other_measurements()]
-    every = {part.name: part for part in (*PARTS, *others)}
+    every = {part.name: part for part in every_part()}
     if not only:
         return [part for part in every.values() if not (quick and part.quick is None)]
     for name in only:

@@ -71,7 +71,7 @@ class Batch:
     @property
     def keys(self) -> list[tuple[Any, ...]]:
         """Keys of the records that the batch produces."""
-        asked = [(prompt.id, turn, self.seed) for prompt in self.prompts for turn in range(len(prompt.turns))]
+        asked = [(prompt.id, turn, self.seed) for prompt in self.prompts for turn in prompt.scored_turns]
         return [(method, *each) for method in self.methods for each in asked]
 
     def record(self, method: str, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:

@@ -13,14 +13,14 @@ from pydantic import Field
 from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
 from sinkscope.bench.methods import SAMPLING, make_method, read_methods
 from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun, Prompt
-from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
+from sinkscope.bench.table import BenchTable, bench_table, check_beside, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.files.store import json_lines, kept_in
+from sinkscope.files.store import check_folder, json_lines, kept_in
 from sinkscope.generation.generate import Temperature
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure.setup import model_info
@@ -82,6 +82,11 @@ def run(
             f"--task {task.name} feeds the same text to every method: leave out --temperature and sampling"
         )
     edits = [make_method(method) for method in chosen]  # impossible settings are refused before the run
+    of_file = task.prompts_of_file()
+    if of_file is not None:
+        task.check(of_file)
+    if out is not None:
+        check_folder(out)
     if isinstance(model, partial):
         model = model()
     target = target_of(model, tokenizer)
@@ -109,6 +114,8 @@ def run(
     }
     with kept_in(out, {"command": COMMAND, **settings}, BenchRecord) as folder:
         warm: set[str] = set()
+        report = progress or silent
+        report("batches", 0, len(batches))
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
                 for method in batch.methods:
@@ -118,7 +125,7 @@ def run(
                         )
                         warm.add(method)
                 folder.append(task.answers(target, batch))
-            (progress or silent)("batches", done, len(batches))
+            report("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
@@ -141,8 +148,8 @@ def bench(
 
     Args:
         folders: Folders of earlier runs, whose table is shown.
-        task: loops, recall, text, or a file of JSON lines with "prompt" and "answers"; settings follow after
-            colons, such as recall:lengths=640,1024:samples=2. An unknown setting lists all.
+        task: loops, recall, text, or a file of JSON lines or of one JSON array with "prompt" and "answers"; settings
+            follow after colons, such as recall:lengths=640,1024:samples=2. An unknown setting lists all.
         model: A short name, hub id, folder or .gguf file. By default the bundled model; the recall model for recall.
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
@@ -155,14 +162,17 @@ def bench(
         SinkscopeError: Neither folders nor a task and methods are given, or both; or as for `run`.
     """
     if folders:
-        given = {"task": task, "model": model, **settings, "progress": None}
-        unused = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
-        if unused:
-            raise SinkscopeError(f"{unused[0]} has no effect on {folders[0]}, earlier answers: leave one of both out")
+        options: dict[str, Any] = {"task": task, "model": model, "revision": revision, "device": device, "dtype": dtype}
+        options |= {"temperature": temperature or None, **settings, "progress": None}
+        for name, value in options.items():
+            if value is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise SinkscopeError(f"{flag} has no effect on {folders[0]}, earlier answers: leave one of both out")
         return bench_table(folders, beside=beside)
     if task is None or not settings.get("methods"):
         raise SinkscopeError("give --task and --methods for a run, or folders of earlier runs, to show their table")
     chosen = read_task(task)
+    check_beside(beside, read_methods(settings["methods"], chosen.budget))
     name = chosen.model if model is None else model
     opener = partial(load, name, revision=revision, device=device, dtype=dtype)
     answers = run(opener, chosen, temperature=temperature, **settings)
@@ -172,10 +182,9 @@ def bench(
 def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], new: int) -> Sequence[Prompt]:
     """The prompts of a task, each with an id of its own, which fit the model and every method."""
     prompts = task.prompts(target)
-    if not prompts or len({prompt.id for prompt in prompts}) < len(prompts):
-        raise SinkscopeError(f"there are {len(prompts)} prompts, some with the same id: give some, each its own id")
+    task.check(prompts)
     for prompt in prompts:
-        for turn in range(len(prompt.turns)):
+        for turn in prompt.scored_turns:
             tokens = len(conversation_ids(target, prompt, turn, task.chat))
             check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
             for edit in filter(None, edits):

@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
-from sinkscope.files.records import Finite, Wording, build, read_rows
+from sinkscope.files.records import Finite, Wording, build, check_known, read_rows
 from sinkscope.files.store import RECORDS, SETTINGS, Keyed, read_lines
 
 PROMPT_FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
@@ -125,11 +125,13 @@ class Turn:
         text: What the user says.
         answers: Correct answers. The first one is the history of later turns.
         metric: Name of the score of `sinkscope.bench.scores`.
+        scored: Whether the model answers it and the answer counts. False: it is only what was said before.
     """
 
     text: Annotated[str, Field(validation_alias="prompt", pattern=r"\S"), Wording("a text")]
     answers: tuple[str, ...] = ()
     metric: str = "contains"
+    scored: Annotated[bool, Field(validation_alias="score")] = True
 
 
 @dataclass(frozen=True)
@@ -148,18 +150,43 @@ class Prompt:
     set: str
     part: str = ""
 
+    @property
+    def scored_turns(self) -> list[int]:
+        """The numbers of the turns that the model answers, from 0."""
+        return [number for number, turn in enumerate(self.turns) if turn.scored]
+
+
+TURN_FIELDS = ("prompt", "answers", "metric", "score")
+PROMPT_FIELDS = ("id", "set", "part")
+"""What a record of a file of prompts may have, with "turns" in place of the fields of its only turn."""
+
 
 def read_prompts(path: PathName) -> list[Prompt]:
-    """Read prompts from JSON lines.
+    """Read prompts from JSON lines, or from one JSON array.
 
-    A line has `prompt`, `answers` and `metric`, or `turns`, each of which has them. It may have `id`, `set` and `part`.
+    A record has `prompt`, `answers`, `metric` and `score`, or `turns`, each of which has them. It may have `id`, `set`
+    and `part`.
 
     Raises:
-        SinkscopeError: The file cannot be read, or a line has no prompt (names the line).
+        SinkscopeError: The file cannot be read, or a record has no prompt or a field that is unknown (names the line).
     """
     prompts: list[Prompt] = []
     for where, row in read_rows(path, PROMPT_FILE):
         if isinstance(row, dict):
+            _check_fields(row, where)
             row = {"set": "file", "turns": [row], **row, "id": str(row.get("id", len(prompts)))}
         prompts.append(build(Prompt, row, where, PROMPT_FILE))
     return prompts
+
+
+def _check_fields(row: dict[str, Any], where: str) -> None:
+    """Refuse fields of a record, or of one of its turns, that nothing reads."""
+    turns = row.get("turns")
+    if turns is None:
+        check_known(row, (*PROMPT_FIELDS, "turns", *TURN_FIELDS), where)
+        return
+    check_known(row, (*PROMPT_FIELDS, "turns"), where)
+    if isinstance(turns, list):
+        for number, turn in enumerate(turns):
+            if isinstance(turn, dict):
+                check_known(turn, TURN_FIELDS, f"{where}: turns[{number}]")

@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, first_line
 from sinkscope.kv.registry import import_object
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
@@ -23,14 +23,29 @@ def score(metric: str, text: str, answers: Sequence[str]) -> float:
         answers: Correct answers, at least one.
 
     Raises:
-        SinkscopeError: The metric is unknown, or no number from 0 to 1.
+        SinkscopeError: The metric is unknown or fails, or gives no number from 0 to 1.
     """
     expected = f"; expected {', '.join(METRICS)} or package.module:function"
-    own = METRICS[metric] if metric in METRICS else import_object(metric, f"metric {metric!r}", expected)
-    value = float(own(text, answers))
+    function = METRICS[metric] if metric in METRICS else import_object(metric, f"metric {metric!r}", expected)
+    try:
+        value = float(function(text, answers))
+    except Exception as error:  # a function of the user's own may fail in any way
+        raise SinkscopeError(
+            f"metric {metric!r} failed ({type(error).__name__}: {first_line(error)}) on the output {text!r:.60}: "
+            "mend it, or install what it needs"
+        ) from None
     if not 0 <= value <= 1:
         raise SinkscopeError(f"metric {metric!r} is {value}: expected a number from 0 to 1")
     return value
+
+
+def check_metric(metric: str, answers: Sequence[str]) -> None:
+    """Refuse a metric that cannot score: it is tried with the first right answer as the output.
+
+    Raises:
+        SinkscopeError: As for `score`.
+    """
+    score(metric, answers[0], answers)
 
 
 def normalised(text: str) -> list[str]:

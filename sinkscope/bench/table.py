@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import isnan, nan
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sinkscope.bench.methods import FULL
-from sinkscope.bench.record import BenchRun, read_run
+from sinkscope.bench.record import BenchRecord, BenchRun, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, provenance
@@ -31,7 +31,7 @@ from sinkscope.files.plain import plain
 from sinkscope.files.store import differing
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, interval_of
 from sinkscope.results.result import Result
-from sinkscope.results.row import Kind, Mean, Row, row_of
+from sinkscope.results.row import Kind, Mean, Row
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
 NOT_RANKED = (FULL, "random", "sampling")
@@ -188,15 +188,23 @@ class BenchTable(Result):
         return f"{said}; {control_has}."
 
     def figure(self) -> Any:
-        """Draw the score of each method with its margin, a colour for each set."""
+        """Draw the score of each method with its interval, a colour for each set."""
         import plotly.graph_objects as go
 
-        from sinkscope.results.style import COLOURS, bars, figure_of  # with plotly, which a printed table does not need
+        from sinkscope.results.style import COLOURS, figure_of  # with plotly, which a printed table does not need
 
         fig = go.Figure()
         for number, groups in enumerate(self.sets()):
-            rows = [row_of("scores", group.method, score=group.mean()) for group in groups]
-            bars(fig, rows, "score", COLOURS[number % len(COLOURS)], html.escape(groups[0].set))
+            up = [group.high - group.score for group in groups]
+            down = [group.score - group.low for group in groups]
+            fig.add_bar(
+                x=[html.escape(group.method) for group in groups],
+                y=[group.score for group in groups],
+                error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down},
+                marker_color=COLOURS[number % len(COLOURS)],
+                name=html.escape(groups[0].set),
+                showlegend=True,
+            )
         fig.update_xaxes(tickangle=-35)
         if task_class(self.task).share:
             fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
@@ -216,8 +224,21 @@ def bench_table(folders: Sequence[PathName], *, beside: str | None = None) -> Be
     return tabulate_records([read_run(Path(folder)) for folder in folders], beside=beside)
 
 
+def check_beside(beside: str | None, methods: Sequence[str]) -> None:
+    """Refuse to compare with a method that is not among those of a table.
+
+    Raises:
+        SinkscopeError: It is not.
+    """
+    if beside is not None and beside not in methods:
+        raise SinkscopeError(f"--beside {beside}: expected {', '.join(methods)}")
+
+
 def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> BenchTable:
-    """Group the records of runs by set and method. A record that several runs have counts once.
+    """Group the records of runs by set and method.
+
+    A record that several runs have counts once, as the first of them has it: so a folder keeps the record that it has,
+    and a table does not change by a run that is added to those of before.
 
     Args:
         runs: The runs, at least one.
@@ -235,7 +256,10 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
         if other:
             raise SinkscopeError(f"runs were measured under other settings ({other}): show them in a table each")
     task = task_class(settings["task"])
-    records = {record.key: record for run in reversed(runs) for record in run}
+    records: dict[Hashable, BenchRecord] = {}
+    for run in runs:
+        for record in run:
+            records.setdefault(record.key, record)
     names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
     answers: Table = []
     for record in records.values():
@@ -257,9 +281,7 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
         score = score or Interval(scores.mean(), nan, nan)
         numbers = (len(of_method), score.mean, score.low, score.high)
         groups.append(BenchGroup(of_set, method, *numbers, *(each.to_dict() for each in (scores, metrics))))
-    known = dict.fromkeys(group.method for group in groups)
-    if beside not in {None, *known}:
-        raise SinkscopeError(f"--beside {beside}: expected {', '.join(known)}")
+    check_beside(beside, [*dict.fromkeys(group.method for group in groups)])
     sign = 1 if task.low_is_good else -1
     groups.sort(key=lambda group: (group.set, group.name in NOT_RANKED, sign * group.score))
     seed = min((record.seed for record in records.values()), default=0)

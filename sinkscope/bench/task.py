@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, Strict
 
 from sinkscope.bench.answer import Batch, answer_rows, conversation_ids
+from sinkscope.bench.checks import check_answers, check_prompts
 from sinkscope.bench.methods import FULL, SAMPLING, make_method
 from sinkscope.bench.record import Answer, BenchRecord, Metrics, Prompt, Turn, read_prompts
 from sinkscope.bench.scores import score
@@ -42,6 +43,7 @@ class Task(ABC):
         budget: Budget of methods that state none.
         model: Model that answers by default; None for the bundled model.
         together: Whether all methods answer a batch in one pass.
+        by_answers: Whether answers are scored by the right ones that prompts have.
         chat: Whether turns are wrapped in the tokenizer's chat template.
     """
 
@@ -55,6 +57,7 @@ class Task(ABC):
     budget: ClassVar[Budget] = 0.125
     model: ClassVar[str | None] = None
     together: ClassVar[bool] = False
+    by_answers: ClassVar[bool] = False
 
     chat: bool = False
 
@@ -69,15 +72,31 @@ class Task(ABC):
     def prompts(self, target: Target) -> Sequence[Prompt]:
         """Return the prompts for a model."""
 
+    def prompts_of_file(self) -> Sequence[Prompt] | None:
+        """Return the prompts that a file has, which are checked before a model is read; None if the task makes them."""
+        return None
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that cannot be answered or scored.
+
+        Raises:
+            SinkscopeError: The first such prompt is named.
+        """
+        check_prompts(prompts)
+        if self.by_answers:
+            check_answers(prompts)
+
     def new_tokens(self, target: Target) -> int:
         """Return the maximum length of an answer, if the user gives none."""
         return 64
 
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
-        """Answer all turns of the prompts, turn after turn."""
+        """Answer all scored turns of the prompts, turn after turn."""
         method, records = batch.methods[0], list[BenchRecord]()
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
-            prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
+            prompts = [prompt for prompt in batch.prompts if number in prompt.scored_turns]
+            if not prompts:
+                continue
             rows = [conversation_ids(target, prompt, number, self.chat) for prompt in prompts]
             temperature, sampler = 1.0 if method == SAMPLING else batch.temperature, None
             if temperature:
@@ -105,9 +124,14 @@ class PromptFile(Task):
     """
 
     name = "file"
+    by_answers = True
 
     given: tuple[Prompt, ...]
     new: Size = 64
+
+    def prompts_of_file(self) -> Sequence[Prompt]:
+        """Return the prompts."""
+        return self.given
 
     def prompts(self, target: Target) -> Sequence[Prompt]:
         """Return the prompts."""

@@ -50,6 +50,7 @@ class Calls:
         keeper: Who keeps the caches (`kv.keeper.CacheKeeper`), if anybody does.
         uncached: Why `generate` may not run without a cache; "" if it may.
         by_token: Why tokens have to be read one by one, which those of assisted generation are not; "" if not.
+        drafts_from: First column behind the prompt of the assisted generation that is about to begin; None if none is.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         draft: The text that is being written, of which actors may take tokens back; None if there is none.
     """
@@ -63,6 +64,7 @@ class Calls:
         self.acting: dict[str, list[Actor]] = {"before": [], "attends": [], "after": []}
         self.keeper: Any = None
         self.prompting = False
+        self.drafts_from: int | None = None
         self.draft: Draft | None = None
         self._acts = False  # whether something is changed, and not only read
         self._thread = threading.current_thread()  # who steers
@@ -144,6 +146,9 @@ class Calls:
             told = self._told
         self._told = None
         step = begin_step(self.number, next(self._steps), arguments, cache, told, acts=self._acts)
+        if self.drafts_from is not None:
+            step.state.drafts_from = self.drafts_from
+            self.drafts_from = None
         self._step = step
         self._ended = None
         if cache is not None and (step.past == 0 or step.state.partial):
@@ -172,7 +177,7 @@ class Calls:
         listener.has_gaps = step.has_gaps
         listener.idle = not self._attending
         listener.was_reached = False
-        listener.functions = {}
+        listener.in_call = True
 
     def _know_rows(self, cache: Any, state: RowState) -> None:
         """Lay what is known of some rows on their cache."""
@@ -188,8 +193,7 @@ class Calls:
         kv = step.by_number.get(attention.layer) if step.has_gaps else None
         if kv is not None:
             source = attention.source
-            is_full = isinstance(source, FunctionMask) and source.local is None and not source.by_vmap
-            sees_all = is_full or isinstance(source, CausalMask)
+            sees_all = isinstance(source, CausalMask) or (isinstance(source, FunctionMask) and source.is_causal)
             attention.slots_of = lambda: step.tokens.columns_of(kv.pos)
             attention.is_whole = attention.query.shape[2] == 1 and kv.gapless and sees_all and not attention.hidden
         for actor in self._attending:
@@ -206,6 +210,8 @@ class Calls:
         if listener is not None:
             listener.idle = True
             listener.has_gaps = False
+            listener.in_call = False
+            listener.functions = {}  # a model of several parts makes those of the next call before it begins
         if output is None:
             return
         if listener is not None and not listener.was_reached:  # it was set after the run was entered

@@ -7,13 +7,15 @@ holds nothing, and a run may be left in another thread than it was entered in.
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -22,7 +24,8 @@ from sinkscope.engine.actor import Actor
 from sinkscope.engine.calls import Calls, cache_in
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.tap import Listener, check_attention_known, tapped
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.engine.waiting import Wait
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import DEPTH, Hook
 from sinkscope.models.target import Target
@@ -32,34 +35,65 @@ _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended."""
 
 
-_HOLDS: WeakKeyDictionary[nn.Module, tuple[tuple[threading.Thread, Run | None], ...]] = WeakKeyDictionary()
-"""The threads that hold each decoder, from entry to exit of a run, or of a measurement (None)."""
+class Hold(NamedTuple):
+    """A thread that holds a decoder.
+
+    Attributes:
+        thread: The thread.
+        run: The run that it has entered; None for a measurement.
+        since: `time.time()` when it began.
+    """
+
+    thread: threading.Thread
+    run: Run | None
+    since: float
+
+
+_HOLDS: WeakKeyDictionary[nn.Module, tuple[Hold, ...]] = WeakKeyDictionary()
+"""The threads that hold each decoder, from entry to exit of a run, or of a measurement."""
 
 
 @contextmanager
 def held(target: Target, run: Run | None = None) -> Iterator[None]:
-    """Context manager in which this thread steers a model; it waits while another one does that lives."""
+    """Context manager in which this thread steers a model; it waits while another one does that lives.
+
+    Raises:
+        SinkscopeError: The other thread waits for this one, or it has been waited for too long (`waiting`).
+    """
     me, decoder = threading.current_thread(), target.base
     with _CHANGED:
-        holds = _HOLDS.get(decoder, ())
-        while holds and holds[-1][0] is not me and holds[-1][0].is_alive():
-            _CHANGED.wait(0.5)  # then look whether that thread still lives
-            holds = _HOLDS.get(decoder, ())
-        _HOLDS[decoder] = (*holds, (me, run))  # another tuple: others read it without the lock
+        _wait_for(decoder, target.name)
+        hold = Hold(me, run, time.time())
+        _HOLDS[decoder] = (*_HOLDS.get(decoder, ()), hold)  # another tuple: others read it without the lock
     try:
         yield
     finally:
         with _CHANGED:
             holds = list(_HOLDS[decoder])
-            holds.remove((me, run))
+            holds.remove(hold)
             _HOLDS[decoder] = tuple(holds)
             _CHANGED.notify_all()
+
+
+def _wait_for(decoder: nn.Module, name: str) -> None:
+    """Wait, with the lock, until no other thread that lives holds a decoder."""
+    me = threading.current_thread()
+    wait = Wait(name)
+    try:
+        while holds := _HOLDS.get(decoder, ()):
+            holder = holds[-1]
+            if holder.thread is me or not holder.thread.is_alive():
+                return
+            wait.check(holder.thread, holder.since)
+            _CHANGED.wait(0.1)  # then look whether that thread still lives
+    finally:
+        wait.end()
 
 
 def runs_here(decoder: nn.Module) -> list[Run]:
     """Return the runs that this thread has entered on a decoder."""
     me = threading.current_thread()
-    return [run for thread, run in _HOLDS.get(decoder, ()) if thread is me and run is not None]
+    return [hold.run for hold in _HOLDS.get(decoder, ()) if hold.thread is me and hold.run is not None]
 
 
 @dataclass(frozen=True)
@@ -132,6 +166,12 @@ class Run(Calls):
         """Restore the model."""
         return self.stack.__exit__(*error)
 
+    def __del__(self) -> None:
+        """Warn of a run that was made and never entered."""
+        if not getattr(self, "_is_used", True) and not sys.is_finalizing():
+            names = " | ".join(type(part).__name__ for part in self.parts)
+            warn(f"{names}.on(...) was never entered, so it did nothing: write `with ... .on(model):`")
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""
         raise SinkscopeError(
@@ -148,7 +188,7 @@ class Run(Calls):
         """
         if self._listener is None:
             check_attention_known(self.target)
-            self._listener = Listener(self._attend, idle=True)
+            self._listener = Listener(self._attend, idle=True, outside=self._refuse_attending)
             self.stack.enter_context(tapped(self.target, self._listener))
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
@@ -182,6 +222,7 @@ class Run(Calls):
 
         def noting(*args: Any) -> Any:
             if self.step is None:
+                self._refuse_outside(module)
                 return None
             self.keep(module)
             return fn(*args)
@@ -193,6 +234,29 @@ class Run(Calls):
         """Note a registered module of the model: the run may not end without it."""
         if module in self._names:
             self._ran[module] = ran
+
+    def _refuse_attending(self, module: nn.Module) -> None:
+        """Refuse an attention module of the decoder that runs while the decoder is in no call; others may attend.
+
+        Raises:
+            UnsupportedError: It is one, in the thread that steers.
+        """
+        if module in self._ran:
+            self._refuse_outside(module)
+
+    def _refuse_outside(self, module: nn.Module) -> None:
+        """Refuse a module in which something acts, and which the decoder does not call itself.
+
+        Raises:
+            UnsupportedError: The thread that steers calls it.
+        """
+        if self.acts_here:
+            name = self._names.get(module, type(module).__name__)
+            raise UnsupportedError(
+                f"{name} of {self.target.name} is called by itself, outside of a call of the decoder, where the "
+                "positions of its tokens are not known and nothing acts: call the model inside the `with`, and single "
+                "layers or modules outside of it"
+            )
 
     # What it did ---------------------------------------------------------------------------------------------------
 
@@ -342,6 +406,10 @@ class _Followed:
                     f"assisted generation reads several tokens at a time and takes some back, and {why}: generate "
                     "without an assistant or prompt lookup"
                 )
+            if run.acts_here:
+                read = [kwargs.get("input_ids"), kwargs.get("inputs_tensor"), *args[:2]]
+                lengths = [tensor.shape[1] for tensor in read if isinstance(tensor, Tensor)]
+                run.drafts_from = max(lengths, default=None)
         return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:

@@ -9,7 +9,7 @@ tokens of a row from 0: a row is one text.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -78,6 +78,8 @@ class RowState:
         partial: Whether the first tokens were read before the block was entered.
         known: What edits, policies, guards and counters know of the rows, by their keys: tensors with a row each, and
             objects whose `take` gives what is known of other rows, or None for nothing.
+        drafts_from: First column that is no part of the prompt, where assisted generation reads tokens together with it
+            that it may take back; None if all that is read is said.
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill; empty before it.
         decoded: Number of single-token calls since then.
@@ -86,6 +88,7 @@ class RowState:
     tokens: TokenPositions
     partial: bool = False
     known: dict[Hashable, Any] = field(default_factory=dict)
+    drafts_from: int | None = None
     prefilling: bool = False
     prompt: tuple[int, ...] = ()
     decoded: int = 0
@@ -95,8 +98,12 @@ class RowState:
         self.tokens = TokenPositions.of(self.tokens.pos[rows.to(self.tokens.pos.device)])
         if self.prompt:
             self.prompt = tuple(torch.tensor(self.prompt)[rows.cpu()].tolist())
+        taken: dict[Hashable, Any] = {}
         for key, value in self.known.items():
-            self.known[key] = value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
+            of_rows = value[rows.to(value.device)] if isinstance(value, Tensor) else value.take(rows)
+            if of_rows is not None:
+                taken[key] = of_rows
+        self.known = taken
 
 
 class TakeBack(NamedTuple):
@@ -119,11 +126,13 @@ class Draft:
         cache: The cache that holds it.
         allowance: How many tokens may still be taken back.
         taken: What an actor has taken back in the latest call; None if nothing.
+        can_go_back: Returns whether what chooses the tokens can go back with the text; None if it always can.
     """
 
     cache: Any
     allowance: int
     taken: TakeBack | None = None
+    can_go_back: Callable[[], bool] | None = None
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -35,7 +36,7 @@ from sinkscope.engine.attention import (
     stock_of,
     switched,
 )
-from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
+from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask, additive
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, without_compiler
 from sinkscope.models.layers import layer_window
@@ -54,6 +55,8 @@ class Listener:
         was_reached: Whether attention of the model came by.
         functions: The function of the latest mask for each length of windows or chunks, None for full attention.
         latest: The queries of the latest attention.
+        outside: Called with a module that attends while the decoder is in no call, which may refuse it.
+        in_call: Whether the decoder is in a call.
         thread: Number of the thread.
     """
 
@@ -64,6 +67,8 @@ class Listener:
     was_reached: bool = False
     functions: dict[int | None, FunctionMask] = field(default_factory=dict)
     latest: ref[Tensor] | None = None
+    outside: Callable[[Any], None] | None = None
+    in_call: bool = False
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -113,6 +118,8 @@ def _attend(
     has_gaps = False
     for listener in stock.users:  # a plain loop: every layer comes here
         if listener.thread == thread:
+            if listener.outside is not None and not listener.in_call:
+                listener.outside(module)
             listener.was_reached = True
             listeners.append(listener)
             idle = idle and listener.idle
@@ -122,9 +129,14 @@ def _attend(
             f"{type(module).__name__} attends to keys that an indexer chooses, which is not read: use another model"
         )
     function: FunctionMask | None = getattr(attention_mask, _FUNCTION, None)
-    if has_gaps and (idle or function is not None):  # a model of several parts made a mask before tokens left
-        attention_mask = None
+    if has_gaps:
+        if function is None:
+            function = _function_without_mask(listeners, module, attention_mask, kwargs)
+        attention_mask = None  # it is by the place of keys
+        idle = idle and (function is None or function.is_causal)
     if idle:
+        if has_gaps:
+            attention_mask = stock.unmasked(query, key)
         return stock.attention(module, query, key, value, attention_mask, **kwargs)
     first = listeners[0]
     is_repeated = first.latest is not None and first.latest() is query
@@ -156,6 +168,40 @@ def _attend(
     return call.finish()
 
 
+def _function_without_mask(
+    listeners: list[Listener], module: Any, mask: Any, settings: dict[str, Any]
+) -> FunctionMask | None:
+    """What a mask was made of that does not come with it, where tokens are missing in the cache; None if none was made.
+
+    A mask that was moved to another device comes without it, and still shows everything.
+
+    Raises:
+        UnsupportedError: The layer has made a mask of its own.
+    """
+    if isinstance(mask, Tensor) and mask.ndim == 4 and bool(additive(mask, torch.float32).any()):
+        raise UnsupportedError(
+            f"{type(module).__name__} makes a mask of its own for the keys that it finds, which says nothing of a "
+            "cache that has lost tokens: use another model for cache policies and guards that prune"
+        )
+    return _function_of_layer(listeners, module, settings)
+
+
+def _function_of_layer(listeners: list[Listener], module: Any, settings: dict[str, Any]) -> FunctionMask | None:
+    """The function of which the mask of a layer would be made, by the window or chunk that it says; None if none was.
+
+    It says it in the call, or in its configuration.
+    """
+    window = settings.get("sliding_window")
+    if window is None:
+        window = layer_window(module.config, int(module.layer_idx))
+    function = None
+    for listener in listeners:
+        functions = listener.functions
+        if function is None and functions:
+            function = functions.get(window) or functions.get(None) or next(iter(functions.values()))
+    return function
+
+
 def _placed(
     listeners: list[Listener],
     has_gaps: bool,
@@ -167,22 +213,20 @@ def _placed(
     settings: dict[str, Any],
 ) -> tuple[MaskSource, int, int]:
     """What says who sees whom in an attention, and the columns of its first key and query."""
-    is_whole = isinstance(mask, Tensor) and mask.ndim == 4  # it has a column for each token so far
     first_query = keys - queries
     for listener in listeners:
         if listener.first_query is not None:
             first_query = listener.first_query
-        functions = listener.functions
-        if function is None and not is_whole and functions:  # that of the window of the layer, as it says it itself
-            window = settings.get("sliding_window")
-            if window not in functions:
-                window = layer_window(module.config, int(module.layer_idx))
-            function = functions.get(window) or functions.get(None) or next(iter(functions.values()))
+    is_whole = isinstance(mask, Tensor) and mask.ndim == 4
+    if function is None and not is_whole:
+        function = _function_of_layer(listeners, module, settings)
     if function is not None:
         source = function if has_gaps or not function.is_skipped else CausalMask()
         return source, function.first_key, function.first_query
-    if is_whole:
-        return TensorMask(mask, first_query), max(0, mask.shape[-1] - keys), first_query
+    if is_whole:  # it ends with the last query, and has a column for each token so far, or for each key
+        total = first_query + queries
+        first_key = max(0, total - keys)
+        return TensorMask(mask, first_query, max(0, total - mask.shape[-1])), first_key, first_query
     return CausalMask(), 0, first_query
 
 
@@ -193,19 +237,21 @@ _FUNCTION = "sinkscope_function"
 def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call and kind of layer: the model's own mask.
 
-    What it was made of is kept with it. Where tokens are missing in the cache no mask is made, because it would be by
-    the place of keys.
+    What it was made of is kept with it. Where tokens are missing in the cache, a mask would be by the place of keys:
+    one without content brings what it would be made of to the layers that it is for.
     """
     stock = STOCK.get(id(config)) or stock_of(config)
     name = stock.kind
     listeners: list[Listener] = []
     has_gaps = False
-    mask = None
     for listener in stock.users:
         if listener.thread == threading.get_ident():
             listeners.append(listener)
             has_gaps = has_gaps or listener.has_gaps
-    if not has_gaps:
+    if has_gaps:
+        shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
+        mask = torch.ones((), dtype=torch.bool, device=kwargs.get("device")).expand(shape)
+    else:
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)
     function = FunctionMask(
         kwargs.get("mask_function", causal_mask_function),

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
-
-from sinkscope.errors import UnsupportedError
+from transformers.masking_utils import causal_mask_function
 
 Cells = Bool[Tensor, "batch _ query key"]
 Hidden = Callable[[Tensor, Tensor], Cells]
@@ -60,6 +59,11 @@ class FunctionMask:
     first_key: int = 0
     is_skipped: bool = False
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether it shows everything up to the query: no window, chunk, packing, image or user's own part is in it."""
+        return self.function is causal_mask_function
+
     def cells(self, at: Visible) -> Cells:
         """Evaluate the function; a key at column -1 may be anything."""
         row = torch.arange(len(at.query), device=at.query.device)[:, None, None, None]
@@ -79,27 +83,24 @@ class FunctionMask:
 
 @dataclass(frozen=True, eq=False)
 class TensorMask:
-    """A 4-D mask that the model passes and that no mask function of transformers made.
+    """A 4-D mask that the model passes and that no mask function of transformers made: the caller's, or the model's.
 
     Attributes:
         mask: The mask, bool or additive.
         first_query: Column of its first query.
+        first_key: Column of its first key.
     """
 
     mask: Shaped[Tensor, "#batch _ #query key"]
     first_query: int = 0
+    first_key: int = 0
 
     def cells(self, at: Visible) -> Shaped[Tensor, "#batch _ #query key"]:
         """Index the mask by column."""
-        if at.by_slot:
-            raise UnsupportedError(
-                "a mask of queries and keys of your own says nothing of a cache that has lost tokens: pass a mask "
-                "of shape (batch, tokens) with 1 at real tokens"
-            )
         mask = self.mask.to(at.key.device)
         if mask.shape[2] > 1:
             mask = mask[:, :, at.query[0] - self.first_query]
-        return mask[..., at.key[0, 0]]
+        return mask[..., at.key[0, 0] - self.first_key]
 
 
 @dataclass(frozen=True, eq=False)

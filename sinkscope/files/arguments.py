@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from sinkscope.errors import SinkscopeError
 C = TypeVar("C", bound=Callable[..., Any])
 PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files"})
 """Parameters that no command has as an option."""
+NO_SETTINGS = PYTHON_ONLY | {"out"}
+"""Parameters that are no settings of a result: these, and where a measurement writes a file."""
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")
@@ -81,6 +84,11 @@ class Parameter:
     many: bool
     hint: Any
 
+    @property
+    def names_file(self) -> bool:
+        """Whether a value may be the name of a file or folder, as its annotation says: it takes a path."""
+        return _takes_path(self.hint)
+
     def check(self, value: Any) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.
 
@@ -96,6 +104,13 @@ class Parameter:
         checked_value(self.hint, value, self.name, strict=True)
         if isinstance(value, int | float) and not abs(value) <= LARGEST:
             raise SinkscopeError(f"{self.name}={value!r:.80}: expected a number up to {LARGEST}")
+
+
+def _takes_path(hint: Any) -> bool:
+    """Whether an annotation names a class of paths, alone or among others."""
+    if hint is Path or get_origin(hint) is os.PathLike:
+        return True
+    return any(_takes_path(part) for part in get_args(hint))
 
 
 def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C:

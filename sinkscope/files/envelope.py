@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, read_json, write_output
-from sinkscope.files.plain import pathless, plain
+from sinkscope.files.plain import named_file, pathless, plain
 from sinkscope.files.schema6 import upgraded
 
 CHECKOUT = Path(__file__).parents[2]
@@ -150,7 +150,7 @@ class Envelope:
 
     Attributes:
         model: The model that was measured.
-        settings: The arguments that produced the result.
+        settings: The arguments that produced the result; of a path, its last part.
         provenance: How, when and on which device it was made.
     """
 
@@ -162,7 +162,10 @@ class Envelope:
     provenance: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", plain(self.settings, scrub=True))
+        settings: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            settings[name] = named_file(value) if isinstance(value, os.PathLike) else value
+        object.__setattr__(self, "settings", plain(settings))
 
     def own_fields(self) -> dict[str, Any]:
         """Return the fields of the subclass and their values."""

@@ -25,8 +25,6 @@ PathName = str | os.PathLike[str]
 """How a file or folder is named."""
 MOST = 1 << 30
 """Bytes that are read of a file which is read whole."""
-WRITTEN = frozenset({"out", "resume"})
-"""Parameters of functions, and options of commands, that name a file or folder for writing."""
 _KIND = re.compile(
     rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'
     rb'|[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -67,30 +68,26 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def plain(value: Any, *, scrub: bool = False) -> Any:
+def plain(value: Any) -> Any:
     """Convert to types of JSON: tuples, sets, arrays and tensors to lists, dataclasses to dicts, NaN and inf to None.
 
     Args:
         value: Anything that a result may hold.
-        scrub: Also remove this machine's folders from strings (see `pathless`).
 
     Raises:
         SinkscopeError: Something in it cannot be converted.
     """
-    converted = to_jsonable_python(value, inf_nan_mode="null", fallback=_converted)
-    if scrub:
-        return _without_folders(converted)
-    return converted
+    return to_jsonable_python(value, inf_nan_mode="null", fallback=_converted)
 
 
-def _without_folders(value: Any) -> Any:
-    """A value of JSON types whose strings are `pathless`; keys stay."""
-    if isinstance(value, str):
-        return pathless(value)
-    if isinstance(value, list):
-        return [_without_folders(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in value.items()}
+def named_file(value: Any) -> Any:
+    """Return the value of a setting that names a file or folder, without the folders of this machine.
+
+    Args:
+        value: The name as it was given; None and objects stay.
+    """
+    if isinstance(value, str | os.PathLike):
+        return pathless(os.fspath(value))
     return value
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from math import nan
@@ -102,18 +103,31 @@ def check_values(kind: Any, **values: Any) -> None:
 def read_setting(text: str, kind: Any, name: str) -> Any:
     """Read a value of the type `kind` from a text: a number, true, false, none, or a word; of a tuple, between commas.
 
+    A text that is a number is also taken as a word where only a word fits, as the name of a file.
+
     Raises:
         SinkscopeError: It is of another type; the message begins with `name`.
     """
     value = _literal(text)
     if get_origin(kind) is tuple:
         value = tuple(map(_literal, text.split(",")))
-    return checked_value(kind, value, name, strict=True)
+    try:
+        return checked_value(kind, value, name, strict=True)
+    except SinkscopeError:
+        with suppress(SinkscopeError):
+            return checked_value(kind, text, name, strict=True)
+        raise
+
+
+_WORDS = {"true": True, "false": False, "none": None}
+"""What is typed for the values of Python that are no numbers, in letters of either size."""
 
 
 def _literal(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     try:
-        return literal_eval(text.capitalize())  # "true", "false" and "none" as well
+        return literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
@@ -140,9 +154,10 @@ def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) ->
     settings: dict[str, Any] = {}
     for part in parts:
         key, _, text = part.partition("=")
-        if key not in types or key in settings:
-            known = ", ".join(types) or "none"
-            raise SinkscopeError(f"{where}: {part!r} is no setting, or is given twice: it has {known} (key=value)")
+        if key not in types:
+            raise SinkscopeError(f"{where}: unknown setting {key!r:.80}; known: {', '.join(types) or 'none'}")
+        if key in settings:
+            raise SinkscopeError(f"{where}: setting {key!r} is given twice")
         settings[key] = read_setting(text, types[key], f"{where}: {key}")
     return settings
 
@@ -174,6 +189,17 @@ def _place(value: Any, problem: Any) -> str:
                 continue
         place += f"[{step}]" if isinstance(step, int) else f".{step}"
     return place
+
+
+def check_known(row: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse fields of a record that nothing reads, such as a misspelt one.
+
+    Raises:
+        SinkscopeError: There is one; the message names it and those that are known.
+    """
+    for name in row:
+        if name not in known:
+            raise SinkscopeError(f"{where}: unknown field {name!r:.80}; known: {', '.join(known)}")
 
 
 def check_fields(settings: Any) -> None:
@@ -242,7 +268,7 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
-        path: JSON lines.
+        path: JSON lines, or one JSON array.
         expected: What the caller should give.
 
     Raises:
@@ -251,7 +277,40 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
     text, name = read_text(path, f"give {expected}"), os.path.basename(path)
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: give {expected}")
-    yield from json_rows(text.split("\n"), name, expected)
+    yield from rows_of_text(text, name, expected)
+
+
+def rows_of_text(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row of JSON lines, or each member of one JSON array, and its location.
+
+    Args:
+        text: The content of a file.
+        name: Its name.
+        expected: What the caller should give.
+
+    Raises:
+        SinkscopeError: A line is not JSON, or the array is empty.
+    """
+    members = _array_in(text)
+    if members is None:
+        yield from json_rows(text.split("\n"), name, expected)
+        return
+    if not members:
+        raise SinkscopeError(f"{name} is empty: give {expected}")
+    if all(isinstance(member, dict) and "role" in member for member in members):  # the messages of one chat
+        members = [members]
+    for number, member in enumerate(members, 1):
+        yield f"{name} record {number}", member
+
+
+def _array_in(text: str) -> list[Any] | None:
+    """The members of a text that is one JSON array; None of JSON lines."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
 
 
 def json_rows(lines: Iterable[str | bytes], name: str, expected: str) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName, cannot_write, read_bytes, read_json, write_atomic, write_through
+from sinkscope.files.output import (
+    PathName,
+    cannot_write,
+    check_writable,
+    read_bytes,
+    read_json,
+    write_atomic,
+    write_through,
+)
 from sinkscope.files.plain import pathless, plain
 from sinkscope.files.records import build, json_rows
 
@@ -36,6 +44,20 @@ def refuse_other_files(folder: Path, shown: str) -> None:
     others = (path for path in folder.glob("*") if not path.name.startswith(OURS))
     if not (folder / SETTINGS).exists() and any(others):
         raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
+
+
+def check_folder(folder: PathName) -> Path:
+    """Return the path of a folder for records, after checking that it can be written and holds nothing else.
+
+    Args:
+        folder: New, empty, or from an earlier run.
+
+    Raises:
+        SinkscopeError: It cannot be written, or holds other files.
+    """
+    path = check_writable(folder, folder=True)
+    refuse_other_files(Path(folder), f"--out {pathless(os.fspath(folder))}")
+    return path
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -114,21 +136,24 @@ def kept_in(folder: PathName | None, settings: Mapping[str, Any], kind: type[R])
     except OSError as error:
         raise cannot_write(path, error) from None
     try:
-        yield Kept(path, _read_or_begin(path, plain(settings, scrub=True), kind, shown))
+        yield Kept(path, _read_or_begin(path, plain(settings), kind, shown))
     finally:
         lock.release()
 
 
 def _read_or_begin(path: Path, settings: dict[str, Any], kind: type[R], shown: str) -> dict[Hashable, R]:
-    """The records of an earlier run, whose settings are compared; or none of a new one, whose settings are written."""
+    """The records of an earlier run, whose settings are compared; or none of a new one, whose settings are written.
+
+    Nothing is written before all was read and accepted: what is refused may be somebody else's.
+    """
     records, complete = read_lines(path / RECORDS, pathless(str(path)), kind)
-    if (path / RECORDS).exists():
-        os.truncate(path / RECORDS, complete)  # a kill cut the last line short; the next must not be glued to it
     if (path / SETTINGS).exists():
         earlier = build(dict[str, Any], read_json(path / SETTINGS, "give another folder"), f"{shown}/{SETTINGS}")
         other = differing(earlier, settings)
         if other and (records or earlier.keys() != settings.keys()):
             raise SinkscopeError(f"{shown} was begun with other settings ({other}): give the same, or another folder")
+    if (path / RECORDS).exists():
+        os.truncate(path / RECORDS, complete)  # a kill cut the last line short; the next must not be glued to it
     if not records:  # nothing is lost if a run that could not begin is begun with other settings
         write_atomic(path / SETTINGS, json.dumps(settings, indent=1, sort_keys=True) + "\n")
     return {record.key: record for record in records}

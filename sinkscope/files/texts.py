@@ -24,7 +24,7 @@ def text_of(messages: Messages) -> str:
 
 
 def read_texts(path: PathName, field: str | None = None) -> Iterator[Messages]:
-    """Yield the messages of each record of a file of JSON lines.
+    """Yield the messages of each record of a file of JSON lines, or of one JSON array.
 
     Args:
         path: The file.
@@ -33,17 +33,20 @@ def read_texts(path: PathName, field: str | None = None) -> Iterator[Messages]:
     Raises:
         SinkscopeError: The file cannot be read, or no field that is known holds a text.
     """
-    for where, row in read_rows(path, "JSON lines with texts or chats"):
+    for where, row in read_rows(path, "JSON lines, or a JSON array, with texts or chats"):
         yield messages_of_row(row, field, where)
 
 
-def messages_of_row(row: Any, field: str | None = None, name: str = "the record") -> Messages:
+def messages_of_row(
+    row: Any, field: str | None = None, name: str = "the record", remedy: str = 'give it a field "text"'
+) -> Messages:
     """Return the messages of a record: those of a chat, or a text.
 
     Args:
         row: A text, a list of messages, or a mapping.
         field: As for `read_texts`.
         name: Name of the record, for errors.
+        remedy: What to do about a record without a text under one of the usual names.
 
     Raises:
         SinkscopeError: There is no text in it.
@@ -56,7 +59,12 @@ def messages_of_row(row: Any, field: str | None = None, name: str = "the record"
         return [{"role": "", "content": value}]
     if isinstance(value, list) and all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value):
         return [{"role": one["role"], "content": words_of(one.get("content"))} for one in value]
-    raise SinkscopeError(f"{name} holds no text that is known, but {row!r:.200}: name the field of the texts")
+    if not isinstance(row, Mapping):
+        raise SinkscopeError(f"{name}={row!r:.80}: expected a text, a chat, or an object with one")
+    fields = ", ".join(map(str, row)) or "none"
+    if field is not None:
+        raise SinkscopeError(f"{name}: no text or chat in the field {field!r:.80}; its fields: {fields:.200}")
+    raise SinkscopeError(f"{name}: no field text, content or messages; its fields: {fields:.200}; {remedy}")
 
 
 def words_of(content: Any) -> str:

@@ -12,27 +12,20 @@ from typing import Any
 from transformers import DynamicCache
 
 from sinkscope.engine.run import Event, Run
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.generation.decode import decode
 from sinkscope.generation.edit_options import edit_from_options
+from sinkscope.generation.options import check_generation_options, check_not_choosing
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import CacheKeeper, check_servable
-from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.inputs import check_length, end_ids, read_row
 from sinkscope.models.layers import layers_with_states
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.load import target_of
-
-_SET_BY_US = {
-    *CACHE_NAMES,
-    *"""input_ids inputs inputs_embeds attention_mask use_cache cache_implementation generation_config max_length
-    prefill_chunk_size return_dict_in_generate num_beams num_return_sequences assistant_model assistant_early_exit
-    prompt_lookup_num_tokens""".split(),
-}
-"""Options of `generate` that a conversation has to choose itself."""
+from sinkscope.results.notation import count_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +124,11 @@ class Conversation:
         self._messages: list[dict[str, Any]] = []  # of a chat
         self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
 
+    def __repr__(self) -> str:
+        turns = count_of(len(self.turns), "turn")
+        edits = " | ".join(map(repr, self._edit.parts[1:])) or "no edit"
+        return f"Conversation with {self.target.name}: {turns}, {count_of(len(self.ids), 'token')}, {edits}"
+
     @property
     def ids(self) -> list[int]:
         """Token ids of all prompts and answers."""
@@ -150,14 +148,12 @@ class Conversation:
 
         Raises:
             SinkscopeError: The prompt or the answer is empty, there is no tokenizer, token ids are invalid, the turn
-                exceeds the context, or `generation` has settings that the conversation sets itself or that need several
-                rows; also whatever the edit raises.
+                exceeds the context, or `generation` has an option that is unknown, that the conversation sets itself,
+                or that chooses tokens although the answer is given; also whatever the edit raises.
         """
-        for name in generation.keys() & _SET_BY_US:
-            raise SinkscopeError(
-                f"{name}={generation[name]!r}: a conversation has a cache of its own, and writes one row of text token "
-                "by token; leave it out"
-            )
+        check_generation_options(self.target, generation)
+        if answer is not None:
+            check_not_choosing(generation)
         target, tokenizer = self.target, self.target.available_tokenizer
         new = self._read(prompt)
         whole = [*self.ids, *new]
@@ -170,7 +166,9 @@ class Conversation:
         cache.layers = [layer.copy() for layer in self._layers]
         cache.layer_class_to_replicate = None
         seen = cache.get_seq_length()
-        (written,), run = decode(target, [whole], max_new_tokens, self._edit, forced, cache=cache, **generation)
+        (written,), run = decode(
+            target, [whole], max_new_tokens, self._edit, forced, may_keep_state=True, cache=cache, **generation
+        )
         assert run is not None
         for layer in cache.layers:
             layer.crop(len(whole) - layer.seen)

@@ -11,7 +11,7 @@ each token:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from transformers import DynamicCache
 
 from sinkscope.engine.run import Run
 from sinkscope.engine.step import Draft
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, warn
+from sinkscope.generation.processor_state import state_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.call_cache import cache_argument
 from sinkscope.models.checkpoints.config import check_finite
@@ -110,6 +111,8 @@ def decode(
     edit: Intervention | None = None,
     forced: Sequence[Sequence[int]] | None = None,
     *,
+    sampler: Processor | None = None,
+    may_keep_state: bool = False,
     cache: Any = None,
     **options: Any,
 ) -> tuple[list[list[int]], Run | None]:
@@ -117,8 +120,8 @@ def decode(
 
     Under a guard that takes tokens back, a text that loops loses what follows the first copy, in the cache and in the
     output, and goes on from there. Processors, criteria and clocks of transformers are made once, from the prompt. At
-    most `new` tokens are removed in all; later loops are only cut from the cache. With given tokens, several rows or a
-    streamer nothing is taken back.
+    most `new` tokens are removed in all; later loops are only cut from the cache. With given tokens, several rows, a
+    streamer, or a processor that keeps a state between tokens nothing is taken back.
 
     Args:
         target: The model, with all its layers.
@@ -126,6 +129,8 @@ def decode(
         new: Maximum number of new tokens.
         edit: Interventions and observers to apply.
         forced: Tokens to use instead of the likeliest ones, at least `new` of them for each prompt.
+        sampler: What draws tokens and forbids all others; it sees the scores last.
+        may_keep_state: Whether nothing is taken back once processors or criteria among the options keep a state.
         cache: The cache to go on with; a new one if it is None.
         options: Further arguments of `model.generate`.
 
@@ -141,31 +146,47 @@ def decode(
     model: Any = target.hf
     ids = torch.tensor(prompts, device=target.device)
     processors: list[Any] = [partial(_finite, target), *(options.pop("logits_processor", None) or [])]
+    ours = (processors[0], sampler)
     if forced is not None:
         processors = [forced_answers(forced, ids.shape[1])]
         options["eos_token_id"] = None
-    settings = decoding(target, **{"pad_token_id": padding_of(target), **options})
-    settings |= {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": new,
-        "logits_processor": processors,
-    }
+    if sampler is not None:
+        processors.append(sampler)
+        options["do_sample"] = True  # by which edits know that tokens are drawn
+    settings = _settings_of(target, ids, new, options) | {"logits_processor": processors}
     with under(edit, target) as run:
         if run is not None and run.takes_back and forced is None and len(ids) == 1 and not options.get("streamer"):
             cache = DynamicCache(config=model.config) if cache is None else cache
             run.draft = Draft(cache, new)
-            settings["custom_generate"] = partial(_written, run.draft)
+            settings["custom_generate"] = partial(_written, run.draft, ours, may_keep_state)
         if cache is not None:
             settings |= cache_argument(cache)
         answers = model.generate(**settings)[:, ids.shape[1] :].tolist()
-    if forced is None and len(answers) > 1:  # rows that ended are filled up
-        answers = [to_end(answer, end_ids(target)) for answer in answers]
+    if forced is None:
+        answers = _without_padding(target, answers)
     return answers, run
+
+
+def _without_padding(target: Target, answers: list[list[int]]) -> list[list[int]]:
+    """Several answers up to their ends, after which rows are filled up."""
+    if len(answers) == 1:
+        return answers
+    ends = end_ids(target)
+    return [to_end(answer, ends) for answer in answers]
+
+
+def _settings_of(target: Target, ids: Int[Tensor, "row pos"], new: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`, but for processors and the cache."""
+    settings = decoding(target, **{"pad_token_id": padding_of(target), **options})
+    if settings.get("stop_strings"):
+        settings.setdefault("tokenizer", target.available_tokenizer)
+    return settings | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
 
 
 def _written(
     draft: Draft,
+    ours: Collection[Any],
+    may_keep_state: bool,
     model: Any,
     input_ids: Int[Tensor, "1 pos"],
     logits_processor: Any,
@@ -173,9 +194,22 @@ def _written(
     generation_config: Any,
     **inputs: Any,
 ) -> Int[Tensor, "1 written"]:
-    """Write behind a prompt as `generate` does, and take back what the draft says; called by `generate`."""
+    """Write behind a prompt as `generate` does, and take back what the draft says; called by `generate`.
+
+    Args:
+        draft: The text.
+        ours: Processors that may go on as they are when tokens are taken back.
+        may_keep_state: As for `decode`.
+        model: The model; this and all others are arguments of `generate`.
+        input_ids: The prompt.
+        logits_processor: All processors.
+        stopping_criteria: All criteria.
+        generation_config: The settings.
+        inputs: Further arguments of the model.
+    """
     ids = input_ids
     output = model._prefill(ids, generation_config, inputs)
+    callers = [process for process in (*logits_processor, *stopping_criteria) if process not in ours]
     while True:
         back, draft.taken = draft.taken, None
         if back is None:
@@ -186,9 +220,22 @@ def _written(
             ids = torch.cat([ids, token], 1)
             if bool(stopping_criteria(ids, scores).all()):
                 return ids
+            if may_keep_state and draft.can_go_back is None:  # now that they have made what they keep for all texts
+                draft.can_go_back = partial(_can_go_back, callers, state_of(callers))
         else:
             ids = torch.cat([ids[:, : back.length], ids.new_tensor([[back.reread]])], 1)
         output = model(input_ids=ids[:, -1:], use_cache=True, return_dict=True, **cache_argument(draft.cache))
+
+
+def _can_go_back(processors: Sequence[Any], earlier: str | None) -> bool:
+    """Whether processors and criteria hold what they held earlier; else a warning says why nothing is taken back."""
+    if earlier is not None and state_of(processors) == earlier:
+        return True
+    warn(
+        "a logits processor or a stopping criterion keeps a state between tokens, which cannot go back with the text: "
+        "LoopGuard cuts the cache, and takes no token back"
+    )
+    return False
 
 
 def _finite(target: Target, ids: Tensor, scores: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 
 def edit_from_options(
     *,
-    patch: Any = None,
+    patch: SinkPatch | str | os.PathLike[str] | None = None,
     policy: Any = None,
     guard: Any = False,
     interventions: Any = None,

@@ -16,15 +16,18 @@ from torch import Tensor
 
 from sinkscope.engine.run import held
 from sinkscope.engine.tap import attention_rows
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.models.hooks import Hook, first_tensor, forward_parameters
-from sinkscope.models.inputs import read_inputs
+from sinkscope.models.inputs import Inputs, read_inputs
 from sinkscope.models.layers import head_projection
 from sinkscope.models.neurons import HookPoint, mlp_writers
 from sinkscope.models.target import Target
 from sinkscope.opening.load import target_of
+
+MOST_ROWS = 8
+"""Rows whose padding a warning says, at most."""
 
 
 class NoSiteError(UnsupportedError):
@@ -35,12 +38,12 @@ class NoSiteError(UnsupportedError):
 class Site:
     """A hook point with a name: `cut` maps what passes it to `[batch pos ...]`.
 
-    After the last layer, `layer` is the number of layers. Where a layer adds what the module gives, it multiplies it by
-    `factor`.
+    The embedding is of layer 0, and after the last layer, `layer` is the number of layers. Where a layer adds what the
+    module gives, it multiplies it by `factor`.
     """
 
     name: str
-    layer: int | None
+    layer: int
     point: HookPoint | None  # None: attention rows, which pass no module
     cut: Callable[[Any], Tensor] = first_tensor
     factor: float = 1.0
@@ -131,7 +134,7 @@ def resolve(target: Target, patterns: str | Sequence[str]) -> list[Site]:
 
 def _site(target: Target, name: str) -> Site:
     if name == "hook_embed":
-        return Site(name, None, HookPoint(target.embedding))
+        return Site(name, 0, HookPoint(target.embedding))
     if name == "ln_final":
         return Site(name, target.n_layers, HookPoint(target.base), cut=lambda output: output[0])
     if name == "logits":
@@ -191,7 +194,7 @@ def trace(
     Args:
         model: Plain Hugging Face, TransformerBridge, nnsight, or a Target.
         tokens: Ids `[batch pos]`, also as a list or lists; one or several texts; or a tokenizer's output. Rows of
-            different lengths are padded on the right.
+            different lengths are padded on the right, and a warning says which positions are padding.
         sites: TransformerLens names, or patterns such as `"blocks.*.hook_resid_post"`.
             `site_names(n_layers)` lists all: `hook_embed`; in each layer
             `blocks.L.` with `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`, `hook_mlp_out`, `hook_resid_post`,
@@ -217,6 +220,8 @@ def trace(
     if not sites:
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
     rows = read_inputs(target, tokens, attention_mask)
+    if rows.was_padded:
+        _say_padding(rows)
     wanted = resolve(target, sites)
     size = batch_size or len(rows.ids)
     passes: list[dict[str, Tensor]] = []
@@ -233,6 +238,19 @@ def trace(
     return {site.name: torch.cat([passed[site.name] for passed in passes]) for site in wanted}
 
 
+def _say_padding(rows: Inputs) -> None:
+    """Say which positions of rows of different lengths hold no tokens of theirs."""
+    longest = rows.ids.shape[1]
+    padded: list[str] = []
+    for number, row in enumerate(rows.rows):
+        if len(row) < longest:
+            padded.append(f"row {number} from position {len(row)} on")
+    shown = ", ".join(padded[:MOST_ROWS])
+    if len(padded) > MOST_ROWS:
+        shown += f" and {len(padded) - MOST_ROWS} others"
+    warn(f"rows have different lengths, and the shorter ones are padded on the right: {shown}; leave these values out")
+
+
 def _pass(
     target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, sites: list[Site], reduce: Reducer | None
 ) -> dict[str, Tensor]:
@@ -246,10 +264,9 @@ def _pass(
 
     hooks: list[Hook] = []
     of_rows: dict[int, str] = {}
-    deepest = -1
+    deepest = 0
     for site in sites:
-        if site.layer is not None:
-            deepest = site.layer
+        deepest = site.layer
         if site.point is None:
             of_rows[deepest] = site.name
             continue
@@ -264,7 +281,7 @@ def _pass(
     positions: dict[str, Any] = {}
     if mask is not None and "position_ids" in forward_parameters(type(target.base)):
         positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted
-    last_layer = deepest if 0 <= deepest < target.n_layers else None
+    last_layer = deepest if deepest < target.n_layers else None
     unembed = any(module is target.hf for module, _, _ in hooks)
     with rows, target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer, **positions)

@@ -25,7 +25,7 @@ from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Usage
-from sinkscope.models.layers import check_caches_filled, layer_window, layers_with_states
+from sinkscope.models.layers import check_caches_filled, layers_with_states
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 
@@ -88,14 +88,12 @@ class CacheKeeper(Actor):
 
     Attributes:
         target: The model.
-        windows: Sliding window of each layer; None where it sees everything.
         anchors: Number of first positions that the policies and guards of the block keep.
         meters: What counts each of the caches in use.
     """
 
     def __init__(self, run: Run) -> None:
         self.target = run.target
-        self.windows = [layer_window(run.target.config, layer) for layer in range(run.target.n_layers)]
         self.anchors = 0
         self._policy_name: str | None = None
         self._acts = False  # on each generated token
@@ -190,13 +188,13 @@ class CacheKeeper(Actor):
                 )
 
     def attends(self, step: Step) -> bool:
-        """Return whether the model's own attention would not see right what is left in the cache."""
+        """Return whether the model's own attention would not see right what is left in the cache.
+
+        Of a layer that does not see all of it, because it has a window or chunks, the tap finds out by itself.
+        """
         if not step.has_gaps or step.new > 1:
             return step.has_gaps
-        for kv in step.layers:
-            if not kv.gapless or self.windows[kv.number] is not None:
-                return True
-        return False
+        return not all(kv.gapless for kv in step.layers)
 
     def after(self, step: Step) -> None:
         """Count what the cache holds."""

@@ -26,6 +26,7 @@ from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerBudget, LayerMoment, Policy, rank_from_top, unseen_queries
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.watch import Observe, keep_queries
+from sinkscope.models.arithmetic import product
 from sinkscope.models.layers import in_groups, per_query_head
 
 
@@ -102,7 +103,7 @@ class H2O(Policy):
         if probs.shape[2] > 1 or not kv.gapless:  # else a single token, which is no padding
             # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head 1 slot".
             real = (rows.query_pos >= 0).to(probs)
-            probs = real[:, None, None] @ probs
+            probs = product(real[:, None, None], probs)
         received = in_groups(probs, kv.keys.shape[1]).mean(2)
         earlier = kv.numbers.get("h2o")
         if earlier is not None:  # in place; new slots have none
@@ -212,7 +213,7 @@ class SnapKV(Policy):
         rows = at.window_rows(int(windows.max()))
         votes_here = torch.arange(rows.shape[2], 0, -1) <= windows[:, None]
         # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
-        votes = (votes_here.to(rows)[:, None, None] @ rows)[:, :, 0]
+        votes = product(votes_here.to(rows)[:, None, None], rows)[:, :, 0]
         in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
         votes = votes.masked_fill(per_query_head(in_window, votes.shape[1]), 0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d

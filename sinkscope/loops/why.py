@@ -53,6 +53,8 @@ NOTHING = "nothing"
 """The intact cache."""
 CAUSES: tuple[Cause, ...] = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
+CONTEXT: Cause = "context"
+"""All tokens but the first, for reference."""
 Continuations = dict[str, list[list[int]]]
 """The tokens that follow each removal, for one cut after another."""
 
@@ -138,10 +140,19 @@ class WhyLoop(Result):
         return [Subject(title, self.tried, "loop")]
 
     def details(self) -> list[str]:
-        """Return how much ordinary text was put before the text."""
-        if not self.added:
-            return []
-        return [f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."]
+        """Return how much ordinary text was put before the text, and which causes have no control all the same."""
+        lines: list[str] = []
+        if self.added:
+            lines.append(
+                f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."
+            )
+        for row in self.tried:
+            if row.key in CAUSES and row.control is None:
+                lines.append(
+                    f"The {row.key} had no control, because fewer random tokens stand before the loop: whether it is "
+                    "needed is not said."
+                )
+        return lines
 
     def figure(self) -> Any:
         """Draw how often the loop goes on without each thing, beside random changes of the same size."""
@@ -245,6 +256,39 @@ class LoopedText:
         return Tried(key=cause, share=shares[cause], control=control, other_loop=Mean(other))
 
 
+def causes_of(goes_on: float, tried: Sequence[Tried]) -> tuple[Cause | Literal["weights"], ...]:
+    """Return what keeps a loop going: the causes that are needed, else "weights" if it goes on without all of them.
+
+    Args:
+        goes_on: Share of the continuations that end in the loop if nothing is taken away.
+        tried: What the loop does without each of `CAUSES`, and without the context.
+    """
+    if goes_on < STANDS:
+        return ()
+    needed: list[Cause | Literal["weights"]] = []
+    without_context = 0.0
+    for row in tried:
+        if row.key in CAUSES and is_needed(row, goes_on):
+            needed.append(row.key)
+        if row.key == CONTEXT:
+            without_context = row.share.value
+    if not needed and without_context >= STANDS:
+        return ("weights",)
+    return tuple(needed)
+
+
+def is_needed(row: Tried, goes_on: float) -> bool:
+    """Return whether a loop ends without a cause, and more often than under random changes of the same size.
+
+    A cause whose control had no room is not: nothing says that other tokens would not have done as much.
+    """
+    if row.control is None:
+        return False
+    goes_on_without = row.share.value
+    ends = goes_on - goes_on_without >= STANDS * goes_on
+    return ends and goes_on_without < row.control.value
+
+
 def _refuse_unused(*, answer: Any, max_new_tokens: int | None, **_: Any) -> None:
     if answer is not None and max_new_tokens is not None:
         raise SinkscopeError("max_new_tokens has no effect on an answer that is given: leave one of the two out")
@@ -298,16 +342,8 @@ def why_loop(
     check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
     written = looped.continuations(positions)
     goes_on = fmean(map(looped.goes_on, written[NOTHING]))
-    tried = [looped.effect_of(cause, written) for cause in CAUSES]
-    kept_by: list[Cause | Literal["weights"]] = []
-    for row in tried:
-        without = row.share.value
-        ends = goes_on - without >= STANDS * goes_on and row.control is not None and without < row.control.value
-        if ends and goes_on >= STANDS:
-            kept_by.append(row.key)
-    tried.append(looped.effect_of("context", written))
-    if not kept_by and min(goes_on, tried[-1].share.value) >= STANDS:
-        kept_by.append("weights")
+    tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
+    kept_by = causes_of(goes_on, tried)
     if "sink" in kept_by and setup.edit is None:
         rows = [looped.ids[:position] for position in positions]
         hidden = [decode(target, [row], looped.new_tokens, Knockout([0]))[0][0] for row in rows]

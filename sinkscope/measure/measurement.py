@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.engine.run import held
-from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of
-from sinkscope.files.output import WRITTEN
+from sinkscope.files.arguments import NO_SETTINGS, Parameter, parameters_of
+from sinkscope.files.plain import named_file
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
@@ -27,7 +28,8 @@ Loading = Literal["stream", "whole", "fits"]
 
 TEXT_READ = "text_read"
 """The setting that two results share if they read the same texts."""
-_EDITING = inspect.signature(edit_from_options).parameters
+_EDITING = inspect.signature(edit_from_options).parameters.keys()
+"""The interventions that a measurement may take."""
 
 
 @dataclass(eq=False, repr=False)
@@ -41,7 +43,7 @@ class Measurement(Generic[P, R]):
     function: Callable[Concatenate[Setup, P], R]
     result: type[R]
     loading: Loading
-    edits: bool
+    edits: tuple[str, ...]
     check: Callable[..., object] | None
 
     def __post_init__(self) -> None:
@@ -49,9 +51,16 @@ class Measurement(Generic[P, R]):
         setup, *self.parameters = parameters_of(self.function)
         self.all_parameters: dict[str, Parameter] = {}  # and those of all measurements
         every: dict[str, inspect.Parameter] = {}
-        for source in (Setup.open, *[edit_from_options] * self.edits, self.function):
+        sources: list[Callable[..., Any]] = [Setup.open]
+        if self.edits:
+            sources.append(edit_from_options)
+        sources.append(self.function)
+        for source in sources:
             every |= inspect.signature(source).parameters
             self.all_parameters |= {parameter.name: parameter for parameter in parameters_of(source)}
+        if self.edits:
+            for name in _EDITING - {*self.edits}:
+                del self.all_parameters[name], every[name]
         del self.all_parameters[setup.name], every[setup.name], every["loading"]
         own = [every.pop(parameter.name) for parameter in self.parameters]
         model, *common = every.values()
@@ -68,7 +77,7 @@ class Measurement(Generic[P, R]):
         opening = dict(self.__signature__.bind(*args, **kwargs).arguments)
         self.refuse(opening)
         own = {each.name: opening.pop(each.name) for each in self.parameters if each.name in opening}
-        editing = {name: opening.pop(name) for name in _EDITING if name in opening}
+        editing = {name: opening.pop(name) for name in self.edits if name in opening}
         with ProgressBar() as bar:
             if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
@@ -77,14 +86,14 @@ class Measurement(Generic[P, R]):
             setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
             for name, value in editing.items():
                 if value:
-                    setup.settings[name] = str(value)
+                    setup.settings[name] = str(named_file(value) if self.all_parameters[name].names_file else value)
             return self._measured(setup, own)
 
     @plain_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
-        """Measure on an open model. The arguments are the measurement's own."""
+        """Measure on an open model, and leave the `Setup` as it was. The arguments are the measurement's own."""
         self.refuse(kwargs)
-        return self._measured(setup, kwargs)
+        return self._measured(replace(setup, settings=dict(setup.settings), started=time.perf_counter()), kwargs)
 
     def refuse(self, arguments: Mapping[str, Any]) -> None:
         """Check arguments before a model is opened.
@@ -100,7 +109,7 @@ class Measurement(Generic[P, R]):
     def _measured(self, setup: Setup, own: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         config = {**setup.target.config.to_dict(), "_name_or_path": ""}  # each process may have a folder of its own
-        whole = self.function.__name__, plan, config, setup.text_read, setup.seed
+        whole = self.function.__name__, plan, config, setup.text, setup.ids.tolist(), setup.seed
         setup.target.shards.agree("model, text, seed or setting", *whole)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
@@ -111,8 +120,9 @@ class Measurement(Generic[P, R]):
             TEXT_READ: setup.text_read,
         }
         for each in self.parameters:
-            if each.name not in PYTHON_ONLY | WRITTEN:
-                settings[each.name] = own.get(each.name, each.default)
+            if each.name not in NO_SETTINGS:
+                value = own.get(each.name, each.default)
+                settings[each.name] = named_file(value) if each.names_file else value
         settings |= setup.settings
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
 
@@ -120,7 +130,7 @@ class Measurement(Generic[P, R]):
 def measurement(
     *,
     loading: Loading = "stream",
-    edits: bool = False,
+    edits: bool | Sequence[str] = False,
     check: Callable[..., object] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
@@ -131,7 +141,8 @@ def measurement(
 
     Args:
         loading: As in `Setup.open`.
-        edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds what was requested.
+        edits: Whether it can run under a patch, a policy or a guard, or the names of those under which it can; it can
+            then also run under `interventions`. `setup.edit` holds what was requested.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
     """
@@ -140,6 +151,10 @@ def measurement(
         result = get_type_hints(function)["return"]
         if "kind" not in vars(result):
             result.kind = function.__name__.replace("_", "-")
-        return Measurement(function, result, loading, edits, check)
+        if isinstance(edits, bool):
+            names = tuple(_EDITING) if edits else ()
+        else:
+            names = (*edits, "interventions")
+        return Measurement(function, result, loading, names, check)
 
     return wrap

@@ -20,7 +20,7 @@ from torch import Tensor
 from sinkscope.engine.run import runs_here
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, Provenance, provenance
-from sinkscope.files.plain import pathless
+from sinkscope.files.plain import named_file, pathless
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Whole
 from sinkscope.generation.decode import decode
@@ -31,9 +31,8 @@ from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text import (
     Halves,
-    beginning,
+    behind_beginning,
     halves_of,
-    note_second_bos,
     put_before,
     resolve_bos,
     text_rows,
@@ -169,7 +168,7 @@ class Setup:
             ids,
             seed,
             progress or silent,
-            settings={"text": text, "revision": revision, "text_said": " ".join(read)},
+            settings={"text": named_file(text), "revision": revision, "text_said": " ".join(read)},
             started=started,
             own_text=text is not None,
         )
@@ -186,8 +185,14 @@ class Setup:
 
     @property
     def text_read(self) -> str:
-        """What tells the text and its tokens from others: two results that share it can be compared text by text."""
-        return sha256(f"{self.text}\n{self.ids.tolist()}".encode()).hexdigest()[:16]
+        """What tells the texts from others, whatever tokens a model reads them in: texts in common are compared.
+
+        Pieces of a text of the user's own follow one another, so where they begin depends on the tokenizer.
+        """
+        read = [self.text]
+        if self.own_text:
+            read += [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in self.ids]
+        return sha256("\n".join(read).encode(errors="replace")).hexdigest()[:16]
 
     def edited(self) -> AbstractContextManager[Any]:
         """Return a `with` block in which the caller's interventions act."""
@@ -239,8 +244,7 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
         return setup.ids[0].tolist()
     ids = read_row(setup.target, prompt, special=False)
     if isinstance(prompt, str) and setup.bos is not None:
-        ids = [*beginning(setup.tokenizer, setup.bos), *ids]
-        note_second_bos(ids, setup.bos, "the prompt")
+        ids = behind_beginning(setup.tokenizer, setup.bos, ids)
     return ids
 
 

@@ -105,11 +105,13 @@ class Inputs:
         rows: The real ids of each row.
         ids: Token ids as given; rows of different lengths are padded on the right.
         mask: 1 for real tokens, 0 for padding. None if there is no padding.
+        was_padded: Whether rows were given in different lengths.
     """
 
     rows: list[list[int]]
     ids: Ids
     mask: Ids | None
+    was_padded: bool = False
 
 
 def read_inputs(target: Target, inputs: Any, mask: Any = None, *, special: bool = True) -> Inputs:
@@ -136,6 +138,7 @@ def read_inputs(target: Target, inputs: Any, mask: Any = None, *, special: bool 
     size = len(weight) if is_plain(weight) else target.config.vocab_size
     rows = _numbers(inputs, size, "tokens", strict=True)
     real = [[1] * len(row) for row in rows]
+    was_padded = len({*map(len, rows)}) > 1
     if mask is not None:
         real = _numbers(mask, 2, "attention_mask")  # often of bools, or of numbers that are not whole
         if [*map(len, real)] != [*map(len, rows)] or not all(map(any, real)):
@@ -146,7 +149,7 @@ def read_inputs(target: Target, inputs: Any, mask: Any = None, *, special: bool 
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     padded = pad_sequence([torch.tensor(row) for row in real], batch_first=True)
     rows = [[*compress(row, kept)] for row, kept in zip(rows, real, strict=True)]
-    return Inputs(rows, ids, None if padded.all() else padded)
+    return Inputs(rows, ids, None if padded.all() else padded, was_padded)
 
 
 def _numbers(values: Any, size: int, name: str, *, strict: bool = False) -> list[list[int]]:

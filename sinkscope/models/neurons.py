@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sinkscope.models.arithmetic import product
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
 from sinkscope.models.target import LayerInput, Target, has_shared_beside
 from sinkscope.models.weights import Experts, brought, input_columns, input_width
@@ -274,6 +275,7 @@ def _in_expert(expert: int, edit: Edit, module: Any, args: Args, kwargs: Kwargs,
         if new is None:
             return None
         down = experts.down[expert]
-        change = ((new - post) * weight[:, expert, None]).to(down) @ down
+        change = product(((new - post) * weight[:, expert, None]).to(down), down)
     edited[expert] = new
-    return on_hidden(module, "post", lambda hidden: hidden + change.view_as(hidden))[2](module, args, kwargs, output)
+    add = on_hidden(module, "post", lambda hidden: hidden + change.view_as(hidden).to(hidden))[2]
+    return add(module, args, kwargs, output)

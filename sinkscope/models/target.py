@@ -17,7 +17,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter
 from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_hidden
 from sinkscope.models.shards import Shards, split_weight
-from sinkscope.models.weights import Experts, brought, experts_of, input_width
+from sinkscope.models.weights import Experts, brought, experts_of, input_width, is_plain
 
 ModelKind = Literal["bridge", "hf", "nnsight"]
 """Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
@@ -355,10 +355,17 @@ class Target:
         before it are skipped, and its layer gets what `start` holds.
 
         Raises:
+            SinkscopeError: A token has no row in the embedding.
             UnsupportedError: The unembedding is wanted of a model that has none, or is read layer by layer, without it.
         """
         if unembed:
             self.check_head()
+        weight: Any = getattr(self.embedding, "weight", None)
+        if is_plain(weight) and ids.device.type == "cpu" and int(ids.max()) >= len(weight):
+            raise SinkscopeError(
+                f"token {int(ids.max())} is not in the vocabulary of {self.name}, whose embedding has "
+                f"{len(weight):,} rows: give the tokenizer that came with the weights"
+            )
         kwargs.setdefault("use_cache", False)
         model = self.hf if unembed else self.base
         ids = ids.to(self.device)

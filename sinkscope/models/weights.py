@@ -9,9 +9,9 @@ from typing import Any, TypeGuard
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.arithmetic import affine, product
 from sinkscope.models.hooks import Args, Kwargs, apart, evaluating, has_hooks, hooked
 
 
@@ -142,9 +142,9 @@ class Experts:
         """
         weights, bias = self.weights, getattr(self.module, "gate_up_proj_bias", None)
         if not hasattr(weights, "gate_up_proj"):
-            return weights.act_fn(linear(hidden, weights.up_proj[expert]))
+            return weights.act_fn(affine(hidden, weights.up_proj[expert]))
         weight = weights.gate_up_proj[expert]
-        both = linear(hidden, weight.T if self._is_transposed else weight, None if bias is None else bias[expert])
+        both = affine(hidden, weight.T if self._is_transposed else weight, None if bias is None else bias[expert])
         if hasattr(self.module, "_apply_gate"):
             return self.module._apply_gate(both)
         gate, up = both.chunk(2, -1)
@@ -166,9 +166,9 @@ class Experts:
         """Return what a call must give according to this layout."""
         routed = self.routed(args, kwargs)
         bias = getattr(self.module, "down_proj_bias", None)
-        total = (self.values(*routed).to(self.down).transpose(0, 1) @ self.down).sum(0)
+        total = product(self.values(*routed).to(self.down).transpose(0, 1), self.down).sum(0)
         if bias is not None:
-            total = total + routed[1].to(bias) @ bias
+            total = total + product(routed[1].to(bias), bias)
         if self._is_scaled:
             total = total + self.module.shared_expert((*args, *kwargs.values())[0])
         return total

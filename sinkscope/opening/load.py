@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -32,10 +31,11 @@ from sinkscope.models.checkpoints.config import (
     parse_device,
     parse_dtype,
 )
-from sinkscope.models.checkpoints.gguf_file import parsed_once
+from sinkscope.models.checkpoints.gguf_file import forget_vocabulary, parsed_once
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target, check_divides
+from sinkscope.opening.memory import free_memory
 from sinkscope.opening.parts import adapter_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
@@ -187,17 +187,22 @@ def load(
     options = {"dtype": parse_dtype(dtype) or "auto", "quantization_config": quantization_config}
     is_split = world_size() > 1 and device_map is None and device is None
     name = os.fspath(x or BUNDLED)
-    with quiet(), loading_errors(pathless(name)), parsed_once() if name.endswith(".gguf") else nullcontext():
+    with quiet(), loading_errors(pathless(name)), ExitStack() as stack:
         place = parse_device(device)
         if device_map is None and not is_split and place.type != "cpu":
             device_map = {"": place}
         files = Files(x, revision)
+        if files.gguf is not None:
+            stack.enter_context(parsed_once())
         config = files.read_config()
         if is_split:
             from transformers.distributed import DistributedConfig  # from 5.19 on
 
             check_divides(config, files.name, world_size())
             options["distributed_config"] = DistributedConfig(tp_size=world_size())
+        if files.gguf is not None:
+            tokenizer = tokenizer or files.read_tokenizer()
+            forget_vocabulary(files.folder / files.gguf)
         hf = model_with_weights(files, config, {**options, "device_map": device_map})
         check_finite(hf)
         target = _ours(hf, files, tokenizer)
@@ -211,7 +216,7 @@ def load(
 def _ours(hf: Any, files: Files, tokenizer: Any, store: LayerStore | None = None) -> Target:
     """A model that was just opened, which gets its tokenizer and its name."""
     hf.sinkscope_name, hf.tokenizer = files.name, tokenizer or files.read_tokenizer()
-    check_vocabulary(hf.tokenizer, hf)
+    check_vocabulary(hf.tokenizer, hf.get_input_embeddings())
     return target_of(hf, hf.tokenizer, store)
 
 
@@ -222,6 +227,8 @@ def _stream(files: Files, dtype: Any, device: Any, tokenizer: Any) -> Target:
         SinkscopeError: The checkpoint is damaged.
         UnsupportedError: It has to be loaded whole.
     """
+    if files.gguf is not None:
+        raise UnsupportedError(f"{files.name} is a GGUF file, which is loaded whole")
     place, config = parse_device(device), files.read_config()
     if not files.weight_map or getattr(config, "quantization_config", None) or config is not config.get_text_config():
         raise UnsupportedError(f"{files.name} is quantised, no safetensors, or has more than a text model")
@@ -256,18 +263,21 @@ def open_target(
         if not isinstance(model, Target):
             model = load(model, revision=revision, **options)
     target = target_of(model, tokenizer)
+    check_vocabulary(target.available_tokenizer, target.embedding)
     return replace(target, tokenizer=target.available_tokenizer)
 
 
 def fits(target: Target, dtype: torch.dtype | str | None = None) -> bool:
     """Return whether the weights of a model leave enough memory free; they pass through the host to a device.
 
+    A limit on the container counts.
+
     Args:
         target: The model.
         dtype: In which type the weights would be loaded. None: that of the checkpoint.
     """
     kind = parse_dtype(dtype) or target.config.dtype or target.dtype
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if target.device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info(target.device)[0])
     return kind.itemsize * target.hf.num_parameters() <= SHARE * free

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.engine.attention import without_autocast
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.models.adapters import Adapter, NotInferredError, not_inferred, stack_of
+from sinkscope.models.arithmetic import without_autocast
 from sinkscope.models.checkpoints.config import plain_by_default
 from sinkscope.models.hooks import apart, evaluating, forward_parameters, has_hooks
 from sinkscope.models.target import Target

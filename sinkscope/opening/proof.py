@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from sinkscope.engine.attention import Attention, AttentionRows, eager
 from sinkscope.engine.tap import Listener, tapped
 from sinkscope.models.adapters import NotInferredError
+from sinkscope.models.arithmetic import product
 from sinkscope.models.hooks import Args, Kwargs, first_tensor, hidden_of, with_hidden
 from sinkscope.models.layers import head_projection, layer_window, per_query_head
 from sinkscope.models.target import LayerInput, Target, has_shared_beside
@@ -309,7 +310,7 @@ def _of_attention(record: Record) -> dict[str, str]:
         return problems
     is_right = record.rows is not None and rows.shape[1] == target.n_heads and not rows.triu(1).any()
     if is_right and call is not None:
-        computed = rows.float() @ per_query_head(call.value.float(), target.n_heads)
+        computed = product(rows.float(), per_query_head(call.value.float(), target.n_heads))
         is_right = record.is_near(computed.transpose(1, 2), record.given)
     if not is_right:
         raise NotInferredError(

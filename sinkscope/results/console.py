@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from sinkscope.files.plain import visible
+from sinkscope.files.progress import ProgressLines
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
@@ -19,7 +20,7 @@ WAITED = "{desc} {elapsed}"
 
 
 class ProgressBar:
-    """A bar with the time elapsed and left, where a terminal or a notebook shows it; elsewhere it shows nothing.
+    """A bar with the time so far and left, where a terminal or a notebook shows it; elsewhere a line every half minute.
 
     It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
     and must end before anything but a note is printed, because it is painted over what stands in its line.
@@ -28,14 +29,17 @@ class ProgressBar:
     def __init__(self) -> None:
         self._bar: Any = None
         self._stage: tuple[str, int] | None = ("", 0)
+        self._lines: ProgressLines | None = None
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done; of a `total` of 0 only the time is shown."""
+        """Show how much of a stage is done; of a `total` of 0, and of a stage that is done, only the time is shown."""
         if self._stage is None:
             return
+        if total and done >= total:  # a full bar would stand there until the next stage reports
+            stage, done, total = f"{stage}: done, going on", 0, 0
         if self._bar is None or self._stage != (stage, total):
             from tqdm.auto import tqdm
 
@@ -46,11 +50,17 @@ class ProgressBar:
             options |= {"desc": visible(stage), "total": total or None, "initial": done}
             self._bar = tqdm(**options, mininterval=0.5, file=sys.stderr, disable=None)  # None: on a terminal alone
         self._bar.update(done - self._bar.n)
+        if self._bar.disable:
+            if self._lines is None:
+                self._lines = ProgressLines(note)
+            self._lines.show(stage, done, total)
 
     def end(self) -> None:
-        """Take the bar off the screen; it does not come back."""
+        """Take the bar off the screen, and say nothing more; it does not come back."""
         if self._bar is not None:
             self._bar.close()
+        if self._lines is not None:
+            self._lines.end()
         self._bar = self._stage = None
 
     def __exit__(self, *_: object) -> None:

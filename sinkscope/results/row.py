@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, Literal
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.results.notation import percent
 from sinkscope.results.tables import Table
 
@@ -62,9 +63,6 @@ class Mean:
         return f"{value:z,.2f}"
 
 
-NOT_READ = Mean(0.0)
-
-
 @dataclass(frozen=True)
 class Row:
     """What was measured of one thing.
@@ -85,13 +83,34 @@ class Row:
     about: str = ""
     texts: tuple[str, ...] = ()
 
-    def get(self, number: str) -> float:
-        """Return the value of a number; zero if it was not read."""
-        return self.numbers.get(number, NOT_READ).value
+    def get(self, number: str, default: float | None = None) -> float:
+        """Return the value of a number.
+
+        Args:
+            number: Its name.
+            default: The value where it was not measured. None: there is none.
+
+        Raises:
+            SinkscopeError: It was not measured, and there is no default.
+        """
+        if number not in self.numbers and default is not None:
+            return default
+        return self._measured(number).value
 
     def margin(self, number: str) -> float:
-        """Return the margin of a number; zero if it has none."""
-        return self.numbers.get(number, NOT_READ).margin or 0.0
+        """Return the margin of a number; zero if it has none.
+
+        Raises:
+            SinkscopeError: It was not measured.
+        """
+        return self._measured(number).margin or 0.0
+
+    def _measured(self, number: str) -> Mean:
+        """The number, or an error that names those that there are."""
+        if number not in self.numbers:
+            known = ", ".join(self.numbers) or "nothing"
+            raise SinkscopeError(f"{number!r} was not measured of {self.name!r} ({self.table}), which has {known}")
+        return self.numbers[number]
 
     def words(self, phrases: Sequence[str] = ()) -> str:
         """Return the numbers in words, then the note.

@@ -68,7 +68,7 @@ def sink_mask(
             continue
         row_ids = torch.tensor([row])
         if site is None:
-            survey = read_survey(target, row_ids)
+            survey = read_survey(target, row_ids, reads_mlp=False)
             sinks = (survey.ratios[:, 0] > STANDS_OUT).any(0) | attended(survey)[0]
         else:
             sinks = ratios_of(trace(target, row_ids, [site])[site].flatten(2)[None])[0, 0] > STANDS_OUT

@@ -51,9 +51,10 @@ def sink_metrics(
     if longest < LEAST_TYPICAL:
         raise SinkscopeError(f"the longest row has {longest} tokens: a typical norm needs {LEAST_TYPICAL}, give more")
     with torch.no_grad(), evaluating(target.hf):  # a pass without dropout draws no random number
-        surveys = [
-            read_survey(target, torch.tensor(rows)) for length, rows in by_length.items() if length >= LEAST_TYPICAL
-        ]
+        surveys: list[Survey] = []
+        for length, rows in by_length.items():
+            if length >= LEAST_TYPICAL:
+                surveys.append(read_survey(target, torch.tensor(rows), reads_mlp=False))
     return metrics_of(surveys)
 
 

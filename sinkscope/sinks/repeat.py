@@ -28,6 +28,7 @@ from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Mean, Result, Row, Setup, mean_of, measurement
+from sinkscope.models.arithmetic import without_autocast
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
@@ -316,7 +317,8 @@ def attention_from(
 
         def add(rows: AttentionRows, some: Tensor = some) -> None:
             kinds = keys[some].to(rows.probs.device)
-            to_kinds = einsum(rows.probs, kinds, "row head query key, row key kind -> row kind head")
+            with without_autocast(kinds.device):
+                to_kinds = einsum(rows.probs, kinds, "row head query key, row key kind -> row kind head")
             received[some, :, rows.layer] += to_kinds.cpu()
 
         with attention_rows(target, add, begin=begin, at_once=False):

@@ -37,6 +37,9 @@ def top_lines(
 ) -> Bool[Tensor, "eta head kind key"]:
     """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
 
+    Of lines of equal weight columns come first, from the first one on, and then the nearest offsets. Sums that would be
+    equal, as of all slash lines under attention to the first token alone, differ by rounding in float32.
+
     Args:
         weights: Weights of the lines over all queries.
         etas: Shares of lines; one choice is made for each.

@@ -256,7 +256,7 @@ def check_data(*, data: PathName | None, **_: Any) -> None:
         list(read_texts(data))
 
 
-@measurement(loading="whole", edits=True, check=check_data)
+@measurement(loading="whole", edits=["patch"], check=check_data)
 def lines(
     setup: Setup,
     texts: Any = None,
@@ -270,8 +270,8 @@ def lines(
     """Measure how much attention the heaviest lines of every head carry, and how far they agree between texts.
 
     Attention is recomputed from queries and keys, some rows at a time, while the model runs normally. Memory grows
-    linearly with the length. A second pass corrects for cells where chosen lines cross. Each text is read in one
-    call: what acts later, as a guard or a policy that evicts once the prompt was read, changes nothing here.
+    linearly with the length. A second pass corrects for cells where chosen lines cross. Texts are read in one call, in
+    which guards and policies that evict have no effect.
 
     Args:
         texts: A text, or several texts or lists of ids. By default pieces of ordinary text.

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.arithmetic import product
 from sinkscope.sparse.attention import ROWS, Scores, attention_of
 from sinkscope.sparse.bands import TILE, Lines
 
@@ -77,7 +78,8 @@ def line_attention(scores: Scores, value: Values, chosen: Lines) -> Float[Tensor
     if is_single:
         values = value.float().repeat_interleave(scores.heads // len(value), 0)
         for rows in torch.arange(scores.queries, device=value.device).split(ROWS):
-            out[:, rows] = (attention_of(scores, rows, chosen.rows(scores.past + rows)) @ values).to(out.dtype)
+            weights = attention_of(scores, rows, chosen.rows(scores.past + rows))
+            out[:, rows] = product(weights, values).to(out.dtype)
         return out
     is_dense = chosen.dense.tolist()
     is_inference = torch.is_inference_mode_enabled()
@@ -128,10 +130,10 @@ def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tens
         # What a tile meets before its own keys, all of its queries see: it is what its last query sees.
         for stop, seen in zip(some.tolist(), own.rows(grid.past + some - 1)[0], strict=True):
             met = both.index_select(0, seen.nonzero().flatten())
-            weights = query[start:stop] @ met[:, :width].T
+            weights = product(query[start:stop], met[:, :width].T)
             weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
             torch.softmax(weights, 1, out=weights)
-            out[start:stop] = weights @ met[:, width:]
+            out[start:stop] = product(weights, met[:, width:])
             start = stop
 
 

@@ -75,6 +75,7 @@ class Panic(BaseException):
         (OSError(12, "Cannot allocate memory"), "out of memory"),
         (KeyboardInterrupt(), "\ninterrupted\n"),
         (RuntimeError("a bug\nin two lines"), "error: RuntimeError: a bug (an unexpected error: SINKSCOPE_DEBUG=1"),
+        (SystemExit(0), "error: code that sinkscope find-sinks runs has called sys.exit(0) before there was a result"),
         (Panic("a bug"), "error: Panic: a bug (an unexpected error: SINKSCOPE_DEBUG=1"),
     ],
 )

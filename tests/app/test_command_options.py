@@ -7,11 +7,15 @@ import re
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
+import click
 import pytest
+from packaging.version import Version
+from refusals import refused
 
 import sinkscope as ss
 from sinkscope.app.commands import COMMANDS
-from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Several
+from sinkscope.app.commands.command import Command
+from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, OutputFile, OutputFolder, Several
 from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
 from sinkscope.files.envelope import OWN, kinds, measurements
 from sinkscope.measure import Measurement, Setup
@@ -62,6 +66,27 @@ def test_a_name_that_is_elsewhere_or_left_says_so_and_every_kind_has_its_command
     for name, words in said.items():
         with pytest.raises(AttributeError, match=words):
             getattr(ss, name)
+    for version in re.findall(r"version ([\d.]+)", " ".join(ss.LEFT.values())):
+        assert Version(version) <= Version(ss.__version__), "a version that is not there yet"
     assert {kind for one in COMMANDS.values() for kind in one.kinds} == {*kinds()}
     for words in OWN:
         assert measurements()[words].load() is getattr(ss, words.replace("-", "_"))
+
+
+def test_what_is_written_is_known_by_its_type_whatever_it_is_called(tmp_path):
+    """Neither the name of an option nor a word of its help decides what is checked."""
+    page = click.Option(["--page"], type=OutputFile(), metavar="PAGE", help="A page.")
+    store = click.Option(["--store"], type=OutputFolder(), metavar="FILE", help="A folder.")
+    command = Command("x", lambda **options: pytest.fail("it runs"), "Tests", params=[page, store])
+    (tmp_path / "notes.txt").write_text("mine")
+    for words, says in (
+        (["--page", str(tmp_path)], "is a folder: give the name of a file to write"),
+        (["--store", str(tmp_path / "notes.txt")], "is a file: give the name of a folder to write"),
+        (["--store", str(tmp_path)], "holds other files: give a new or empty folder"),
+        (
+            ["--page", f"{tmp_path}/new", "--store", f"{tmp_path}/new"],
+            "new is given for two outputs: give each its own",
+        ),
+    ):
+        with refused(says):
+            command.main(words, standalone_mode=False)

@@ -12,7 +12,7 @@ from scipy import stats
 
 import sinkscope as ss
 from sinkscope.app.card import CardPart, SinkCard
-from sinkscope.app.compare import CAME, CHANGED, SAME, UNJUDGED, WENT, expanded, merge
+from sinkscope.app.compare import CAME, CHANGED, SAME, UNJUDGED, WENT, Compared, Comparison, expanded, merge
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean, Row, row_of
 from sinkscope.sinks.spikes.result import FindSinks
@@ -67,6 +67,32 @@ def test_subjects_are_the_same_by_their_names_but_for_numbers_and_by_common_laye
     assert [row.name for row in rows if row.table == CAME] == apart
 
 
+def test_what_the_control_does_is_not_compared():
+    """Only what it is the control of: however far a control moved, and where it moved more."""
+    before, after = (Row("t", "x", {"share": share(0.5, 0.01), "control": share(of, 0.01)}) for of in (0.1, 0.9))
+    (row,) = merge([before], [after])
+    assert (row.table, row.get("change")) == (SAME, 0.0)
+
+
+@pytest.mark.parametrize(("value", "is_named"), [(0.06, True), (-0.06, True), (0.04, False), (-0.04, False)])
+def test_a_row_that_goes_is_named_by_the_size_of_its_share(value, is_named):
+    """A neuron that lowers a spike has a negative share."""
+    row = Row("t", "y", {"share": share(value)})
+    assert [one.table for one in merge([row, one(1.0)], [one(1.0)])].count(WENT) == is_named
+    assert [one.table for one in merge([one(1.0)], [row, one(1.0)])].count(CAME) == is_named
+
+
+def test_the_conclusion_says_how_many_numbers_would_seem_to_change_by_chance():
+    """The control of a comparison: with 40 numbers, two. It is the same whether none changed or all did."""
+    found = sample_find_sinks()
+    for moved in (0.0, 0.5):
+        before = tuple(Row("t", f"x{n}", {"n": Mean(1.0, 0.1)}) for n in range(40))
+        after = tuple(Row("t", f"x{n}", {"n": Mean(1.0 + moved, 0.1)}) for n in range(40))
+        compared = Compared("b", tuple(merge(before, after)))
+        said = Comparison(of=found.kind, first="a", results=(compared,)).conclusion()
+        assert f"{40 * bool(moved)} of 40 judged numbers changed (2 by chance)" in said
+
+
 # --- results ---
 
 BEFORE, AFTER = (30.0, 34.0, 32.0, 32.0, 20.0, 40.0), (27.0, 33.0, 29.0, 30.0, 16.0, 38.0)
@@ -90,7 +116,7 @@ def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(t
     (row,) = found.results[1].moved
     assert (row.name, row.get("texts")) == ("the first token: heads", 6)
     said = found.conclusion()
-    assert said.startswith("step100 against step9: 1 of ")
+    assert said.startswith("step100 against step9, text by text: 1 of ")
     assert said.endswith(f"; the first token: heads -2.5 ± {row.margin('change'):.3g}.")
     (line,) = found.figure().data
     assert [*line.x] == ["step20", "step100"] and [*line.y] == pytest.approx([0, -2.5])
@@ -115,16 +141,33 @@ def test_neurons_that_come_go_and_change_and_places_are_named():
     ]
 
 
-def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, typed):
+def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, typed, monkeypatch):
     path = with_heads(BEFORE).save(tmp_path / "base.json")
     whole = json.loads(path.read_text())
     (tmp_path / "circuit.json").write_text(json.dumps(whole | {"kind": "why-sink"}))
-    (tmp_path / "seed.json").write_text(json.dumps(whole | {"settings": whole["settings"] | {"seed": 1}}))
+    (tmp_path / "plain.json").write_text(json.dumps(whole | {"settings": whole["settings"] | {"bos": False}}))
+    monkeypatch.setattr("sinkscope.measure.setup.open_target", lambda *_, **__: pytest.fail("a model is read"))
     for other, says in {
         "circuit.json": "base holds find-sinks, and circuit holds why-sink: give results of one kind",
-        "seed.json": "base and seed were measured with other settings or texts (seed was 0, now 1): measure both",
+        "plain.json": "base and plain were measured with other settings (bos was True, now False): measure both in",
+        # What is known is compared before a model is read, wherever it stands.
+        f"circuit.json {tmp_path}/model": "base holds find-sinks, and circuit holds why-sink: give results of one kind",
+        "model --measure repeat": "base holds find-sinks, and models are measured with repeat: give --measure find-si",
     }.items():
         assert says in typed(f"compare {path} {tmp_path}/{other}", 2).err
+
+
+@pytest.mark.parametrize(("settings", "is_paired"), [({"seed": 1}, True), ({"text_read": "b", "texts": 4}, False)])
+def test_other_seeds_are_paired_and_other_texts_are_compared_by_both_intervals(settings, is_paired):
+    """Of tokenizers that read the same texts, the hash of the texts is the same."""
+    base, tuned = with_heads(BEFORE), with_heads(AFTER, "tuned")
+    found = ss.compare(base, replace(tuned, settings=base.settings | settings))
+    (row,) = [row for row in found.results[0].rows if row.name == "the first token: heads"]
+    assert (row.table, row.get("texts")) == ((CHANGED, 6) if is_paired else (SAME, 0))
+    assert is_paired or row.margin("change") == pytest.approx(14 * 2**0.5)
+    how = "text by text" if is_paired else "by both intervals (other texts)"
+    assert found.conclusion().startswith(f"tuned against tiny, {how}: {int(is_paired)} of ")
+    assert any("read other texts than tiny" in line for line in found.details()) != is_paired
 
 
 def test_cards_are_compared_by_their_parts(tmp_path):

@@ -42,7 +42,7 @@ def test_without_a_model_a_scan_is_a_tour_of_the_bundled_one(tmp_path, monkeypat
     parts("find-sinks")
     monkeypatch.chdir(tmp_path)
     card = scan()
-    assert card.quick and card.model.name == "bundled"
+    assert card.quick and card.model.name == "bundled" and "--quick" not in "".join(card.details())
     assert SinkCard.load("sinkscope-demo/card.json").to_dict() == card.to_dict()
     assert Path("sinkscope-demo/card.html").is_file()
 
@@ -62,6 +62,18 @@ def test_a_scan_goes_on_where_it_ended_and_a_part_that_fails_says_why(model, tmp
     parts("attack", "lines", attack={"measure": stopped}, lines={"quick": {"count": 2, "length": 48}})
     assert scan(model, out="s", quick=True).parts[1].measured  # it is tried again
     assert "--only finds: expected attack, lines" in typed(f"scan {model} --quick --only finds --out t", 2).err
+
+
+def test_the_card_holds_what_the_folder_holds(model, tmp_path, monkeypatch, parts):
+    """A part that is run alone joins those that are there, in the order of the card."""
+    monkeypatch.chdir(tmp_path)
+    parts("attack", "lines", attack={"quick": {"n_tokens": 12, "sequences": 2, "length": 2}}, lines={"measure": fails})
+    assert [part.measured for part in scan(model, out="s", quick=True, only=["attack"]).parts] == [True]
+    parts("attack", "lines", attack={"measure": stopped}, lines={"quick": {"count": 2, "length": 48}})
+    card = scan(model, out="s", quick=True, only=["lines"])
+    assert [(part.name, part.measured) for part in card.parts] == [("attack", True), ("lines", True)]
+    assert SinkCard.load("s/card.json").to_dict() == card.to_dict()
+    assert "attack" in Path("s/card.html").read_text()
 
 
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, monkeypatch, parts):

@@ -48,6 +48,9 @@ def test_a_group_is_recomputed_kept_and_drawn():
     assert BenchTable.from_dict(json.loads(result.to_json())) == result
     (drawn,) = result.figure().data
     assert (*zip(drawn.x, drawn.y, strict=True),) == (("tova:8", 1.0), ("h2o:8", 0.25), ("full", 1.0))
+    whiskers = [drawn.error_y[side][1] for side in ("array", "arrayminus")]
+    assert not drawn.error_y.symmetric and whiskers == [two.high - two.score, two.score - two.low]
+    assert two.high - two.score > two.score - two.low  # the score is near 0, where an interval ends
     row = next(row for row in result.text(None).splitlines() if row.startswith("tova:8"))
     assert row.split()[1:4] == ["100.0%", "-", "-"], "one answer has no interval"
 
@@ -73,6 +76,18 @@ def test_a_group_is_recomputed_kept_and_drawn():
         ("text", ["h2o:8 .1 1.1 3.1 9.12", "snapkv:8 .2 1.2 3.2 9.3"],
          "h2o:8 has 3.4 (-3.1 to 9.8) in s (KL to full, nats), -0.12, 95 % -0.184 to -0.0564, from snapkv:8; random "
          "was not run."),
+        # Methods are at the floor, and so is the control: it is not above them.
+        ("file", ["full 0*20", "h2o:4 0*20"],
+         "h2o:4 has 0% (0% to 14%) in s (score), +0.0 points, 95 % -13.7 to +13.7, from full: too close to rank; "
+         "control full has 0%."),
+        # A control that is better than every method.
+        ("text", ["random:0.25 1*20", "h2o:0.25 2*20", "snapkv:0.25 3*20"],
+         "h2o:0.25 has 2 (2 to 2) in s (KL to full, nats), -1, 95 % -1 to -1, from snapkv:0.25; control random:0.25 "
+         "has 1."),
+        # Another control, which is better than that of the task, is no rival.
+        ("loops", ["sampling 0*20", "full 1*20", "loopguard:64 0*20"],
+         "loopguard:64 has 0% (0% to 14%) in s (answers that loop), -100.0 points, 95 % -100.0 to -72.0, from full; "
+         "control full has 100%."),
         # Of several random parts, the best one stands beside it.
         ("text", ["random:0.5 8*20", "random:0.25 4*20", "h2o:0.25 1*20"],
          "h2o:0.25 has 1 (1 to 1) in s (KL to full, nats), -3, 95 % -3 to -3, from random:0.25; control random:0.25 "
@@ -82,6 +97,14 @@ def test_a_group_is_recomputed_kept_and_drawn():
 def test_the_conclusion_of_a_table(task: str, answers: list[str], said: str):
     conclusion = scored(answers, task).conclusion()
     assert conclusion == said and len(said.split()) <= 30
+
+
+def test_a_record_of_two_runs_counts_once_as_the_first_has_it():
+    first, later = made_record(metrics={"score": 1.0}), made_record(metrics={"score": 0.0})
+    more = made_record(prompt="p1", metrics={"score": 0.0})
+    runs = [BenchRun(records, SETTINGS) for records in ([first], [later, more])]
+    (group,) = tabulate_records(runs).groups
+    assert (group.answers, group.scores) == (2, {"p0": 1.0, "p1": 0.0})
 
 
 def test_any_two_methods_are_compared_on_the_same_prompts():

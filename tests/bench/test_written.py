@@ -52,14 +52,15 @@ def bleu(metric: str) -> float:
     ("read", "text", "says"),
     [
         (made, "h20", "method 'h20': expected one of adakv, full"),
-        (made, "streaming:sinks=3", "'sinks=3' is no setting, or is given twice: it has"),
-        (made, "full:0.5", "'budget=0.5' is no setting, or is given twice: it has none"),
+        (made, "streaming:sinks=3", "method 'streaming:sinks=3': unknown setting 'sinks'; known: budget"),
+        (made, "full:0.5", "method 'full:0.5': unknown setting 'budget'; known: none"),
         (made, "", "no method is given: choose from adakv, full"),
         (made, "mine_policies:needs:3", "method mine_policies:needs:3 cannot be made: needs() got an unexpected"),
         (made, "mine_policies:three", "method mine_policies:three cannot be made: 'int' object is not callable"),
         (made, "mine_policies:whole", "method mine_policies:whole is a DynamicCache, no policy: check-cache"),
         (read_task, "recal", "--task 'recal': expected file, loops, recall, text, or a path of prompts"),
-        (read_task, "recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, lengths"),
+        (read_task, "recall:turn=3", "--task recall: unknown setting 'turn'; known: chat, lengths"),
+        (read_task, "recall:turns=3:turns=4", "--task recall: setting 'turns' is given twice"),
         (read_task, "recall:samples=0", "--task recall: samples=0: expected a whole number from 1"),
         (bleu, "bleu", "expected f1, contains or"),
     ],
@@ -73,7 +74,8 @@ def test_what_is_wrong_is_said_in_one_line(read, text, says):
     ("row", "says"),
     [
         ([1], "line 2: [1]: expected an object: give JSON lines with"),
-        ({"text": "a"}, "line 2: turns[0].prompt is missing: give JSON lines with"),
+        ({"answers": ["a"]}, "line 2: turns[0].prompt is missing: give JSON lines with"),
+        ({"text": "a"}, "line 2: unknown field 'text'; known: id, set, part, turns, prompt, answers, metric, score"),
         ({"prompt": " "}, "line 2: turns[0].prompt=' ': expected a text: give JSON lines with"),
     ],
 )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as tf
+from kv_kit import shallow_of
 from organisms import tiny_model
 from refusals import refused
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import sinkscope as ss
 from sinkscope import kv
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
 
 N = 12
 IDS = torch.arange(5, 5 + N)[None]
@@ -104,3 +107,67 @@ def test_a_call_that_began_in_another_thread_stays_plain_to_its_end(model):
 def test_continuous_batching(model):
     with ZERO.on(model), refused("continuous batching puts several texts into one row"):
         model.init_continuous_batching()
+
+
+def in_a_thread(work) -> list[BaseException]:
+    """What a thread that this one joins, while it holds the model, ends with."""
+    raised = list[BaseException]()
+
+    def run() -> None:
+        try:
+            work()
+        except SinkscopeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def test_a_wait_in_a_circle_is_refused(model):
+    """The thread that holds the model joins the one that waits for it, by itself or through a pool or a model."""
+    other = shallow_of("llama")
+
+    def enter(entered=model) -> None:
+        with ZERO.on(entered):
+            pass
+
+    with ZERO.on(model):
+        (error,) = in_a_thread(enter)
+        assert "has held" in str(error) and "waits for this thread, which waits for the model" in str(error)
+        with ThreadPoolExecutor(1) as pool, refused("waits for this thread"):
+            pool.submit(enter).result()
+
+    def wait_for_both() -> None:
+        with ZERO.on(other):
+            (error,) = in_a_thread(enter)
+            raise error
+
+    with ZERO.on(model):
+        (error,) = in_a_thread(wait_for_both)
+        assert "waits for this thread" in str(error)
+    enter()
+
+
+def test_a_wait_says_so_and_ends(model, monkeypatch):
+    monkeypatch.setattr("sinkscope.engine.waiting.SILENT", 0.2)
+    monkeypatch.setenv("SINKSCOPE_WAIT", "0.8")
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ZERO.on(model):
+            entered.set()
+            leave.wait(20)
+
+    holder = threading.Thread(target=hold, name="streams")
+    holder.start()
+    entered.wait(20)
+    with pytest.warns(SinkscopeWarning, match=r"thread 'streams' has held .* since \d\d:\d\d:\d\d; this thread waits"):
+        with refused("thread 'streams' has held .*, and this thread has waited 0.8 s for it: leave"):
+            ZERO.on(model).__enter__()
+    leave.set()
+    holder.join()
+    monkeypatch.setenv("SINKSCOPE_WAIT", "soon")
+    with refused("SINKSCOPE_WAIT='soon': expected a number of seconds"):
+        ZERO.on(model).__enter__()

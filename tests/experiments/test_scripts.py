@@ -88,6 +88,12 @@ SLOW = {
     "gpu.overhead": Case(
         f"{OVERHEAD} --out {{out}}/x.json", "x.json", lambda made: {"full", "h2o"} <= {*made["96 tokens, batch 1"]}
     ),
+    "bench_growth": Case(
+        "--rounds 1 --out {out}/x.json", "x.json", lambda made: all(max(row["ratios"]) < 6 for row in made["rows"])
+    ),
+    "bench_memory": Case(
+        "bundled --out {out}/x.json", "x.json", lambda made: 1e8 < made["rows"][0]["peak_bytes"] < 3e9
+    ),
     "make_recall": Case("--out {out}/m", "m/config.json", lambda made: made == RECALL),
 }
 

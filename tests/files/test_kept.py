@@ -40,6 +40,15 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path, name, content, says):
     assert (tmp_path / name).read_text() == content
 
 
+@pytest.mark.parametrize("settings", ['{"editor": "mine"}', "my settings"])
+def test_a_foreign_line_without_an_end_is_kept(tmp_path, settings):
+    (tmp_path / "settings.json").write_text(settings)
+    (tmp_path / "runs.jsonl").write_text("my notes")
+    with refused("settings"):
+        run(tmp_path)
+    assert (tmp_path / "runs.jsonl").read_text() == "my notes"
+
+
 def test_a_run_without_records_begins_anew_and_no_two_write_at_once(tmp_path):
     with kept_in(tmp_path, {"number": 0}, Entry):
         with refused("is being written by another run"):

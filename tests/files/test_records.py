@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 from sinkscope.files.plain import check_encodable
-from sinkscope.files.records import Finite, Natural, Share, build, check_fields, read_rows
+from sinkscope.files.records import Finite, Natural, Share, build, check_fields, read_rows, read_setting
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,26 @@ class Settings:
 def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
     with refused(words=[said]):
         Settings(**given)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("My/File.jsonl", str, "My/File.jsonl"),
+        ("'My/File.jsonl'", str, "My/File.jsonl"),
+        ("2024", str, "2024"),
+        ("2024", int, 2024),
+        ("True", bool, True),
+        ("false", bool, False),
+        ("none", str | None, None),
+        ("None", Literal["None", "all"], "None"),
+        ("1,0.5", tuple[int | float, ...], (1, 0.5)),
+        ("a,B", tuple[str, ...], ("a", "B")),
+    ],
+)
+def test_a_setting_is_read_as_its_type_and_keeps_its_letters(text, kind, value):
+    found = read_setting(text, kind, "x")
+    assert found == value and type(found) is type(value)
 
 
 @dataclass(frozen=True)

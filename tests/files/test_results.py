@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from refusals import refused
 from sample_results import STOP, sample_find_sinks
 
+from sinkscope.files.arguments import parameters_of
 from sinkscope.files.envelope import CHECKOUT, documented_at, provenance
 from sinkscope.files.plain import plain
 from sinkscope.results.result import Result
@@ -100,3 +102,24 @@ def test_a_result_can_be_read_back_whatever_bytes_a_name_holds(word, back, tmp_p
     monkeypatch.setattr("sys.argv", ["sinkscope", word])
     made = replace(EXAMPLE, provenance=provenance(0.0))
     assert Result.load(made.save(tmp_path / "x.json")).provenance.argv[1] == back
+
+
+def test_settings_that_name_files_lose_their_folders_and_no_other_text_is_changed():
+    said = {"prompt": "/no_think Why ...?", "tokens": ["/a", "~/b", "C:\\c"], "text": Path("/home/me/texts/a.txt")}
+    settings = replace(EXAMPLE, settings=said).settings
+    assert settings == said | {"text": "a.txt"}
+
+
+def named_by(one: str | Path | None = None, other: str | PathLike[str] | int = 3, word: str = "a", number: int = 1):
+    """Names files.
+
+    Args:
+        one: A file.
+        other: A file.
+        word: No file.
+        number: None either.
+    """
+
+
+def test_parameters_that_name_files_are_known_from_the_signature():
+    assert [parameter.name for parameter in parameters_of(named_by) if parameter.names_file] == ["one", "other"]

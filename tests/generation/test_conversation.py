@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from unittest.mock import Mock
 
@@ -84,3 +85,11 @@ def test_a_turn_that_fails_and_a_copy_leave_the_conversation_as_it_was():
     other = copy(chat)
     assert len(chat.ids) == 46 and heard(chat, 1).ids == heard(calm, 1).ids == heard(other, 1).ids
     assert len(chat.turns) == len(other.turns) == 2
+
+
+def test_a_conversation_says_what_it_is():
+    chat = Conversation(model_of("llama"), StreamingLLM(budget=40))
+    assert re.fullmatch(r"Conversation with \S+: no turn, no token, StreamingLLM\(budget=40.*\)", repr(chat))
+    heard(chat, 1)
+    assert f"1 turn, {LENGTHS[1] + NEW} tokens, StreamingLLM" in repr(chat)
+    assert repr(Conversation(model_of("llama"))).endswith("no token, no edit")

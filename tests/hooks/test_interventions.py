@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from intervention_kit import bridge_of, logits
-from organisms import tiny_model
+from organisms import organism, tiny_model
 from plain_hooks import inputs_edited, zeroed
 from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.hooks import edit
 from sinkscope.hooks.edit import Ablate, Knockout
 
@@ -133,3 +136,29 @@ def test_mean_ablation():
         want = logits(model, IDS)
     with Ablate(layer=1, neurons=3, value="mean").on(model):
         assert_close(logits(model, IDS), want)
+
+
+def test_an_edit_that_is_not_entered_on_a_model_says_so():
+    model = tiny_model("llama")[0]
+    with refused(words=["Ablate acts on a model: write `with Ablate(...).on(model):`"]), Ablate("L1.N3"):
+        pass
+    with pytest.warns(SinkscopeWarning, match=r"Ablate \| Knockout.on\(...\) was never entered, so it did nothing"):
+        (Ablate("L1.N3") | Knockout("first")).on(model)
+        gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Ablate("L1.N3").on(model):
+            pass
+        with refused("layer 9 is not in"):
+            Ablate("L9.N3").on(model).__enter__()
+        gc.collect()
+
+
+def test_an_edit_is_made_of_the_file_of_a_result(tmp_path):
+    o = organism()
+    found = ss.find_sinks(o.model, tokenizer=o.tokenizer)
+    path = found.save(tmp_path / "found.json")
+    for make in (ss.Ablate.from_result, ss.SinkPatch.from_result):
+        assert make(path) == make(str(path)) == make(found)
+    with refused("cannot read other.json: no such file"):
+        ss.SinkPatch.from_result(tmp_path / "other.json")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from organisms.decoders import decoder
 from organisms.tiny import tiny_model
 from refusals import refused
 
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.hooks.trace import trace
 from sinkscope.opening.load import target_of
 
@@ -39,3 +42,26 @@ def test_a_pattern_takes_the_layers_that_have_the_site():
     for sites in (["blocks.*.hook_resid_post", f"blocks.{without}.attn.hook_pattern"], [f"blocks.{without}.attn.*"]):
         with refused(f"layer {without} of .* has no softmax attention"):
             trace(target, ids, sites)
+
+
+def test_the_pass_ends_after_the_deepest_site():
+    """Embeddings need no more than the first layer."""
+    model = tiny_model("llama")[0]
+    ran = list[int]()
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    embedded = trace(model, IDS, "hook_embed")["hook_embed"]
+    assert torch.equal(embedded, model.get_input_embeddings()(IDS)) and ran == [0]
+    ran.clear()
+    trace(model, IDS, ["hook_embed", "blocks.1.hook_resid_post"])
+    assert ran == [0, 1]
+
+
+def test_padding_of_rows_of_several_lengths_is_said():
+    model = tiny_model("llama")[0]
+    says = r"row 0 from position 2 on, row 2 from position 1 on; leave these values out"
+    with pytest.warns(SinkscopeWarning, match=says):
+        trace(model, [[5, 6], [7, 8, 9], [4]], "hook_embed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(model, IDS, "hook_embed")

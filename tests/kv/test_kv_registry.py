@@ -87,7 +87,7 @@ def test_names_modules_and_budgets(module, model):
         ("h2o:many", "policy 'h2o:many': budget='many': expected a number of tokens"),
         (
             "h2o:64:colour=red",
-            "policy 'h2o:64:colour=red': 'colour=red' is no setting, or is given twice: it has budget",
+            "policy 'h2o:64:colour=red': unknown setting 'colour'; known: budget",
         ),
         ("snapkv:64:window=no", "policy 'snapkv:64:window=no': window='no': expected"),
         ("policies_of_others:Missing", "cannot be imported: AttributeError: module 'policies_of_others' has no"),

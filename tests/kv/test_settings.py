@@ -37,8 +37,6 @@ REFUSED = {
     'ss.LoopGuard(monitor={"warmup": 9})': "expected MonitorSettings(...) or PaperSettings(...)",
     "ss.Steer(penalty=0, temperature=0)": "does nothing: give LoopGuard(steer=None)",
     "ss.Steer(penalty=-1)": "penalty=-1: expected greater than or equal to 0",
-    "ss.loops.guard.DRY(multiplier=0.0)": "multiplier",
-    "ss.loops.guard.DRY(base=0.5)": "base",
     "ss.loops.Monitor().update(-1)": "the token is -1: expected a whole number from 0 to 2**32 - 1",
     "ss.loops.Monitor().update(1 << 32)": "the token is 4294967296: expected",
     "ss.loops.Monitor().update('a')": "the token is 'a': expected",
@@ -57,9 +55,9 @@ REFUSED = {
     "Conversation(llama()).ask(None)": "the prompt: tokens=None: expected a valid list",
     "Conversation(llama()).ask(5)": "tokens=5: expected a valid list",
     "Conversation(llama()).ask([5], max_new_tokens=0)": "max_new_tokens=0",
-    "Conversation(llama()).ask([5], use_cache=False)": "use_cache=False: a conversation has a cache of its own",
-    "Conversation(llama()).ask([5], num_beams=2)": "num_beams=2: a conversation",
-    "Conversation(llama()).ask([5], prompt_lookup_num_tokens=3)": "prompt_lookup_num_tokens=3: a conversation",
+    "Conversation(llama()).ask([5], use_cache=False)": "use_cache=False: one text is written token by token",
+    "Conversation(llama()).ask([5], num_beams=2)": "num_beams=2: one text is written",
+    "Conversation(llama()).ask([5], prompt_lookup_num_tokens=3)": "prompt_lookup_num_tokens=3: one text is written",
 }
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from served import served
 
 from sinkscope.files.store import json_lines
 from sinkscope.loops import LoopCheck, Piece, Watch, check, check_file
+from sinkscope.loops.text.answers import pieces_in
 from sinkscope.loops.text.outputs import split
 
 LOG, SHORT, SLEPT = "INFO retry the same request now\n" * 60, "It waits for a lock.", "I went home and slept. " * 30
@@ -132,6 +134,66 @@ def test_a_stream_is_judged_as_the_text_in_it_and_said_while_it_comes(field, bef
     (found,), (plain,) = watch.checked, check(text).records
     assert (found.verdict, found.tokens, found.detected) == (verdict, plain.tokens, plain.detected)
     assert told == [("reasoning" if field == "reasoning_content" else "text", True)] * (verdict == "loops")
+
+
+def test_a_long_line_is_joined_once():
+    """A line that is joined anew with every block takes half a minute here."""
+    line = json_lines([{"padding": "x" * 1_000_000, "output": SLEPT}, {"output": FINE}])
+    started = time.perf_counter()
+    assert [answer.verdict for answer in check_file(Slow(line.encode())).records] == ["loops", "clean"]
+    assert time.perf_counter() - started < 5
+
+
+def test_an_indented_line_is_read_at_once():
+    """A search that tries every way to divide the spaces never ends."""
+    assert check_file(io.BytesIO((" " * 4000 + json.dumps({"output": SLEPT})).encode())).records[0].verdict == "loops"
+
+
+@pytest.mark.parametrize("begin", [": keep-alive\n" * 20_000, "\n" * 200_000, " " * 200_000, ":" * 200_000])
+def test_what_stands_before_an_answer_is_read_once(begin):
+    started = time.perf_counter()
+    pieces = [*pieces_in(Slow(begin.encode()), "x.txt", None, print)]
+    assert "".join(piece.said for piece in pieces) == (begin if begin.strip() else "")
+    assert time.perf_counter() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ({"prompt": "Why?", "output": [SLEPT, FINE]}, None),
+        ([{"response": SLEPT}, {"response": FINE}], None),
+        ({"log": {"answers": [SLEPT, FINE]}}, "log.answers"),
+    ],
+)
+def test_a_document_in_several_lines_is_read_as_in_one(value, field, tmp_path):
+    checked: list[LoopCheck] = []
+    for name, indent in (("in_one.json", None), ("in_several.json", 40)):
+        (tmp_path / name).write_text(json.dumps(value, indent=indent))
+        checked.append(check_file(tmp_path / name, field=field))
+    assert checked[0].records == checked[1].records
+    assert [answer.verdict for answer in checked[1].records] == ["loops", "clean"]
+
+
+def test_a_file_that_cannot_be_read_takes_no_verdict_from_the_others(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.txt").write_text(SLEPT)
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "broken.jsonl").write_text("{broken\n{broken\n")
+    out = typed("loops empty.txt latin.txt gone.txt broken.jsonl loop.txt --json x.json", 3).out
+    checked = LoopCheck.load("x.json")
+    verdicts = {answer.name: answer.verdict for answer in checked.records}
+    assert verdicts == {
+        "empty.txt": "empty",
+        "latin.txt": "empty",
+        "gone.txt": "empty",
+        "broken.jsonl": "empty",
+        "loop.txt": "loops",
+    }
+    assert "Of 5 outputs in 5 files: 1 loops and 4 empty." in out and "empty.txt is empty" in out
+    for problem in ("latin.txt is not UTF-8", "cannot read gone.txt", "broken.jsonl line 1 is no output"):
+        assert sum(said.startswith(problem) for said in checked.problems) == 1, problem
+    assert "empty.txt is empty" in typed("loops empty.txt latin.txt", 2).err, "nothing was read at all"
 
 
 def test_choices_are_watched_apart():

@@ -79,6 +79,21 @@ def test_without_planted_heads_nothing_locks():
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
 
 
+def test_a_head_that_locks_onto_ordinary_text_as_well_is_not_locked():
+    """Here the ordinary text is the loop itself: the same heads score as high, so none gains."""
+    made = kept_loop(("copies",), 3, period=9)
+    ids = made.prompt(4)
+    options = {"max_new_tokens": 70, "tokenizer": made.tokenizer}
+    with mock.patch("sinkscope.loops.barcode.text_rows", lambda *_: torch.tensor([[BOS, *made.walk(400, 200)]])):
+        found = barcode(made.model, ids, **options)
+    with mock.patch("sinkscope.loops.barcode.text_rows", lambda *_: torch.tensor([[*found.ids]])):
+        beside_itself = barcode(made.model, ids, **options)
+    heads = found.score.size
+    assert set(found.locked) == made.locking_heads and found.conclusion().startswith(f"{len(found.locked)} of {heads}")
+    assert beside_itself.score.max() > 0.5 and beside_itself.locked == []
+    assert beside_itself.conclusion().startswith(f"0 of {heads} heads lock onto the loop of period 9")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

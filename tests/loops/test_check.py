@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from loop_texts import prose, rows_of
 from repository import python
 
 from sinkscope.loops import LoopCheck, check
+from sinkscope.loops.text.outputs import is_lone, split
 
 
 @pytest.mark.parametrize("row", rows_of("verdicts.jsonl"))
@@ -45,10 +47,46 @@ def test_images_do_not_count_and_letters_do():
         assert check(word * 9000).records[0].verdict == "loops"
 
 
-@pytest.mark.parametrize("item", ["{}. Grapefruit ", "{}) plum\n"])
-def test_short_items_that_count_are_a_loop_from_64_tokens_on(item):
-    (found,) = check("".join(item.format(number) for number in range(9, 60))).records
-    assert found.verdict == "loops" and found.detected <= 80
+@pytest.mark.parametrize(
+    "item",
+    [
+        "{}. Grapefruit ",
+        "{}) plum\n",
+        "{}. Positive\n",
+        "{}. C\n",
+        "Q{}: C\n",
+        "({}) yes\n",
+        "[{}] Positive.\n",
+        "#{} yes\n",
+        "{}: ok\n",
+        "{} - Positive\n",
+        "Line {}: no errors found.\n",
+    ],
+)
+@pytest.mark.parametrize(
+    ("prompt", "verdict"),
+    [
+        ("", "suspicious"),
+        ("Why is the sky blue?", "loops"),
+        ("Are these 60 reviews positive?", "suspicious"),
+        ("Is it an error?\n" + "a line\n" * 60, "suspicious"),
+        ("Name twelve fruits.", "loops"),
+    ],
+)
+def test_a_list_of_equal_answers_is_a_loop_only_if_it_was_not_asked_for(item, prompt, verdict):
+    """In any form of its numbers, from twelve items and 64 tokens on."""
+    text = "".join(item.format(number) for number in range(9, 60))
+    (found,) = check(text, prompt=prompt).records
+    assert found.verdict == verdict
+    if verdict == "loops":
+        tokens = len(split(text))
+        assert found.detected <= max(80, 13 * tokens / 51 + 1)
+
+
+@pytest.mark.parametrize("item", ["A: {}\n", "A,{},free\n", "| {} | yes |\n", '{{"id": {}}}\n'])
+def test_values_cells_and_records_are_no_list(item):
+    text = "".join(item.format(number) for number in range(9, 40))
+    assert check(text, prompt="Which seats are free?").records[0].verdict in ("clean", "suspicious")
 
 
 END = "\nAll twelve checks passed, and nothing is left to do.\n"
@@ -69,6 +107,71 @@ DOUBTFUL = {
     "digits that are no numbers": ("cat \ncat \n² = " * 90)[:840],
     "few words in any order": " ".join(("the", "the the", "the,")[n * n % 7 % 3] for n in range(150)),
 }
+
+
+ROUNDS = {  # reasoning that goes round: what is the same in every sentence, and what is drawn for it
+    "Chinese": ("不对，让我们{}这个{}第{}部分。", "重新计算 仔细分析 再次检查", "方程 结论 假设", "一 二 三 四"),
+    "Japanese": (
+        "いや、{}が{}かどうかを、ここで{}ましょう。",
+        "かてい しき けつろん",
+        "ただしい なりたつ",
+        "みなおし たしかめ",
+    ),
+    "Korean": ("아니, {} 단계의 {}이 {}지 또 살펴보자. ", "첫째 둘째 셋째", "값 식 계산", "맞는 옳은 틀린"),
+    "Thai": ("ไม่ใช่ลองกลับไป{}{}ใน{}อีกหน ", "พิจารณา คำนวณ ทบทวน", "ค่าตัวแปร ผลรวม", "บรรทัดแรก ข้อสอง สมการ"),
+    "two words": ("{}", "苹果 香蕉"),
+    "two words in Thai": ("{}", "กล้วย แอปเปิล"),
+}
+HONEST_LONE = {
+    "kana": (
+        "むかしむかし、あるところに、おじいさんとおばあさんがすんでいました。おじいさんはやまへしばかりに、おばあさんはかわへ"
+        "せんたくにいきました。おばあさんがかわでせんたくをしていると、おおきなももがどんぶらこ、どんぶらことながれてきました。"
+        "「これはよいおみやげになるわ」おばあさんはももをひろいあげて、いえにもちかえりました。ふたりがももをたべようときって"
+        "みると、なんとなかからげんきなおとこのあかちゃんがとびだしてきました。こどものいなかったふたりはたいそうよろこんで、"
+        "ももたろうとなづけました。ももたろうはすくすくとそだって、やがてつよいわかものになりました。あるひ、むらをあらすおにを"
+        "たいじしにいくことにきめ、きびだんごをこしにつけてたびにでかけました。とちゅうでいぬとさるときじにであい、だんごをわけて"
+        "なかまにしました。ふねでしまにわたると、おにたちはさかもりのさいちゅうでした。ももたろうたちはちからをあわせてたたかい、"
+        "たからものをくるまにつんでかえりました。はるになるとのはらにすみれがさき、ちょうがひらひらまいます。なつのよるは"
+        "ほたるをおってこどもらがはしり、かえるのうたがきこえます。あきにはくりやまつたけをひろい、ゆうやけぞらをからすがとんで"
+        "ゆきます。ふゆ、ゆきのつもったあさ、ねこはこたつでまるくなり、とうさんはまきをわってふろをわかしてくれました。えきまえの"
+        "ほんやでえほんをえらび、ぱんやであまいめろんぱんをふたつかってから、でんしゃにのってびょういんのそぼをみまいにいった。"
+        "どうぶつえんではぞうがはなでみずをまき、ぺんぎんがよちよちあるいて、きりんはたかいきのはをむしゃむしゃたべていたよ。"
+        "やまのうえのちいさなてらでは、おしょうさんがあさはやくからにわをはいている。となりのむすめはぴあのをならい、おとうとは"
+        "やきゅうにむちゅうだ。たいふうがきたばんにろうそくをともし、らじおのにゅーすをきいた。にちようびにはかぞくそろって"
+        "うみへつりにでかけ、べんとうにはたまごやきとうめぼしのおにぎりがはいっていた。"
+    ),
+    "Thai": (
+        "ประเทศไทยตั้งอยู่ในเอเชียตะวันออกเฉียงใต้ มีเมืองหลวงคือกรุงเทพมหานคร ภาคเหนือเป็นภูเขาสูงสลับหุบเขา อากาศเย็นสบายในฤดูหนาว "
+        "ส่วนภาคใต้ติดทะเลทั้งสองฝั่ง ชาวบ้านทำประมงและปลูกยางพารา อาหารขึ้นชื่อได้แก่ต้มยำกุ้ง ผัดไทย และข้าวเหนียวมะม่วง "
+        "นักท่องเที่ยวจากทั่วโลกมาเยี่ยมชมวัดเก่าแก่ ตลาดน้ำ และหาดทรายขาวทุกปี ภาษาราชการใช้อักษรที่พ่อขุนรามคำแหงประดิษฐ์ขึ้น "
+        "เศรษฐกิจพึ่งพาการส่งออกรถยนต์ เครื่องใช้ไฟฟ้า ข้าวสาร รวมถึงผลไม้เมืองร้อนหลายชนิด เด็กเรียนหนังสือฟรีสิบห้าปี "
+        "เทศกาลสงกรานต์จัดช่วงเดือนเมษายน ผู้คนสาดน้ำใส่กันเพื่อคลายร้อนแล้วขอพรผู้ใหญ่ หลังฤดูฝนจึงถึงวันลอยกระทงริมแม่น้ำ "
+        "รถไฟสายแรกเปิดเดินระหว่างพระนครกับอยุธยา ปัจจุบันกำลังก่อสร้างทางคู่และรถความเร็วสูงเชื่อมประเทศเพื่อนบ้าน "
+        "แม่ของฉันชอบทำแกงเขียวหวานใส่มะเขือเปราะ พ่อเลี้ยงปลากัดไว้หลังบ้าน น้องสาวกำลังหัดขี่จักรยานไปโรงเรียนทุกเช้า "
+        "ห้องสมุดแห่งใหม่เปิดให้ยืมนิยายแปล วารสารวิทยาศาสตร์ และแผ่นเสียงโบราณโดยไม่คิดค่าธรรมเนียม "
+    ),
+}
+
+
+@pytest.mark.parametrize("language", ROUNDS)
+def test_reasoning_that_goes_round_is_suspicious_in_scripts_without_spaces(language):
+    rng = random.Random(language)
+    sentence, *words = ROUNDS[language]
+    text = "".join(sentence.format(*(rng.choice(names.split()) for names in words)) for _ in range(200))
+    assert check(text).records[0].verdict != "clean"
+
+
+@pytest.mark.parametrize("language", HONEST_LONE)
+def test_an_ordinary_text_in_few_letters_is_clean(language):
+    """It uses nearly all letters of its script, again and again."""
+    text = HONEST_LONE[language]
+    assert check(text).records[0].verdict == "clean"
+    assert sum(map(is_lone, split(text))) > 800 and len({*text}) < 100
+
+
+def test_a_word_without_spaces_is_no_round_in_a_text_of_other_words():
+    sentences = prose(2400).split(". ")
+    assert check(". ".join(f"{sentence} (猫と犬)" for sentence in sentences)).records[0].verdict == "clean"
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)

@@ -16,7 +16,6 @@ from kv_kit import prompts, shallow_of
 from organisms import tiny_model
 from organisms.decoders import decoder
 from refusals import refused
-from torch.testing import assert_close
 from transformers import DynamicCache
 
 from experiments.loopguard.variants import OneSignal, Timed
@@ -25,7 +24,7 @@ from sinkscope.generation.decode import forced_answers
 from sinkscope.generation.generate import generate
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.loops.guard import DRY, LoopGuard, Steer, tokens_to_keep
+from sinkscope.loops.guard import LoopGuard, Steer, tokens_to_keep
 from sinkscope.loops.guard.cut import Retention
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text import monitor as watching
@@ -177,28 +176,6 @@ def test_nothing_is_drawn_where_the_caller_draws_and_under_the_papers_guard():
     assert torch.equal(*texts) and LoopGuard.paper().steer is None
 
 
-@pytest.mark.parametrize(
-    ("ids", "settings", "losses"),
-    [
-        ("56756", {}, {7: 0.8}),
-        # The longest copy counts, of all that stand before a token.
-        ("456786967456", {"allowed_length": 1, "base": 2.0}, {7: 0.8 * 4, 9: 0.8}),
-        ("36736", {"ignore": [3]}, {}),
-    ],
-)
-def test_dry_lowers_what_followed_earlier_copies(ids, settings, losses):
-    scores, expected = torch.zeros(2, 40), torch.zeros(2, 40)
-    for token, loss in losses.items():
-        expected[0, token] = -loss
-    assert_close(DRY(**settings)(torch.tensor([digits(ids), [*range(10, 10 + len(ids))]]), scores), expected)
-    assert not scores.any(), "the scores of the caller stay"
-
-
-def test_a_loss_beyond_all_numbers():
-    scores = DRY(base=1e6)(torch.tensor([[5, 6] * 40]), torch.zeros(1, 9, dtype=torch.float16))
-    assert scores[0, 5] <= -6e4 and not scores.isnan().any()
-
-
 # Reports and stops
 
 
@@ -278,3 +255,15 @@ def test_a_row_that_was_taken_back_goes_on_like_one_that_never_had_those_tokens(
     for token in rest:
         assert row.add(token, None) == plain.add(token, None) and row.monitor.last == plain.monitor.last
         assert row.steering.losses(row.ids) == plain.steering.losses(row.ids)
+
+
+def test_rows_that_change_places_twice_are_refused_by_their_name():
+    """As beams do at every token: each time, the guard forgets what it knew of them."""
+    model, (prompt, mask) = stubborn(), prompts([9, 9])
+    with eager_guard(act="report").on(model), torch.no_grad():
+        cache = model(prompt, attention_mask=mask).past_key_values
+        for _ in range(2):
+            cache.reorder_cache(torch.tensor([1, 0]))
+        whole = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        with refused("rows of the cache changed places"):
+            model(prompt[:, :1], attention_mask=whole, past_key_values=cache)

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from sinkscope.loops import Tail, compression_ratio, is_loop, tail_period, type_token_ratio
 from sinkscope.loops.text import signals
-from sinkscope.loops.text.repetition import CounterRepetition, TailRepetition, asked_copies
+from sinkscope.loops.text.repetition import (
+    CounterRepetition,
+    EarlierCopies,
+    TailRepetition,
+    asked_copies,
+    copy_length,
+)
 
 
 def repeated(parts, most: int = 400) -> list[int]:
@@ -119,3 +125,44 @@ def test_loop_rule_at_its_thresholds(ttr, below, found, monkeypatch):
 )
 def test_copies_that_a_prompt_asks_for(prompt, asked):
     assert asked_copies(prompt) == asked
+
+
+@given(RUNS, st.integers(1, 4), st.integers(1, 30), st.integers(0, 9))
+def test_earlier_copies_of_the_end_are_all_found_with_their_lengths(ids, shortest, longest, back):
+    """Token by token, after several tokens at once, and after tokens were taken back."""
+    copies = EarlierCopies(shortest)
+
+    def check(row: list[int]) -> None:
+        copies.follow(row)
+        lengths = {place: copy_length(row, place, len(row)) for place in range(1, len(row))}
+        want = {place: min(length, longest) for place, length in lengths.items() if length >= shortest}
+        assert dict(copies.of_end(longest)) == want
+
+    for end in [*range(1, len(ids) // 2), len(ids)]:
+        check(ids[:end])
+    copies.take_back(max(0, len(ids) - back))
+    check([*ids[: max(0, len(ids) - back)], 1])
+
+
+def test_a_token_of_a_stuck_row_costs_its_copies_once():
+    """Twice as many tokens take twice as many comparisons, and not four times."""
+    compared = [0]
+
+    class Token(int):
+        def __eq__(self, other: object) -> bool:
+            compared[0] += 1
+            return int.__eq__(self, other)
+
+        __hash__ = int.__hash__
+
+    def comparisons(length: int) -> int:
+        copies = EarlierCopies(3)
+        row = [Token(7) for _ in range(length)]
+        copies.follow(row[:-1])
+        list(copies.of_end(length))
+        copies.follow(row)
+        compared[0] = 0
+        list(copies.of_end(length))
+        return compared[0]
+
+    assert comparisons(400) <= 2.5 * max(comparisons(200), 400)

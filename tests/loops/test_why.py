@@ -14,11 +14,12 @@ from refusals import refused
 
 from sinkscope.hooks.edit import Knockout
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import FROM_START, LoopedText, WhyLoop, why_loop
+from sinkscope.loops.why import FROM_START, LoopedText, WhyLoop, causes_of, why_loop
 from sinkscope.opening.load import load
-from sinkscope.results.row import Mean, of_table
+from sinkscope.results.row import Mean, Row, of_table, row_of
 
 CYCLE = [5, 6, 7]
+CONTINUED = 18  # three periods of the planted loops
 SETUP: Any = SimpleNamespace(edit=None, seed=0)
 
 
@@ -37,13 +38,13 @@ def test_every_planted_cause_is_reported(causes: tuple[str, ...], seed: int):
 
 @pytest.fixture
 def _few_tokens(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sinkscope.loops.why.CONTINUED", 24)
+    monkeypatch.setattr("sinkscope.loops.why.CONTINUED", CONTINUED)
 
 
 @pytest.mark.usefixtures("_few_tokens")
 def test_planted_causes_are_found():
     made = kept_loop(("copies", "sink"))
-    found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48)
+    found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=32)
     assert (found.kept_by, found.goes_on) == (("copies", "sink"), 1.0)
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
     assert [row.get("share") for row in found.tried[:3]] == [0, 0, 0]
@@ -59,7 +60,7 @@ def test_why_explains_a_given_answer():
     text, written = LoopedText(SETUP, list(given.ids), 1, Tail(6, 40, 9.0)), list[bool]()
     for cut in given.cuts:  # by `generate` with the first token hidden from the start
         with Knockout([0]).on(made.model):
-            out = made.model.generate(torch.tensor([given.ids[:cut]]), max_new_tokens=24, do_sample=False)
+            out = made.model.generate(torch.tensor([given.ids[:cut]]), max_new_tokens=CONTINUED, do_sample=False)
         written.append(text.goes_on(out[0, cut:].tolist()))
     assert hidden.get("share") == sum(written) / 3
     # The model does not write this loop: nothing is concluded of what it does without a cause.
@@ -67,7 +68,7 @@ def test_why_explains_a_given_answer():
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0% of 3")
     walk = explain(made.turn[:20], answer=made.turn[:20])
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop." and walk.rows() == []
-    with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
+    with refused(r"text up to a cut has \d+ tokens and 18 more are to come"):
         explain(made.cycle * 169, answer=made.cycle)
 
 
@@ -79,11 +80,60 @@ def test_white_space_after_a_given_answer_is_no_part_of_the_loop():
 @pytest.mark.usefixtures("_few_tokens")
 def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text():
     made = kept_loop(("copies",))
-    found = why_loop(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=48)
+    found = why_loop(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=24)
     copies = found.tried[0]
     assert (found.goes_on, copies.name, copies.get("share")) == (1.0, "goes on without copies", 0.0)
-    assert "control" in copies.numbers and found.added > 0 and len(found.ids) == 25 + 48, "the text stays as it was"
+    assert "control" in copies.numbers and found.added > 0 and len(found.ids) == 25 + 24, "the text stays as it was"
     assert found.details() == [f"{found.added} tokens of ordinary text stand before the prompt here, for a control."]
+
+
+@pytest.mark.usefixtures("_few_tokens")
+def test_a_cause_whose_control_ends_the_loop_as_often_is_not_needed(monkeypatch: pytest.MonkeyPatch):
+    """Here what is removed at random are the copies themselves; the sink keeps its control."""
+    made = kept_loop(("copies", "sink"))
+    removals = LoopedText.removals
+
+    def with_a_control_that_wins(looped: LoopedText, cut: int) -> dict[str, list[int]]:
+        taken = removals(looped, cut)
+        return {**taken, "random copies": taken["copies"]}
+
+    monkeypatch.setattr(LoopedText, "removals", with_a_control_that_wins)
+    found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=32)
+    assert [row.get("share") for row in found.tried[:2]] == [0, 0]
+    assert found.kept_by == ("sink",) and found.conclusion().startswith("Remove the sink, and this loop stops in 100%")
+
+
+def tried(copies: tuple[float, float | None], sink: tuple[float, float | None], context: float) -> list[Row]:
+    """Rows of the causes, each the share that goes on and its control, and of the context."""
+    rows = [row_of("findings", "goes on", share=share, control=control) for share, control in (copies, sink)]
+    return [*rows, row_of("findings", "goes on", share=context)]
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "rows", "causes"),
+    [
+        (1.0, tried((0.5, 0.6), (0.9, 1.0), 0.0), ("copies",)),
+        (1.0, tried((0.6, 0.9), (0.0, 1.0), 0.0), ("sink",)),  # more than half of the loops go on without the copies
+        (0.6, tried((0.3, 0.4), (0.4, 0.6), 0.0), ("copies",)),
+        (0.4, tried((0.0, 0.4), (0.0, 0.4), 0.9), ()),  # the loop hardly goes on by itself
+        (1.0, tried((0.0, 0.0), (0.4, 0.4), 0.0), ()),  # the controls end it as often
+        (1.0, tried((0.0, 0.0), (0.4, 0.3), 0.0), ()),
+        (1.0, tried((0.0, None), (0.9, 1.0), 0.0), ()),  # there was no room for a control
+        (1.0, tried((0.9, 1.0), (0.9, 1.0), 0.5), ("weights",)),
+        (1.0, tried((0.9, 1.0), (0.9, 1.0), 0.4), ()),
+        (1.0, tried((0.2, 1.0), (0.9, 1.0), 1.0), ("copies",)),
+    ],
+)
+def test_causes_are_needed_only_beside_their_controls(goes_on, rows, causes):
+    assert causes_of(goes_on, rows) == causes
+
+
+def test_a_cause_without_room_for_a_control_is_said():
+    rows = tried((0.0, None), (0.9, 1.0), 0.0)
+    found = WhyLoop(prompt_tokens=1, period=3, cuts=(9, 10, 11), goes_on=1.0, tried=tuple(rows))
+    assert found.conclusion().startswith("Undecided, try another prompt")
+    (line,) = found.details()
+    assert line.startswith("The copies had no control, because fewer random tokens stand before the loop")
 
 
 @pytest.mark.parametrize(

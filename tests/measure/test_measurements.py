@@ -16,7 +16,7 @@ from same_kit import differences
 
 import sinkscope as ss
 from sinkscope.app.commands.others import other_commands
-from sinkscope.measure import Measurement
+from sinkscope.measure import Measurement, Setup
 from sinkscope.opening.load import load
 from sinkscope.results.result import Result
 
@@ -52,12 +52,18 @@ def measured(tmp_path_factory):
         yield run
 
 
+def test_a_prompt_that_looks_like_a_path_is_stored_as_it_is():
+    found = ss.barcode(prompt="/no_think Why ...?", max_new_tokens=8, heads=["L0.H0"])
+    assert found.settings["prompt"] == "/no_think Why ...?"
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_it_is_shown_with_its_conclusion_and_its_json_comes_back_equal(name, measured, tmp_path):
     result = measured(name)
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     made, conclusion, figure = result.provenance, result.conclusion(), result.figure()
     assert {"bos", "text", "revision"} <= set(result.settings) and made.seconds > 0
+    assert result.settings["text"] == "short.txt"
     own = made.first_ids[0], made.bos, made.seed
     assert own == (load().tokenizer.bos_token_id, True, result.settings["seed"])
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and "nan" not in conclusion
@@ -126,3 +132,14 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
     with refused(r"stranger_entropy:why_sink.*name of another command"):
         with stranger.installed(tmp_path, source, name="why_sink"):
             other_commands()
+
+
+def test_a_measurement_leaves_its_setup_as_it_was():
+    """What one records of itself is stated by no later one, and the time before it is not its own."""
+    setup = Setup.open(load())
+    setup.started -= 1000
+    before = dict(setup.settings)
+    ss.repeat.on(setup, max_repeats=8)
+    assert setup.settings == before
+    later = ss.lines.on(setup, count=2, length=48, layers=[1])
+    assert "max_repeats" not in later.settings and later.provenance.seconds < 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -11,6 +12,8 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
+from sinkscope.models.text import plain_ids
+from sinkscope.models.text.chat import chat_ids
 
 CHAT = (
     "{% for m in messages %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}"
@@ -89,3 +92,22 @@ def test_what_a_template_writes_anew_is_refused_and_changes_nothing():
     with refused(r"does not go on from the \d+ tokens so far, because .* give chat=False"):
         chat.ask("book")
     assert chat.turns == [first]
+
+
+def test_no_pattern_grows_with_the_conversation(monkeypatch):
+    """What a model wrote in other tokens is found by its letters, whatever white space is between them."""
+    tokenizer = copy.deepcopy(ss.load().tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+    lengths, match = list[int](), re.match
+    monkeypatch.setattr(re, "match", lambda pattern, *more: lengths.append(len(pattern)) or match(pattern, *more))
+    asked, answered = "what is the time and the place " * 40, " the c at"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    messages.append({"role": "user", "content": "go on"})
+    before = plain_ids(tokenizer, f"user:{asked}\nassistant:")
+    before += tokenizer.convert_tokens_to_ids(["Ġ", "t", "h", "e", "Ġ", "c", "Ġat"])
+    ids = chat_ids(tokenizer, messages, "tiny", before)
+    assert tokenizer.decode(ids) == "\nuser:go on\nassistant:"
+    messages[0] = {"role": "user", "content": asked.replace("what", "where", 1)}
+    with refused("does not go on from the"):
+        chat_ids(tokenizer, messages, "tiny", before)
+    assert max(lengths, default=0) < 100

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import checkpoint
+from gguf_file import write_gguf
+from organisms import tiny_model
 from refusals import refused
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import sinkscope as ss
+from sinkscope.opening.load import open_target
 
 pytestmark = [pytest.mark.few_texts, pytest.mark.timeout(60)]
 
@@ -109,3 +113,63 @@ def test_a_damaged_file_beside_the_weights_is_refused(name, folder):
         for use in (ss.load, ss.find_sinks):  # which reads layer by layer
             with refused(name.partition(".")[0]):
                 use(folder)
+
+
+def test_a_link_to_a_snapshot_of_the_hub_is_that_snapshot(tmp_path):
+    """Its files are links among the blobs of its repo, which are found from where the link ends."""
+    repo = tmp_path / "hub/models--me--tiny"
+    snapshot = repo / "snapshots/abc123"
+    (repo / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(checkpoint("llama", "20KB").iterdir())):
+        shutil.copy(file, repo / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert (snapshot / INDEX).is_file()
+    (tmp_path / "model").symlink_to(snapshot)
+    want = ss.load(snapshot).lm_head.weight
+    assert torch.equal(ss.load(tmp_path / "model").lm_head.weight, want)
+    assert open_target(tmp_path / "model").store is not None
+    (tmp_path / "elsewhere").write_text("{}")
+    (snapshot / "model-00009.safetensors").symlink_to(tmp_path / "elsewhere")
+    index = json.loads((snapshot / INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "model-00009.safetensors")
+    (snapshot / INDEX).unlink()
+    (snapshot / INDEX).write_text(json.dumps(index))
+    with refused("leads out of model"):
+        ss.load(tmp_path / "model")
+
+
+def test_a_link_to_a_gguf_file_is_that_file(tmp_path):
+    write_gguf(tmp_path / "a.gguf", *tiny_model("llama"), lambda _: None)
+    (tmp_path / "model").symlink_to("a.gguf")
+    for opened in (ss.load(tmp_path / "model"), open_target(str(tmp_path / "model")).hf):
+        assert opened.sinkscope_name == "a.gguf"
+
+
+@pytest.mark.parametrize("has_peft", [False, True])
+def test_a_merged_model_beside_its_adapter_is_the_model(folder, has_peft, monkeypatch):
+    """Also where transformers would put the adapter on it once more."""
+    want = ss.load(folder).lm_head.weight
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "peft_type": "LORA"}')
+    for module in ("integrations.peft", "models.auto.auto_factory"):
+        monkeypatch.setattr(f"transformers.{module}.is_peft_available", lambda: has_peft)
+    assert torch.equal(ss.load(folder).lm_head.weight, want)
+    (folder / WEIGHTS).unlink()
+    with refused("holds an adapter .*, and no weights of a model: load its base"):
+        ss.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "inside"),
+    [("_orig_mod.", "model._orig_mod"), ("module.", "model.module"), ("model._orig_mod.", "_orig")],
+)
+def test_a_prefix_of_a_wrapper_is_named(prefix, inside, folder):
+    tensors = {}
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        if prefix.startswith("model."):
+            name = name.removeprefix("model.")
+        tensors[prefix + name] = tensor
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    for use in (ss.load, ss.find_sinks):
+        with refused(words=[f"have the prefix '{prefix.removeprefix('model.')}'", f"{inside}", "rename the tensors"]):
+            use(folder)

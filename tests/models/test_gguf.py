@@ -11,6 +11,7 @@ from gguf_file import write_gguf
 from organisms import tiny_model
 from refusals import refused
 
+from sinkscope.models.checkpoints.gguf_file import forget_vocabulary, parsed_once
 from sinkscope.opening.load import load
 
 gguf = pytest.importorskip("gguf")
@@ -84,3 +85,31 @@ def test_what_is_no_model_or_not_read_is_named(said, says, tmp_path):
     write_gguf(tmp_path / "a.gguf", *tiny_model("llama"), fields(said or {}), weights=said is not None)
     with refused(f"^a.gguf {says}"):
         load(tmp_path / "a.gguf")
+
+
+def test_a_large_tensor_is_dequantized_in_parts_and_the_vocabulary_is_forgotten(tmp_path, monkeypatch):
+    """What a file of a large vocabulary takes at its peak is no more than its weights twice."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    numbers = np.random.default_rng(0).normal(size=(11, 64)).astype(np.float32)
+    blocks = gguf.quantize(numbers, kind)
+    want, lengths, library = gguf.dequantize(blocks, kind), [], gguf.dequantize
+    monkeypatch.setattr(gguf, "dequantize", lambda part, kind: lengths.append(len(part)) or library(part, kind))
+    monkeypatch.setattr("sinkscope.models.checkpoints.gguf_file._ROWS", 4)
+    write_gguf(tmp_path / "a.gguf", *tiny_model("llama"), fields({}))
+    with parsed_once():
+        assert np.array_equal(gguf.dequantize(blocks, kind), want) and lengths == [4, 4, 3]
+        reader = gguf.GGUFReader(str(tmp_path / "a.gguf"))
+        assert any(name.startswith("tokenizer.") for name in reader.fields)
+        forget_vocabulary(tmp_path / "a.gguf")
+        assert not any(name.startswith("tokenizer.") for name in reader.fields)
+    forgotten = []
+    monkeypatch.setattr("sinkscope.opening.load.forget_vocabulary", forgotten.append)
+    load(tmp_path / "a.gguf")
+    assert forgotten == [tmp_path / "a.gguf"]
+
+
+def test_no_bar_is_drawn_while_a_file_is_read(tmp_path, capfd):
+    write_gguf(tmp_path / "a.gguf", *tiny_model("llama"), fields({}))
+    load(tmp_path / "a.gguf")
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")

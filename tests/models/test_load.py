@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from unittest import mock
 
@@ -10,9 +11,10 @@ import torch
 from checkpoints import checkpoint
 from organisms.tiny import tiny_model
 from refusals import refused
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from sinkscope.opening.load import load
+import sinkscope as ss
+from sinkscope.opening.load import load, target_of
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,16 @@ def test_out_of_memory_says_what_to_try(monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", mock.Mock(side_effect=error))
     with refused(words=["out of memory", "llama", "dtype", "quantization_config"]):
         load(checkpoint("llama"))
+
+
+def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused():
+    """Of a live model, and where only tokens that were added have no row."""
+    model, tokenizer = tiny_model("llama")
+    small = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "vocab_size": 40, "pad_token_id": 3}))
+    with refused("the tokenizer has 96 tokens and the embedding 40 rows: they belong to different models"):
+        ss.find_sinks(small, tokenizer=tokenizer)
+    added = copy.deepcopy(tokenizer)
+    added.add_tokens(["zebra"])
+    row = torch.tensor([[1, 5, added.convert_tokens_to_ids("zebra"), 7]])
+    with refused("token 96 is not in the vocabulary of .*, whose embedding has 96 rows"):
+        target_of(model, added).forward(row)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -23,6 +27,8 @@ from .tiny import attention_names
 
 IDS = torch.tensor([[0, *(20 + 7 * k % 200 for k in range(80))]])
 """More tokens than every window and top-k of the tiny configurations."""
+EVICTED_TO = 32
+"""Tokens that stay in the cache: the first four, which are beyond every window and in another chunk, and the latest."""
 OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "use_cache": True}
 
 
@@ -74,6 +80,8 @@ def examine(model_type: str) -> TypeReport:
     report.sites = {"right": len(sites.right), "not offered": sorted({s.split(".", 2)[2] for s in sites.refused})}
     _check_passes(report, target)
     _check_generation(report, target)
+    if not report.parts.get("policies"):
+        _check_eviction(report, model)
     found = report.attempt("neurons", ss.find_sinks, model, tokenizer=tokenizer)
     if model_state(model) != before:
         report.wrong.append("the model was not left as it was")
@@ -129,6 +137,58 @@ def _check_generation(report: TypeReport, target: Target) -> None:
             return
         if tokens.shape != plain.shape or (isinstance(policy, ss.kv.Full) and not torch.equal(tokens, plain)):
             report.wrong.append(f"{type(policy).__name__} gives other tokens than plain generate")
+
+
+def _check_eviction(report: TypeReport, model: Any) -> None:
+    """Logits after tokens left the cache are those of a plain pass in which no later query sees these tokens.
+
+    The model has its own eager attention; the tokens that leave are in every window and chunk, and some stay beyond it.
+    """
+    plain = eager(model)
+    for module in plain.modules():
+        module.training = False
+    policy = ss.kv.StreamingLLM(EVICTED_TO)
+    first = 4
+    with policy.on(plain):
+        output = report.attempt(
+            "policies", plain.generate, IDS, **OPTIONS, return_dict_in_generate=True, output_logits=True
+        )
+    if output is None:
+        return
+    length = IDS.shape[1]
+    total = output.sequences.shape[1]
+    hidden = torch.zeros(total, total, dtype=torch.bool)
+    for query in range(length, total):
+        hidden[query, first : max(first, query - (EVICTED_TO - first))] = True
+    expected = logits_without(plain, output.sequences, hidden)[:, length - 1 : total - 1]
+    found = torch.stack(output.logits, 1)
+    report.equal("what is said after tokens left the cache", found, expected, 1e-3 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def logits_without(model: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+    """Logits of a pass without a cache, by the model's own eager attention, with cells hidden beside its own mask.
+
+    Args:
+        model: A model whose attention is eager.
+        ids: Token ids `[batch pos]`.
+        hidden: Which queries do not see which keys `[query key]`.
+    """
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    with ExitStack() as stack:
+        for file in files:
+            attend = getattr(file, "eager_attention_forward", None)
+            if attend is None:
+                continue
+
+            def hiding(module, query, key, value, attention_mask, *args, attend=attend, **settings):
+                least = torch.finfo(query.dtype).min
+                cells = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, least)
+                mask = (attention_mask + cells).clamp(min=least)
+                return attend(module, query, key, value, mask, *args, **settings)
+
+            stack.enter_context(mock.patch.object(file, "eager_attention_forward", hiding))
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
 
 
 def scope_line(target: Target) -> str:

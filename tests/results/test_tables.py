@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from refusals import refused
+
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.result import Result
+from sinkscope.results.row import row_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +42,12 @@ def test_lists_counts_and_shares_are_said_in_words_and_what_rounds_to_zero_has_n
     assert [count_of(count, "token") for count in (0, 1, 2000)] == ["no token", "1 token", "2,000 tokens"]
     shares = [percent(-1e-5), percent(-1e-5, 1), percent(-1e-5, 3), percent(-0.0005, 1), percent(-1.0)]
     assert shares == ["0%", "0.0%", "-0.001%", "-0.1%", "-100%"]
+
+
+def test_a_number_that_was_not_measured_is_refused_and_not_zero():
+    row = row_of("effects", "at place", left=0.02)
+    assert row.get("left") == 0.02
+    assert row.get("loss", 0.0) == 0.0
+    for ask in (row.get, row.margin):
+        with refused(words=["'nats' was not measured of 'at place' (effects), which has left"]):
+            ask("nats")

@@ -24,7 +24,7 @@ def test_planted_heads_are_recovered(kind, tmp_path):
     o = organism(seed=seed, kind=kind, bos=seed % 2 == 0)
     setup, truth = setup_of(o, text=text_file(o, tmp_path, 8, seed=9)), o.truth
     found = {row.name: row for row in heads_that_mark(setup, spike_of(setup))}
-    left = {name: row.get("left") for name, row in found.items()}
+    left = {name: row.get("left", 0.0) for name, row in found.items()}
     fewest, every = found["fewest heads"], found["all heads"]
     ids = o.tokenizer.convert_tokens_to_ids([o.tokenizer.tokenize(token)[0] for token in every.texts])
     groups = [truth.groups[token] for token in ids]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from organisms import mask_of, organism
+from organisms import mask_of, organism, tiny_model
 from plain_hooks import attention, ratios, residuals
 from refusals import refused
 
 import sinkscope as ss
+from sinkscope.engine.attention import Attention
+from sinkscope.opening.load import target_of
+from sinkscope.sinks.spikes.survey import read_survey
 
 pytestmark = pytest.mark.few_texts
 
@@ -62,3 +65,24 @@ def test_padding_is_no_sink_and_changes_none(kind, left):
 def test_what_is_no_input_is_refused_in_one_line(options, message):
     with refused(message):
         ss.sink_mask(organism().model, **{"ids": torch.full((2, 8), 9)} | options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text"])
+def test_a_long_text_is_read_in_chunks_of_queries(family, monkeypatch):
+    """With windows and learned sinks they add up to what is read at once."""
+    target = target_of(tiny_model(family)[0])
+    ids = torch.randint(5, 90, (2, 60), generator=torch.Generator().manual_seed(1))
+    want = read_survey(target, ids)
+    lengths, rows_of = [], Attention._rows
+
+    def record(attention: Attention, part: slice) -> torch.Tensor:
+        lengths.append(part.stop - part.start)
+        return rows_of(attention, part)
+
+    monkeypatch.setattr(Attention, "_rows", record)
+    monkeypatch.setattr("sinkscope.engine.attention._CHUNK", 16)
+    got = read_survey(target, ids)
+    assert {*lengths} == {16, 12}
+    for name in ("attention", "own", "seen", "learned"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
+    assert want.attention.any() and (want.learned.any() or family != "gpt_oss")

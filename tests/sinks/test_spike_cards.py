@@ -32,7 +32,7 @@ def said_of(count: int, loss: float, busiest: float, random: float, note: str = 
         ((9, -0.004, -2.0, -3), "L0 and 8 more suffice: they cost 0.00 (± 0.14), the busiest others -2.00."),
         (
             (1, 0.3, 0.1, 0, NO_EQUAL),
-            "L0 suffices: it costs 0.30 (± 0.14), no set of others writes as much (busiest: 0.10).",
+            "L0 suffices: it costs 0.30 (± 0.14), no fair control: no other neurons write as much.",
         ),
     ],
 )

@@ -18,8 +18,8 @@ from sinkscope.sinks.spikes.result import FindSinks, sufficient
 from sinkscope.sinks.spikes.survey import ratios_of
 
 SUFFICES = (
-    "L1.N338 suffices for the spike at the first token: zeroed there, it costs 0.15 (± 0.05) nats a token, no set of "
-    "others writes as much (busiest: 2.51)."
+    "L1.N338 suffices for the spike at the first token: zeroed there, it costs 0.15 (± 0.05) nats a token, no fair "
+    "control: no other neurons write as much."
 )
 """What is said of the model in the package: two thirds of its small MLP write less, in norm, than that neuron."""
 

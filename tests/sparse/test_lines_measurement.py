@@ -134,6 +134,24 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     assert lines[1, 0, 0].tolist() == [True, False, True]
 
 
+def test_another_texts_lines_hold_as_much_where_the_text_is_the_same_and_less_where_it_is_not():
+    model, tokenizer = tiny_model("llama")
+    text, other = ids_of(40), ids_of(40)
+    options = {"etas": [0.1], "layers": [0], "tokenizer": tokenizer}
+    same, different = lines(model, [text, text], **options), lines(model, [text, other], **options)
+    np.testing.assert_allclose(same.other_mass, same.mass, atol=1e-6)
+    assert same.conclusion().endswith("another text's lines.") and same.mean("inputs")[0] == 1
+    assert same.mean("inputs_random")[0] < 0.5, "random lines agree less"
+    assert different.mean("other_mass")[0] < different.mean("mass")[0] - 0.01 and different.mean("inputs")[0] < 1
+
+
+def test_of_equal_lines_columns_come_first_and_then_the_nearest_offsets():
+    equal = torch.ones(1, 2, 5)
+    for share, columns, offsets in ((0.3, 3, 0), (0.5, 5, 0), (0.7, 5, 2)):
+        chosen = top_lines(equal, [share])[0, 0]
+        assert [kind.nonzero().flatten().tolist() for kind in chosen] == [[*range(columns)], [*range(offsets)]]
+
+
 def test_a_file_of_texts_and_the_command(tmp_path, typed):
     file, out = tmp_path / "texts.jsonl", tmp_path / "x.json"
     file.write_text(json_lines({"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)))

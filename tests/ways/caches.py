@@ -11,6 +11,7 @@ import transformers as tf
 from torch import Tensor
 
 from .calls import Use
+from .families import FAMILIES, LAYERS
 
 
 def forward(use: Use) -> Tensor:
@@ -25,6 +26,33 @@ def steps(use: Use, cache: Any = None) -> Tensor:
         for start in range(use.prompt, use.length):
             found.append(use.run(start, start + 1, cache))
     return torch.cat(found, 1)
+
+
+def evicted(use: Use) -> Tensor:
+    """Token by token; by plain means in one call, in which what was evicted is hidden."""
+    return forward(use) if use.edits is None else steps(use)
+
+
+def by_hand(use: Use) -> Tensor:
+    """What the last layer gives if layers are called one by one, with what a call gives them beside."""
+    layers = [FAMILIES[use.draw["family"]].block(use.model, number) for number in range(LAYERS)]
+    told: list[tuple[Any, Any]] = []
+    handles = []
+    for layer in layers:
+        keep = layer.register_forward_pre_hook(lambda _, args, kwargs: told.append((args, kwargs)), with_kwargs=True)
+        handles.append(keep)
+    use.run(0, use.length)
+    for handle in handles:
+        handle.remove()
+    hidden = (*told[0][0], *told[0][1].values())[0]
+    with use.inside():
+        for layer, (args, kwargs) in zip(layers, told, strict=True):
+            if args:
+                output = layer(hidden, *args[1:], **kwargs)
+            else:
+                output = layer(**{**kwargs, "hidden_states": hidden})
+            hidden = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 def second_turn(use: Use) -> Tensor:

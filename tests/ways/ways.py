@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .caches import (
+    by_hand,
     chunks,
     copied,
     cropped,
+    evicted,
     forward,
     gradients,
     reordered,
@@ -76,6 +78,11 @@ def _replays(draw: Draw) -> bool:
     return takes and EDITS[draw["edit"]].acts and draw["wrapper"] == "bare" and draw["hooks"] == "none"
 
 
+def _walked(draw: Draw) -> bool:
+    """Whether a plain call can be made first, which tells what layers are given."""
+    return _bare(draw) and draw["call"] == "keyword" and draw["other"] == "nothing"
+
+
 def _cached(draw: Draw) -> bool:
     generates = draw["padding"] != "right" and draw["family"] != "mpt"  # whose settings say use_cache=False
     return _bare(draw) and _long(draw) and generates
@@ -86,6 +93,8 @@ WAYS = {
     "steps": Way(steps, "steps"),
     "second turn": Way(second_turn, "second turn", _long),
     "chunks": Way(chunks, None, _long),
+    "evicted": Way(evicted, None, _long),
+    "by hand": Way(by_hand, None, _walked),
     "copied": Way(copied, "steps", _long),
     "copied from": Way(partial(copied, goes_on=0), "steps", _long),
     "reordered": Way(reordered, "steps", _rows_move),

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sinkscope.app.commands.command import Command
-from sinkscope.app.commands.options import LOAD, Several
+from sinkscope.app.commands.options import LOAD, OutputFolder, Several
 
 BENCHMARK = "Benchmark"
 
@@ -22,7 +22,7 @@ bench = Command(
         click.Option(["--model"]),
         click.Option(["--task"], metavar="TASK|FILE"),
         Several(["--methods"], metavar="LIST"),
-        click.Option(["--out"], metavar="DIR"),
+        click.Option(["--out"], type=OutputFolder()),
         click.Option(["--max-new-tokens"], type=int),
         click.Option(["--batch-size"], type=int),
         click.Option(["--temperature"], type=float),

@@ -6,7 +6,8 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
 from pathlib import Path
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
+from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, OutputFile, Several
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import descriptions_of, docstring_at, introduction
 from sinkscope.files.envelope import OWN, documented_at
-from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
-from sinkscope.files.plain import pathless, visible
+from sinkscope.files.output import check_output, is_device, write_output
+from sinkscope.files.plain import visible
 from sinkscope.files.progress import is_first, world_size
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
 
@@ -135,7 +136,8 @@ class Command(click.Command):
             if "model" in ctx.params:
                 progress(f"Loading {options.get('model', 'bundled')} ...", 0, 0)
             self.check_outputs(files, options)
-            result = self.run(options, files, progress)
+            with refused_exit(self.words):
+                result = self.run(options, files, progress)
         if self.kinds and result is not None:
             deliver(result, files if is_first() else {})
             ctx.exit(result.exit_code)
@@ -149,14 +151,8 @@ class Command(click.Command):
         """
         targets = [Path(path) if path == "-" else check_output(path, self.kinds) for path in files.values()]
         for parameter in self.params:
-            if parameter.name in options and parameter.name in WRITTEN:
-                path = options[parameter.name]
-                is_folder = parameter.metavar != "FILE"
-                targets.append(check_writable(path, folder=is_folder))
-                if parameter.name == "out" and is_folder:
-                    from sinkscope.files.store import refuse_other_files  # loads pydantic, for which no help need wait
-
-                    refuse_other_files(Path(path), f"--out {pathless(path)}")
+            if parameter.name in options and isinstance(parameter.type, OutputFile):
+                targets.append(parameter.type.target(options[parameter.name]))
         for target in targets:
             if targets.count(target) > 1 and not is_device(target):
                 raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
@@ -185,12 +181,31 @@ class Command(click.Command):
         return function
 
 
+@contextmanager
+def refused_exit(words: str) -> Iterator[None]:
+    """Context manager that refuses an exit of Python by what a command runs: nothing was done, and no status says so.
+
+    Args:
+        words: The command.
+
+    Raises:
+        SinkscopeError: `sys.exit` was called.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise SinkscopeError(
+            f"code that sinkscope {words} runs has called sys.exit({error.code!r:.80}) before there was a result: take "
+            "that call out"
+        ) from None
+
+
 def measures(
     words: str,
     section: str,
     *examples: str,
     function: Callable[..., Any] | None = None,
-    edits: bool = False,
+    edits: Sequence[str] = (),
     params: Sequence[click.Parameter] = (),
 ) -> Command:
     """Return the command of a measurement, with the options that all measurements have.
@@ -200,10 +215,10 @@ def measures(
         section: Heading under which the help lists it.
         examples: Lines for the end of the help.
         function: The measurement. None: that of sinkscope.
-        edits: Whether it can run under a patch, a policy or a guard.
+        edits: The interventions under which it can run, of "patch", "policy" and "guard"; other names have no option.
         params: Its own options.
     """
-    shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
+    shared = [*MODEL, *SETUP, *(option for option in EDITS if option.name in edits)]
     place = function or OWN[words]
     return Command(words, place, section, *examples, params=params, shared=shared, kinds=[words], processes=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from sinkscope.app.commands.command import Command
-from sinkscope.app.commands.options import EDITS, LOAD, MODEL, SETUP, Several, TextFile
+from sinkscope.app.commands.options import EDITS, LOAD, MODEL, SETUP, OutputFile, OutputFolder, Several, TextFile
 
 LOOK = "Look"
 
@@ -17,7 +17,7 @@ scan = Command(
     "sinkscope scan llama-2-7b --out llama",
     "sinkscope scan llama-2-7b --quick --only find-sinks,repeat",
     params=[
-        click.Option(["--out"], metavar="FOLDER"),
+        click.Option(["--out"], type=OutputFolder()),
         click.Option(["--quick"], is_flag=True),
         Several(["--only"], metavar="PART,..."),
     ],
@@ -34,7 +34,7 @@ compare = Command(
     params=[
         click.Argument(["results"], metavar="A B [C ...]", nargs=-1, required=True),
         click.Option(["--measure"], default="find-sinks"),
-        click.Option(["--out"], metavar="FOLDER"),
+        click.Option(["--out"], type=OutputFolder()),
     ],
     shared=[option for option in SETUP if option.name != "revision"],
     kinds=["compare"],
@@ -75,5 +75,5 @@ report = Command(
     "app.report:report",
     LOOK,
     "sinkscope report results --out everything.html",
-    params=[click.Argument(["folder"], metavar="DIR"), click.Option(["--out"], metavar="FILE")],
+    params=[click.Argument(["folder"], metavar="DIR"), click.Option(["--out"], type=OutputFile())],
 )

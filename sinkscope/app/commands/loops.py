@@ -8,6 +8,7 @@ from sinkscope.app.commands.command import Command, measures
 from sinkscope.app.commands.options import Several, TextFile
 
 LOOPS, DIALOGUES = "Loops", "Dialogues"
+ALL = ("patch", "policy", "guard")
 
 prompt = click.Option(["--prompt-file", "prompt"], type=TextFile())
 length = click.Option(["--max-new-tokens"], type=int)
@@ -33,7 +34,7 @@ barcode = measures(
     LOOPS,
     "sinkscope barcode --html barcode.html",
     params=[prompt, length, Several(["--heads"], metavar="L0.H4,...")],
-    edits=True,
+    edits=ALL,
 )
 
 why_loop = measures(
@@ -46,7 +47,7 @@ why_loop = measures(
         length,
         click.Option(["--cuts"], default=3),
     ],
-    edits=True,
+    edits=ALL,
 )
 
 lines = measures(
@@ -60,5 +61,5 @@ lines = measures(
         Several(["--etas"], default=["0.05,0.1,0.15,0.2,0.25,0.3"], type=click.FLOAT, metavar="ETA,..."),
         Several(["--layers"], type=click.INT, metavar="LAYER,..."),
     ],
-    edits=True,
+    edits=["patch"],
 )

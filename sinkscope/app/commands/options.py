@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_text
+from sinkscope.files.output import check_writable, read_text
 
 MODEL_WORD = "model_word"
 """Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
@@ -27,6 +28,42 @@ class TextFile(click.ParamType):
             name = "prompt" if param is None else param.opts[0].removeprefix("--").removesuffix("-file")
             raise SinkscopeError(f"the {name} is empty: write at least one word into the file")
         return text
+
+
+class OutputFile(click.ParamType):
+    """The name of a file for writing, which is checked before any work begins."""
+
+    name = "file"
+
+    def target(self, value: str) -> Path:
+        """Return the path that will be written.
+
+        Raises:
+            SinkscopeError: It cannot be written.
+        """
+        return check_writable(value)
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the name."""
+        if ctx is None or not ctx.resilient_parsing:  # else the shell completes a word
+            self.target(value)
+        return value
+
+
+class OutputFolder(OutputFile):
+    """The name of a folder for writing: new, empty, or of an earlier run."""
+
+    name = "folder"
+
+    def target(self, value: str) -> Path:
+        """Return the folder that will be written.
+
+        Raises:
+            SinkscopeError: It cannot be written, or holds other files.
+        """
+        from sinkscope.files.store import check_folder  # loads pydantic, for which no help need wait
+
+        return check_folder(value)
 
 
 class Several(click.Option):

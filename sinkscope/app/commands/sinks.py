@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from sinkscope.app.commands.command import measures
-from sinkscope.app.commands.options import Several
+from sinkscope.app.commands.options import OutputFile, Several
 
 SINKS, REPETITION = "Sinks", "Repetition"
 
@@ -32,7 +32,7 @@ patch = measures(
         click.Option(["--limit"], default=0.01),
         click.Option(["--pieces"], default=32),
         click.Option(["--length"], default=64),
-        click.Option(["--out"], metavar="FILE"),
+        click.Option(["--out"], type=OutputFile()),
     ],
 )
 

@@ -39,7 +39,7 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
-from sinkscope.models.text import beginning
+from sinkscope.models.text import behind_beginning
 from sinkscope.results.older import card_of
 from sinkscope.sinks.spikes.result import purpose_sentence, spike_subject
 
@@ -244,8 +244,7 @@ def ids_of(setup: Setup, text: str) -> list[int]:
     ids = setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if set(ids) <= {setup.tokenizer.unk_token_id}:
         raise SinkscopeError(f"the text {text[:40]!r} has no word that this tokenizer knows: give another text")
-    if setup.bos is not None and ids[0] != setup.bos:
-        ids = [*beginning(setup.tokenizer, setup.bos), *ids]
+    ids = behind_beginning(setup.tokenizer, setup.bos, ids)
     if len(ids) > MOST_TOKENS:
         raise SinkscopeError(
             f"the text has {len(ids)} tokens and a view shows {MOST_TOKENS} at most: give a shorter text"

@@ -55,8 +55,13 @@ class Loops(Task):
 
     def prompts(self, target: Target) -> list[Prompt]:
         """Return the prompts of the source."""
+        prompts = self.prompts_of_file()
+        return self._text(target) if prompts is None else prompts
+
+    def prompts_of_file(self) -> list[Prompt] | None:
+        """Return the prompts of the file, or of those in the package; None of openings of text."""
         if self.source == TEXT:
-            return self._text(target)
+            return None
         files = sorted(DATA.glob("small-*.jsonl")) if self.source == SMALL else [Path(self.source)]
         prompts: list[Prompt] = []
         for file in files:

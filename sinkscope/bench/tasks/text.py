@@ -10,6 +10,7 @@ generated itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -53,6 +54,27 @@ class TextFidelity(Task):
     prompt: Size = 768
     answer: Size = 32
     source: str = ""
+
+    def prompts_of_file(self) -> list[Prompt] | None:
+        """Return the prompts of the source."""
+        return read_prompts(self.source) if self.source else None
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts of several turns, and those without a text to compare along.
+
+        Raises:
+            SinkscopeError: The first such prompt is named.
+        """
+        super().check(prompts)
+        for prompt in prompts:
+            count = len(prompt.turns)
+            if count > 1:
+                raise SinkscopeError(
+                    f"prompt {prompt.id!r} has {count} turns, and --task text compares along one answer: give prompts "
+                    "of one turn"
+                )
+            if not "".join(prompt.turns[0].answers[:1]).strip():
+                raise SinkscopeError(f"prompt {prompt.id!r} has no answer to compare along: give a text")
 
     def prompts(self, target: Target) -> list[Prompt]:
         """Return consecutive pieces of the text."""

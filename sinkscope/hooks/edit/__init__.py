@@ -2,7 +2,7 @@
 
 from sinkscope.engine.run import Event, Run
 from sinkscope.hooks.edit.base import Composed, Intervention
-from sinkscope.hooks.edit.edits import Ablate, Add, NeuronEdit
+from sinkscope.hooks.edit.edits import Ablate, Add, NeuronEdit, Put
 from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 
@@ -14,6 +14,7 @@ __all__ = [
     "Intervention",
     "Knockout",
     "NeuronEdit",
+    "Put",
     "Run",
     "SinkPatch",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.engine.run import Run
+from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.opening.load import target_of
 from sinkscope.results.notation import count_of
@@ -58,6 +59,18 @@ class Intervention(ABC):
         if not isinstance(other, Intervention):
             return NotImplemented
         return Composed((*self.parts, *other.parts))
+
+    def __enter__(self) -> None:
+        """Refuse: an edit is entered on a model.
+
+        Raises:
+            SinkscopeError: Always.
+        """
+        name = type(self).__name__
+        raise SinkscopeError(f"{name} acts on a model: write `with {name}(...).on(model):`")
+
+    def __exit__(self, *error: object) -> None:  # noqa: B027 - `with` asks for it before it enters
+        """Do nothing; nothing was entered."""
 
     def on(self, model: object) -> Run:
         """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from os import PathLike
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,11 +29,12 @@ from sinkscope.hooks.edit.sites import (
     python_numbers,
     site_of,
 )
-from sinkscope.hooks.trace import resolve
+from sinkscope.hooks.trace import Site, resolve
 from sinkscope.models.inputs import check_site
 from sinkscope.models.neurons import HookPoint, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
 from sinkscope.results.notation import Head
+from sinkscope.results.result import Result
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +183,17 @@ class NeuronEdit(PlacedEdit):
                 )
 
 
+def result_of(result: Any) -> Any:
+    """Return a result, which a path of its file names as well.
+
+    Raises:
+        SinkscopeError: The file cannot be read, or is no result.
+    """
+    if isinstance(result, str | PathLike):
+        return Result.load(result)
+    return result
+
+
 def spike_of(result: Any) -> Any:
     """Return the spike of the first token that most heads read, of those that need neurons.
 
@@ -212,7 +225,8 @@ class Ablate(NeuronEdit):
     Args:
         heads: Query heads whose output (`hook_z`) is switched off: (layer, head), or names such as "L0.H4".
         value: A number, "zero", or "mean": the row's mean over its real positions after the first, in the first call
-            that has any. The first token is left out because a sink there would distort the mean.
+            that has any; drafts of assisted generation are none. The first token is left out because a sink there
+            would distort the mean.
         positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
             numbers, or a slice.
 
@@ -238,8 +252,12 @@ class Ablate(NeuronEdit):
 
     @classmethod
     def from_result(cls, result: Any) -> Ablate:
-        """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`)."""
-        return cls(spike_of(result).needed_neurons)
+        """Return the ablation of the neurons that a spike of the first token needs (see `spike_of`).
+
+        Args:
+            result: The result of `find_sinks` or `why_sink`, or the path of its file.
+        """
+        return cls(spike_of(result_of(result)).needed_neurons)
 
     def enter(self, run: Run, key: int) -> None:
         """Register hooks; a mean is remembered from call to call, on the cache."""
@@ -258,15 +276,42 @@ class Ablate(NeuronEdit):
         values.check_read("the mean of the row", "give a number as value")
         old, known, key = values.old, values.step.state.known, (*values.key, "mean")
         there = (values.index > 0)[..., None]
+        is_second = (values.index == 1)[..., None]  # after a prompt of one token, it alone gives the mean
+        drafts_from = values.step.state.drafts_from
+        if drafts_from is not None:
+            column = torch.arange(values.step.past, values.step.past + values.step.new, device=old.device)
+            there = there & ((column < drafts_from)[:, None] | is_second)
         exact = torch.promote_types(old.dtype, torch.float32)
         mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
         earlier = known.get(key, mean)
-        mean = torch.where(earlier.isnan(), mean, earlier)
+        mean = torch.where(earlier.isnan() | is_second.any(1), mean, earlier)  # what was read there was taken back
         known[key] = mean.detach()  # for later calls
         return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
 
 
-_WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+_READ = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+_WHERE = ("hook_embed", *_READ)
+
+
+def residual_sites(target: Target, pattern: str, width: int, parts: Sequence[str]) -> list[Site]:
+    """Return the sites of the residual stream that a pattern names.
+
+    Args:
+        target: The model.
+        pattern: The pattern.
+        width: Numbers of what is to be written there.
+        parts: The last parts of the names of sites that may be written.
+
+    Raises:
+        SinkscopeError: The width is not that of the residual stream, or a site is none of these.
+    """
+    if width != target.d_model:
+        raise SinkscopeError(f"vector of {width} numbers: the residual stream of {target.name} has {target.d_model}")
+    sites = resolve(target, pattern)
+    for site in sites:
+        if site.name.rpartition(".")[2] not in parts:
+            raise SinkscopeError(f"site {site.name!r}: expected a site of the residual stream, {', '.join(parts)}")
+    return sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,17 +362,8 @@ class Add(PlacedEdit):
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, float]]:
         """Return the modules whose input or output the sites are, each with the factor on what is added there."""
-        sites = resolve(target, self.site)
-        if len(self.vector) != target.d_model:
-            raise SinkscopeError(
-                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
-            )
         points: list[tuple[HookPoint, float]] = []
-        for site in sites:
-            if site.name.rpartition(".")[2] not in _WHERE:
-                raise SinkscopeError(
-                    f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}"
-                )
+        for site in residual_sites(target, self.site, len(self.vector), _WHERE):
             if site.name == "hook_embed":  # a model may multiply or normalise what its embedding gives
                 (site,) = resolve(target, "blocks.0.hook_resid_pre")
             assert site.point is not None  # only attention rows have none
@@ -343,3 +379,61 @@ class Add(PlacedEdit):
     def count(self, values: Values, new: Tensor, chosen: Tensor) -> Tensor:
         """Return to how many values something was added, without a look at the whole stream."""
         return chosen.sum() * len(self.vector)
+
+
+@dataclass(frozen=True, eq=False)
+class Put(PlacedEdit):
+    """Put values of another prompt into the residual stream at a site (activation patching, Meng et al. 2022).
+
+    Attributes:
+        values: A row for each position, `[pos d_model]`, as `trace` of the other prompt gives them at this site:
+            `trace(model, other, site)[site][0, [3, 4]]`; of one position also `[d_model]`.
+        site: Site by its TransformerLens name: `hook_resid_pre`, `hook_attn_out`, `hook_mlp_out` or `hook_resid_post`
+            of a layer. Several sites are several edits, joined by `|`.
+        positions: The positions that get them, in the order of the rows, counted from each row's first real token:
+            "first", a number, or several numbers.
+
+    Raises:
+        SinkscopeError: The values are not finite or not as many as positions, their width differs from the residual
+            stream's, or the site is none of these.
+    """
+
+    values: Any = field(repr=False)
+    site: str
+    positions: Any
+
+    KIND = "put"
+
+    def __post_init__(self) -> None:
+        rows = torch.empty(0)
+        with suppress(TypeError, ValueError, RuntimeError):
+            rows = torch.as_tensor(self.values).detach().float().clone()
+        check_values(str, site=self.site)
+        positions = tuple(self.positions) if isinstance(self.positions, range) else self.positions
+        positions = 0 if positions == "first" else checked_positions(positions)
+        numbers = (positions,) if isinstance(positions, int) else positions
+        if not isinstance(numbers, tuple):
+            raise SinkscopeError(f'positions={self.positions!r}: expected "first", a number, or several numbers')
+        if rows.ndim == 1:
+            rows = rows[None]
+        if rows.ndim != 2 or len(rows) != len(numbers) or not bool(rows.isfinite().all()):
+            raise SinkscopeError(
+                f"values of shape {tuple(rows.shape)} for {len(numbers)} positions: expected finite numbers "
+                "[pos d_model], a row for each position, such as ss.trace(model, other, site)[site][0, positions]"
+            )
+        self.store(values=rows, positions=numbers)
+
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, float]]:
+        """Return the module whose input or output the site is, with the factor on what it gives."""
+        site, *more = residual_sites(target, self.site, self.values.shape[1], _READ)
+        if more:
+            raise SinkscopeError(f"site {self.site!r} names several: give one, and join edits by |")
+        assert site.point is not None  # only attention rows have none
+        return [(site.point, site.factor)]
+
+    def edited(self, values: Values) -> Tensor:
+        """Return the value of each chosen position."""
+        index = values.index
+        numbers = torch.tensor(self.positions, device=index.device)
+        row = (index[..., None] == numbers).int().argmax(-1)
+        return (self.values.to(index.device)[row] / values.of).to(values.old)

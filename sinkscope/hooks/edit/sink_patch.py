@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, checked_value
-from sinkscope.hooks.edit.edits import NeuronEdit, Values, spike_of
+from sinkscope.hooks.edit.edits import NeuronEdit, Values, result_of, spike_of
 from sinkscope.hooks.edit.sites import Where, python_numbers, site_of
 from sinkscope.models.checkpoints.checkpoint import check_made_for
 from sinkscope.models.target import Target
@@ -83,12 +83,13 @@ class SinkPatch(NeuronEdit):
         """Return the patch of all neurons that write the spike of the first token that most heads read.
 
         Args:
-            result: The result of `find_sinks` or `why_sink`. Of another spike, give `sites` and `calibrated` as its
-                `calibrated` has them.
+            result: The result of `find_sinks` or `why_sink`, or the path of its file. Of another spike, give `sites`
+                and `calibrated` as its `calibrated` has them.
 
         Raises:
             SinkscopeError: There is no such spike that needs neurons, or `result` is another object.
         """
+        result = result_of(result)
         calibrated = spike_of(result).calibrated
         return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 

@@ -2,6 +2,6 @@
 
 from sinkscope.loops.guard.cut import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.guard import LoopGuard
-from sinkscope.loops.guard.steer import DRY, Steer
+from sinkscope.loops.guard.steer import Steer
 
-__all__ = ["DRY", "LoopGuard", "Retention", "Steer", "ranges_of", "tokens_to_keep"]
+__all__ = ["LoopGuard", "Retention", "Steer", "ranges_of", "tokens_to_keep"]

@@ -42,7 +42,7 @@ from sinkscope.loops.guard.detect import GuardedRows, ids_of_setting, monitors
 from sinkscope.loops.guard.steer import LENIENT, Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings, WatchedRow
-from sinkscope.loops.text.repetition import EarlierCopies, asked_copies
+from sinkscope.loops.text.repetition import EarlierCopies, asked_copies, asked_items
 from sinkscope.models.draws import draws, gumbel
 from sinkscope.results.notation import count_of, word_list
 
@@ -309,8 +309,9 @@ class GuardActor(Actor):
         known = step.tokens if step.state.prefilling else step.earlier
         rows: list[WatchedRow] = []
         for length, prompt in zip(known.length.tolist(), prompts, strict=True):
-            asked = 0 if tokenizer is None else asked_copies(tokenizer.decode(prompt[-ASKED_WITHIN:]))
-            rows.append(WatchedRow(partial(monitor, asked=asked), length, prompt))
+            text = "" if tokenizer is None else tokenizer.decode(prompt[-ASKED_WITHIN:])
+            monitor_of_row = partial(monitor, asked=asked_copies(text), asked_items=asked_items(text))
+            rows.append(WatchedRow(monitor_of_row, length, prompt))
         begun = GuardedRows(rows, known.seen, ends, stops)
         step.state.known[_GUARDED] = begun
         return begun
@@ -336,9 +337,7 @@ class GuardActor(Actor):
                 if back:
                     bad = range(row.length - back, row.length)
                     taken_back = back
-                stay = tokens_to_keep(cached, row.length, bad, retention, level)
-                last = row.length - back - 1 if back else row.length  # the last token that stays is read again
-                stays[number] = [position for position in stay if position < last]
+                stay = stays[number] = tokens_to_keep(cached, row.length, bad, retention, level)
             data = {
                 "period": period,
                 "bad": ranges_of(bad),
@@ -384,6 +383,8 @@ class GuardActor(Actor):
         draft, count = step.draft, copied_tokens(row)
         has_states = len(step.layers) < len(step.cache.layers)
         if not self.run.takes_back or draft is None or has_states or count > draft.allowance:
+            return 0
+        if count and draft.can_go_back is not None and not draft.can_go_back():
             return 0
         draft.allowance -= count
         return count

@@ -1,35 +1,28 @@
-"""Tokens that would prolong a repetition become less likely: from an alarm on under LoopGuard, and always under DRY.
+"""From an alarm of LoopGuard on, tokens that would prolong a repetition become less likely.
 
-Both look up where the last tokens of a row stand earlier. The longer such a copy is, the more of its logit loses the
+Where the last tokens of a row stand earlier is looked up. The longer such a copy is, the more of its logit loses the
 token that followed it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.records import Natural, Whole, check_fields
+from sinkscope.files.records import Whole, check_fields
 from sinkscope.loops.text.repetition import EarlierCopies
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 LENIENT = 2
 """Number of tokens that may be repeated without a loss under a guard, such as a name."""
-LONGEST_COPY = 64  # tokens of a copy that count under DRY; the loss of more is beyond any logit
-LARGEST_LOSS = 1e9  # beyond any logit, and within float32
 
 
 def lower(logits: Float[Tensor, " vocab"], losses: Mapping[int, float]) -> None:
@@ -66,11 +59,11 @@ class Steering:
 
     A token that would prolong a copy of the last n tokens loses `penalty` for each of them but the first two, for every
     copy among the last W tokens since the act and for the longest one before; and more with every act in succession.
-    Unlike DRY this grows slowly and counts no tokens before the act: the loop is left where the model is least certain
-    of it, and not where the alarm happened to come. Counting all copies ends sentences that come back with another word
-    each time. An end of the text loses what the likeliest token lost, so that no text ends only because its next word
-    is less likely. A row that has looped is steered to its end, because a real model falls back into its loop as soon
-    as nothing is lost any more.
+    Unlike under DRY it grows slowly and counts no tokens before the act: the loop is left where the model is least
+    certain of it, and not where the alarm happened to come. Counting all copies ends sentences that come back with
+    another word each time. An end of the text loses what the likeliest token lost, so that no text ends only because
+    its next word is less likely. A row that has looped is steered to its end, because a real model falls back into its
+    loop as soon as nothing is lost any more.
 
     Attributes:
         penalty: What the logit of a token loses for each token of a copy.
@@ -125,62 +118,8 @@ class Steering:
 
     def steer(self, logits: Float[Tensor, " vocab"], ids: Sequence[int], ends: Collection[int]) -> None:
         """Lower the logits after a row of ids in place; `ends` are the ids that end it."""
-        losses = self.losses(ids)
+        losses = self.losses(ids) if self.penalty else {}
         if losses:
             lost = losses.get(int(logits.argmax()), 0.0)
             lower(logits, losses)
             logits[list(ends)] -= lost
-
-
-class DRY(LogitsProcessor):
-    """Make repetitions less likely ("don't repeat yourself", p-e-w 2024): `logits_processor=[DRY()]` of `generate`.
-
-    For each earlier place where the last n tokens stand as well, the token that followed there loses
-    `multiplier * base ** (n - allowed_length)`, if n is at least `allowed_length`; the longest such n counts. The
-    prompt counts as well. It needs no session, and joins a guard or a policy in the same call.
-
-    Args:
-        multiplier: Loss of the logit that would prolong a repetition of `allowed_length` tokens.
-        base: Factor of the loss for every further token; at least 1.
-        allowed_length: Longest repetition, in tokens, that may be prolonged without a loss, plus one.
-        ignore: Ids that are part of no repetition, such as the padding of a batch. Common settings have those of line
-            breaks, colons, quotation marks and stars, which hides loops of several lines.
-
-    Raises:
-        SinkscopeError: A number is out of range.
-
-    Example:
-        >>> scores = DRY(multiplier=1.0)(torch.tensor([[5, 6, 7, 5, 6]]), torch.zeros(1, 9))
-        >>> scores[0, 7].item()
-        -1.0
-    """
-
-    @checks_arguments
-    def __init__(
-        self,
-        multiplier: Positive = 0.8,
-        base: Growth = 1.75,
-        allowed_length: Natural = 2,
-        *,
-        ignore: Collection[int] = (),
-    ) -> None:
-        self._multiplier = multiplier
-        self._base = base
-        self._allowed_length = allowed_length
-        self._ignore = ignore
-
-    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
-        """Return the scores with the losses."""
-        scores = scores.clone()
-        for ids, row_scores in zip(input_ids.tolist(), scores, strict=True):
-            copies = EarlierCopies(1)
-            copies.follow([-place if token in self._ignore else token for place, token in enumerate(ids, 1)])
-            losses: dict[int, float] = {}
-            for place, length in copies.of_end(LONGEST_COPY):
-                further = length - self._allowed_length
-                if further >= 0:
-                    grown = math.log(self._multiplier) + further * math.log(self._base)
-                    loss = math.exp(min(grown, math.log(LARGEST_LOSS)))
-                    losses[ids[place]] = max(loss, losses.get(ids[place], 0.0))
-            lower(row_scores, losses)
-        return scores

@@ -1,7 +1,7 @@
 """What a model wrote, as a source says it: one text, JSON lines with answers, or the stream of a server.
 
-1. The first line decides: "data:" with JSON begins a stream, JSON begins lines of records, as a name of JSON does, and
-   anything else is one text.
+1. The first line decides: "data:" with JSON begins a stream, and JSON begins lines of records. Under a name of JSON,
+   one document may be written in several lines, and is read as if it stood in one. Anything else is one text.
 2. Of a record the field that is named counts, or the first of `FIELDS` that is filled; of a chat, what the assistant
    wrote. Streams are those of OpenAI's completions, and of the servers that speak as it does.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sinkscope.files.plain import parse_json
@@ -23,9 +24,12 @@ PROMPTS = ("prompt", "instruction", "question", "request", "messages")
 TEXT, REASONING = "text", "reasoning"
 """The channels of an answer."""
 BLOCK = 1 << 16
-_NO_DATA = re.compile(r"(?:\s+|(?::|event:|id:|retry:)[^\n]*(?:\n|$))*")
-"""What may stand before the first data of a stream: blank lines, comments and the other fields of events."""
+NO_DATA = (":", "event:", "id:", "retry:")
+"""How lines of a stream begin that hold no data: comments, and the other fields of events."""
+LONGEST_BEGIN = max(map(len, NO_DATA))
+STREAM_BEGINS, JSON_BEGINS = "data: {", ("{", "[")
 _STREAM = re.compile(r"data: ?[{\[]")
+_SPACE: Any = re.compile(r"\s*")
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError)
 
 
@@ -63,32 +67,99 @@ def pieces_in(source: Any, name: str, field: str | None, skip: Callable[[str], N
     Raises:
         UnicodeError: It is not UTF-8.
     """
+    blocks = _decoded(source)
+    begin = _beginning(blocks)
+    blocks = chain([begin], blocks)
+    if not begin.strip():
+        return
+    data = _from_data(begin)
+    may_be_json = data.startswith(JSON_BEGINS)
+    if _STREAM.match(data) or (may_be_json and _is_json(data.partition("\n")[0])):
+        yield from _pieces_of_lines(blocks, name, field, skip)
+    elif may_be_json and is_text_file(name):
+        yield from _pieces_of_document("".join(blocks), name, field, skip)
+    else:
+        for block in blocks:
+            yield Piece(name, block)
+
+
+def _decoded(source: Any) -> Iterator[str]:
+    """Yield the text of a source, block by block as it arrives."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    rest, form, place, data = "", "", 0, b"-"
-    while data:
-        data = source.read1(BLOCK)
-        rest += decode(data, not data)
-        form = form or _form_of(rest, name, is_whole=not data)
-        if form == "text":
-            yield Piece(name, rest)
-            rest = ""
-        elif form == "lines":
-            *lines, rest = rest.split("\n")
-            for line in lines:
-                place += 1
-                yield from _pieces_of_line(line, place, name, field, skip)
-    yield from _pieces_of_line(rest, place + 1, name, field, skip)
+    block = source.read1(BLOCK)
+    while block:
+        yield decode(block)
+        block = source.read1(BLOCK)
+    yield decode(b"", True)
 
 
-def _form_of(begin: str, name: str, is_whole: bool) -> str:
-    """What begins so: "text", or "lines" of JSON or of a stream; empty if it may be either."""
-    data = _NO_DATA.sub("", begin, count=1)
-    first, line_end, _ = data.partition("\n")
-    may_be_json = data.startswith(("{", "["))
-    if _STREAM.match(data) or (may_be_json and (line_end or is_whole) and (is_text_file(name) or _is_json(first))):
-        return "lines"
-    waits = not data or "data: {".startswith(data[:7]) or (may_be_json and not line_end)
-    return "" if not begin.strip() or (waits and not is_whole) else "text"
+def _beginning(blocks: Iterator[str]) -> str:
+    """Read until the form of a source is known, and return what was read.
+
+    A line that may be JSON has to end first. A text is passed on at once: somebody may be waiting for an alarm.
+    """
+    blocks_read: list[str] = []
+    data = ""
+    for block in blocks:
+        blocks_read.append(block)
+        data = _from_data(data + block)
+        if data.startswith(JSON_BEGINS):
+            if "\n" not in data:
+                blocks_read += _rest_of_line(blocks)
+            break
+        may_be_a_stream = any(begin.startswith(data) for begin in (STREAM_BEGINS, *NO_DATA))
+        if not may_be_a_stream:
+            break
+    return "".join(blocks_read)
+
+
+def _from_data(begin: str) -> str:
+    """Return what follows blank lines, comments and fields of events without data; of one that goes on, its name."""
+    position = _SPACE.match(begin).end()
+    while True:
+        line_begin = begin[position : position + LONGEST_BEGIN]
+        names = [field for field in NO_DATA if line_begin.startswith(field)]
+        if not names:
+            return begin[position:]
+        line_end = begin.find("\n", position)
+        if line_end < 0:
+            return names[0]
+        position = _SPACE.match(begin, line_end).end()
+
+
+def _rest_of_line(blocks: Iterator[str]) -> Iterator[str]:
+    """Yield whole blocks, up to the one in which a line ends."""
+    for block in blocks:
+        yield block
+        if "\n" in block:
+            return
+
+
+def _lines(blocks: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a text that comes in blocks. A long line is joined once, when it ends."""
+    parts: list[str] = []
+    for block in blocks:
+        end_of_line, *next_lines = block.split("\n")
+        parts.append(end_of_line)
+        for begin_of_line in next_lines:
+            yield "".join(parts)
+            parts = [begin_of_line]
+    yield "".join(parts)
+
+
+def _pieces_of_lines(
+    blocks: Iterable[str], name: str, field: str | None, skip: Callable[[str], None]
+) -> Iterator[Piece]:
+    """The pieces in lines of JSON, or in a stream."""
+    for number, line in enumerate(_lines(blocks), 1):
+        yield from _pieces_of_line(line, number, name, field, skip)
+
+
+def _pieces_of_document(text: str, name: str, field: str | None, skip: Callable[[str], None]) -> Iterator[Piece]:
+    """The pieces of a JSON document in several lines, or of lines of which the first is broken."""
+    if _is_json(text):
+        text = text.replace("\n", " ")  # the same document: line breaks within its texts are escaped
+    yield from _pieces_of_lines([text], name, field, skip)
 
 
 def _is_json(text: str) -> bool:
@@ -104,7 +175,7 @@ def _pieces_of_line(
 ) -> Iterator[Piece]:
     """The pieces in a line of JSON, or in an event of a stream."""
     data = line.removeprefix("data:").strip()
-    if data == "[DONE]" or _NO_DATA.fullmatch(line):
+    if data in ("", "[DONE]") or line.lstrip().startswith(NO_DATA):
         return
     try:
         row = parse_json(data)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader, BytesIO
 from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 from sinkscope.errors import SinkscopeError
@@ -119,26 +120,29 @@ def check_file(
     *,
     settings: Settings | None = None,
     prompt: str = "",
-    name: str = "input",
+    name: str | None = None,
     field: str | None = None,
 ) -> LoopCheck:
     """Check the answers of a file.
 
     Args:
-        source: The path of a file, or a binary file or pipe: one text, JSON lines, or the events of a server.
+        source: The path of a file, or a binary file or pipe: one text, JSON lines, the events of a server, or, under a
+            name that ends in .json, one JSON document.
         settings: Settings of the monitor.
         prompt: What was asked; copies that it asks for, such as "ten lines", are no loop.
-        name: Name of the file in the result and in errors.
+        name: Name of the file in the result and in errors. By default that of the path, or "input".
         field: Where the answers of a line of JSON are, such as "response.choices".
 
     Raises:
         SinkscopeError: The source is empty, nothing in it can be read, or it is not UTF-8 text.
     """
     if isinstance(source, str | PathLike):
+        name = name or Path(source).name
         source = BufferedReader(cast(Any, BytesIO(read_bytes(source, "give another path"))))
     if not hasattr(source, "read1"):
         raise SinkscopeError(f"{source!r:.80} is no binary file: expected a path, or open(path, 'rb')")
     watch, started = Watch(settings, prompt), time.perf_counter()
+    name = name or "input"
     for _ in watch.read(source, name, field):
         pass
     return check_of(watch, name, started)

@@ -3,7 +3,8 @@
 1. The exact repetition that reaches the last token is followed (`TailRepetition`), and the one that is exact if all
    numbers are taken as equal (`CounterRepetition`).
 2. An exact one counts from 64 tokens beyond its first two copies on, one of numbers from 12 copies and 256 tokens on,
-   or 64 tokens in prose with short items, unless the prompt asked for as many copies.
+   or 64 tokens in lists, whose copies are short, unless the prompt asked for as many copies. A list of equal short
+   answers may be right for what was asked: it is only reported where the prompt is unknown, or may ask for as many.
 3. What it repeats is prose, data or a table (`kind_of`), judged by the copies alone. Data and tables may be honest:
    until there are 512 tokens of equal copies, and as long as numbers change, they are only reported. Tables count, too,
    and so do records whose numbers follow no rule: theirs are not.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
@@ -32,6 +34,10 @@ GOES_ON, COUNTED = 0.7, 512  # share of the numbers of a counter in data, among 
 SHORT_LINE = 8  # words of a line of data that does not end as a sentence does
 _ENDS = frozenset(".!?,;:…'\"”’»)。！？，、；：")
 ITEM = 12  # tokens of a short item
+BEFORE_NUMBER, AFTER_NUMBER = frozenset("([#"), frozenset(".):]-–")
+"""Signs that belong to the number of an item, whatever its form."""
+CELL_SIGNS = frozenset(",;:|")
+"""Signs before a number that is a value or a cell, and no number of an item."""
 LONG, REPORTED = 64, 128  # periods from which on two copies are followed, and reported
 LIMIT_TOKENS = 100  # of `most_copies`
 AFTER_ACT = 3  # copies that are a loop in a row in which a guard has acted
@@ -60,7 +66,7 @@ class MonitorSettings:
             data may have any number.
         counter_copies: Number of copies of a repetition whose numbers change.
         counter_tokens: Minimum tokens of such a repetition.
-        item_tokens: Minimum tokens of such a repetition in prose whose copies are short, up to 12 tokens.
+        item_tokens: Minimum tokens of such a repetition whose copies are items of a list, up to 12 tokens.
     """
 
     rule: ClassVar[str] = "repeats"
@@ -81,9 +87,9 @@ class MonitorSettings:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> CopyRule:
+    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0, asked_items: float = inf) -> CopyRule:
         """Return the rule for one row; the arguments are those of `Monitor`."""
-        return CopyRule(self, words_of, asked)
+        return CopyRule(self, words_of, asked, asked_items)
 
 
 class CopyRule:
@@ -94,15 +100,19 @@ class CopyRule:
         words_of: Gives the words of the last token, or of the last tokens, as `outputs.split` makes them. Without it
             all text is prose without numbers.
         asked: Number of copies that the prompt asks for, which are no loop.
+        asked_items: Number of items of a list that the prompt may ask for, which are at most reported.
 
     Attributes:
         looped: Whether a guard has acted on the row, where three copies are then a loop.
     """
 
-    def __init__(self, settings: MonitorSettings, words_of: WordsOf | None = None, asked: int = 0) -> None:
+    def __init__(
+        self, settings: MonitorSettings, words_of: WordsOf | None = None, asked: int = 0, asked_items: float = inf
+    ) -> None:
         s = self.settings = settings
         self.words_of = words_of
         self.asked = asked
+        self.asked_items = asked_items
         self.looped = False
         self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest, two_from=LONG)
         least = min(s.counter_tokens, s.item_tokens)
@@ -111,6 +121,7 @@ class CopyRule:
         self._size = 0
         longest = 3 * s.tail_longest + s.tail_beyond + s.data_tokens  # what is longer needs no measuring
         self._sizes: deque[int] = deque([0], maxlen=longest)  # of the row up to each of the last tokens
+        self._list = -1, False  # the start of the last short repetition with numbers, and whether it is a list
         self._kinds: dict[bool, tuple[int, Kind]] = {}  # of the exact repetition, and of the other: its start and kind
 
     def is_number(self, token: int) -> bool:
@@ -151,12 +162,23 @@ class CopyRule:
 
     def _of_a_counter(self, tail: Tail) -> Step:
         kind = self._kind_of(tail)
-        is_item = kind == "prose" and tail.period <= ITEM and self._has_number(tail.period)
-        if self._seen - tail.start < self.settings.counter_tokens and not is_item:
+        is_short = tail.period <= ITEM
+        is_list = is_short and self._has_number(tail.period) and self._is_list(tail)
+        if self._seen - tail.start < self.settings.counter_tokens and not is_list:
             return Step()
-        if kind == "table":
+        if kind == "table" and not is_list:
             return Step()
-        return Step(tail=tail, trigger=kind == "prose", suspect=kind != "prose")
+        is_loop = kind == "prose" or is_list
+        if is_short and tail.repeats <= self.asked_items:
+            is_loop = False
+        return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
+
+    def _is_list(self, tail: Tail) -> bool:
+        """Whether the last copies are items of a list, in words; it is asked once of a repetition."""
+        if self._list[0] != tail.start:
+            words = [] if self.words_of is None else self.words_of(self._tail.last(2 * tail.period))
+            self._list = tail.start, is_item(words, copies=2)
+        return self._list[1]
 
     def _has_number(self, count: int) -> bool:
         """Whether one of the last tokens is a number."""
@@ -201,11 +223,41 @@ def kind_of(words: Sequence[str]) -> Kind:
         return "data"  # rules, boxes, empty cells, and the dots of a table of contents
     codes = numbers = 0
     for place, word in enumerate(visible):
-        codes += not CODE.isdisjoint(word) or f"{word}{''.join(visible[place + 1 : place + 2])}" in ('":', "()")
+        codes += _is_code(visible, place)
         numbers += word.isdigit() and not _is_marker(visible, place)
     if codes >= CODE_SHARE * len(visible) or numbers >= NUMBER_SHARE * len(visible):
         return "data"
     return "data" if _has_short_lines(words) else "prose"
+
+
+def is_item(words: Sequence[str], copies: int) -> bool:
+    """Return whether repeated words are items of a list in words: letters, one number each, and no signs of code.
+
+    The number may have any form: "9.", "(9)", "[9]", "#9", "Q9:", "Line 9 -"; but a value or a cell is none: "A: 10",
+    "A,1,free".
+    """
+    visible = [word for word in words if word != " "]
+    rest: list[str] = []
+    numbers = 0
+    for place, word in enumerate(visible):
+        before = visible[place - 1] if place else ""
+        after = visible[place + 1] if place + 1 < len(visible) else ""
+        if word.isdigit():
+            numbers += 1
+            is_marker = before not in CELL_SIGNS and (after in AFTER_NUMBER or after[:1].isalpha())
+            if not is_marker and place + 1 < len(visible):  # the words may end within an item
+                return False
+            continue
+        is_sign = (before.isdigit() and word in AFTER_NUMBER) or (after.isdigit() and word in BEFORE_NUMBER)
+        if word != "\n" and not is_sign:
+            rest.append(word)
+    has_code = any(_is_code(rest, place) for place in range(len(rest)))
+    return numbers <= copies and not has_code and any(word[0].isalpha() for word in rest)
+
+
+def _is_code(words: Sequence[str], place: int) -> bool:
+    """Whether a word has a sign of code, or ends the key of a record or opens the call of a function."""
+    return not CODE.isdisjoint(words[place]) or "".join(words[place : place + 2]) in ('":', "()")
 
 
 def count_on(words: Sequence[str]) -> bool:

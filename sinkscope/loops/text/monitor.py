@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from math import inf
 from typing import Any
 
 from sinkscope.loops.text.copies import MonitorSettings, WordsOf
@@ -32,15 +33,23 @@ class Monitor:
         words_of: Gives the words of the last tokens (`CopyRule`). Without it, data is not told from prose, and
             repetitions whose numbers change are not found. The paper's rule does not need it.
         asked: Number of copies that the prompt asks for, which are no loop.
+        asked_items: Number of items of a list that the prompt may ask for, which are no loop either, but are reported;
+            by default the prompt is unknown, and may ask for any number.
 
     Attributes:
         rule: The rule and what it remembers of the row.
     """
 
-    def __init__(self, settings: Settings | None = None, words_of: WordsOf | None = None, asked: int = 0) -> None:
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        words_of: WordsOf | None = None,
+        asked: int = 0,
+        asked_items: float = inf,
+    ) -> None:
         self.settings = settings or MonitorSettings()
         self.last = Step()
-        self.rule = self.settings.new_rule(words_of, asked)
+        self.rule = self.settings.new_rule(words_of, asked, asked_items)
         self._rests_until = 0
 
     def update(self, token: int, p_max: float | None = None) -> Step:

@@ -21,6 +21,12 @@ _WORDS = re.compile(
     r"|[^\S\n]*\n\s*"
 )
 _GAP = 16  # characters of white space that are a token
+_LONE = re.compile(f"[{_ALONE}]")
+
+
+def is_lone(word: str) -> bool:
+    """Return whether a word of `split` is a character of a script that is written without spaces."""
+    return word[0] >= "\u0e00" and _LONE.match(word) is not None
 
 
 class Splitter:

@@ -30,6 +30,7 @@ _REQUEST = re.compile(
     rf"(?:times\b(?!\s+(?:{_COMPARED})\b)|(?:{_THINGS})\b)",
     re.IGNORECASE,
 )
+_NUMBER = re.compile(rf"\b(?:\d,\d{{3}}|\d{{1,4}}|{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
 
 
 class TailRepetition:
@@ -155,6 +156,19 @@ def asked_copies(prompt: str) -> int:
     return most
 
 
+def asked_items(prompt: str) -> float:
+    """Return how many items of a list a prompt may ask for: its largest number below 10,000, or its number of lines.
+
+    "Classify these 60 reviews" asks for 60, and so do 60 lines. A prompt that is empty is unknown, and may ask for any.
+    """
+    if not prompt.strip():
+        return inf
+    most = sum(not line.isspace() for line in prompt.splitlines())
+    for match in _NUMBER.finditer(prompt):
+        most = max(most, _NUMBERS.get(match[0].lower()) or int(match[0].replace(",", "")))
+    return most
+
+
 class EarlierCopies:
     """Finds where the last tokens of a row stand earlier; a token costs the work of these copies, and not of the row.
 
@@ -168,6 +182,8 @@ class EarlierCopies:
         self._is_number = is_number
         self._row: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}  # last tokens -> places behind them, ascending
+        self._lengths: dict[int, int] = {}  # place behind a copy -> its length, when the row had `_measured` tokens
+        self._measured = 0
 
     def follow(self, ids: Sequence[int]) -> None:
         """Read what is new at the end of a row."""
@@ -181,15 +197,50 @@ class EarlierCopies:
         while len(self._row) > length:
             self._places_of_end().pop()
             self._row.pop()
+        self._measured = 0
 
     def of_end(self, longest: int) -> Iterator[tuple[int, int]]:
         """Yield the place behind each earlier copy of the last tokens, and its length, which counts to `longest`."""
-        for place in self._places_of_end()[:-1]:
-            yield place, copy_length(self._row, place, longest)
+        if self._measured != len(self._row):
+            self._measure()
+        for place, length in self._lengths.items():
+            yield place, min(length, longest)
+
+    def _measure(self) -> None:
+        """Find the lengths of all copies of the end; one token after the last time, each is that of before plus one."""
+        places = self._places_of_end()[:-1]
+        lengths: dict[int, int] = {}
+        if self._measured == len(self._row) - 1:
+            for place in places:
+                lengths[place] = self._lengths.get(place - 1, self._shortest - 1) + 1
+        elif places:
+            common = common_beginnings(self._row[::-1])
+            for place in places:
+                lengths[place] = common[len(self._row) - place]
+        self._lengths, self._measured = lengths, len(self._row)
 
     def _places_of_end(self) -> list[int]:
         """The places behind the last tokens; at the beginning of a row these are fewer, and equal no others."""
         return self._places.setdefault(tuple(self._row[-self._shortest :]), [])
+
+
+def common_beginnings(ids: Sequence[int]) -> list[int]:
+    """Return how many ids from each place on equal those from the first on: Z-values, in one pass.
+
+    Of the place 0, which is the beginning itself, it is 0.
+    """
+    common = [0] * len(ids)
+    begin, end = 0, 0  # of the found copy of the beginning that reaches furthest
+    for place in range(1, len(ids)):
+        length = 0
+        if place < end:
+            length = min(end - place, common[place - begin])
+        while place + length < len(ids) and ids[length] == ids[place + length]:
+            length += 1
+        common[place] = length
+        if place + length > end:
+            begin, end = place, place + length
+    return common
 
 
 def copy_length(ids: Sequence[int], place: int, longest: int) -> int:

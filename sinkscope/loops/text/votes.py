@@ -79,7 +79,7 @@ class PaperSettings:
             least = f"expected greater than or equal to {self.novelty_n}, the value of novelty_n"
             raise SinkscopeError(f"window is {self.window}: {least}")
 
-    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
+    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0, asked_items: float = 0) -> VoteRule:
         """Return the rule for one row, which needs no words."""
         return VoteRule(self)
 

@@ -18,7 +18,7 @@ from sinkscope.loops.text.answers import TEXT, Piece, pieces_in
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Settings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import Splitter
-from sinkscope.loops.text.repetition import asked_copies
+from sinkscope.loops.text.repetition import asked_copies, asked_items
 from sinkscope.loops.text.signals import Tail
 
 TextVerdict = Literal["loops", "looped", "suspicious", "clean", "empty"]
@@ -70,6 +70,7 @@ class TextWatch:
     Args:
         settings: Settings of the monitor.
         asked: Number of copies that the prompt asks for.
+        items: Number of items of a list that it may ask for.
         has_words: Whether it is a text.
 
     Attributes:
@@ -77,8 +78,8 @@ class TextWatch:
         level: 2 if the text loops or looped, 1 if it has a repetition that may be honest, else 0.
     """
 
-    def __init__(self, settings: Settings, asked: int, has_words: bool) -> None:
-        self.monitor = Monitor(settings, self._words_of if has_words else None, asked)
+    def __init__(self, settings: Settings, asked: int, items: float, has_words: bool) -> None:
+        self.monitor = Monitor(settings, self._words_of if has_words else None, asked, items)
         self.level = 0
         self._asked = asked
         self._splitter = Splitter()
@@ -171,7 +172,7 @@ class Watch:
 
     def __init__(self, settings: Settings | None = None, prompt: str = "") -> None:
         self.settings = settings or MonitorSettings()
-        self._asked = asked_copies(prompt)
+        self._prompt = prompt
         self.open: dict[str, dict[str, TextWatch]] = {}
         self.checked: list[CheckedOutput] = []
         self.problems: list[str] = []
@@ -182,8 +183,9 @@ class Watch:
             return
         channels = self.open.setdefault(piece.answer, {})
         if piece.said and piece.channel not in channels:
-            asked = max(self._asked, asked_copies(piece.prompt))
-            channels[piece.channel] = TextWatch(self.settings, asked, isinstance(piece.said, str))
+            prompt = f"{self._prompt}\n{piece.prompt}"
+            has_words = isinstance(piece.said, str)
+            channels[piece.channel] = TextWatch(self.settings, asked_copies(prompt), asked_items(prompt), has_words)
         for channel, watch in channels.items():
             level = watch.level
             if channel == piece.channel:
@@ -220,13 +222,15 @@ class Watch:
             for piece in pieces_in(source, name, field, self.problems.append):
                 yield from self.take(piece)
         except UnicodeError:
+            self.open.clear()  # what was read of it belongs to no other input
             raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
         except OSError as error:
             self.problems.append(f"{name} breaks off: {error}")
         for answer in [*self.open]:
             yield from self.take(Piece(answer, ends=True))
         if len(self.checked) == checked:
-            self.problems.append(
+            if len(self.problems) > skipped:
+                raise SinkscopeError(self.problems[skipped])
+            raise SinkscopeError(
                 f"{name} is empty, or nothing in it is an output: expected a text, JSON lines, or a stream"
             )
-            raise SinkscopeError(self.problems[skipped])

@@ -8,10 +8,11 @@ import re
 import sys
 import tomllib
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import snapshot_download
@@ -33,9 +34,15 @@ RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ADAPTER = "adapter_config.json"
+_GGUF = ".gguf"
 _WHOLE = "give the folder of a Hugging Face checkpoint, whole"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile adds: save the model inside (model._orig_mod",
+    "module.": "a wrapper for several devices adds: save the model inside (model.module",
+}
+"""Prefixes of tensors that were saved from a wrapped model, and what to do."""
 _BESIDE = ["*.json", "*.jinja", "*.model", "*.txt"]
 """What a repo has beside its weights."""
 _SETTINGS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", _INDEX)
@@ -82,13 +89,15 @@ def locate(model: str | os.PathLike[str] | None) -> tuple[str, Path | str]:
     """
     given = BUNDLED if model is None else os.fspath(model)
     path = path_of(given)
-    is_path = isinstance(model, os.PathLike) or given.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
+    if path.suffix != _GGUF and path.resolve().suffix == _GGUF and os.path.isfile(path):
+        path = path.resolve()  # a link of another name
+    is_path = isinstance(model, os.PathLike) or given.startswith((".", "~", os.sep)) or path.suffix == _GGUF
     if given in (BUNDLED, RECALL) and not is_path:
         return given, Path(__file__).parents[1] / given
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
     holds = any(os.path.isfile(path / name) for name in ("config.json", _ADAPTER))
     is_file = os.path.isfile(path)
-    if given and (holds or (is_file and path.suffix == ".gguf")):
+    if given and (holds or (is_file and path.suffix == _GGUF)):
         return in_one_line(path.resolve().name), path
     is_hub_id = _HUB_ID.fullmatch(given) and not is_path and not is_file
     return given, given if is_hub_id else hub_id_of(given)
@@ -103,8 +112,9 @@ def _settings(file: Path) -> dict[str, Any]:
     content, folder = read_json(file, _WHOLE), file.parent
     if not isinstance(content, dict):
         raise SinkscopeError(f"{file.name} is no JSON object; download it again")
-    # Links of a snapshot end among the blobs of its repo.
-    blobs = (folder.parents[1] / "blobs",) if folder.parent.name == "snapshots" else ()
+    # Links of a snapshot end among the blobs of its repo, also where the folder is a link to the snapshot.
+    snapshot = folder.resolve()
+    blobs = (snapshot.parents[1] / "blobs",) if snapshot.parent.name == "snapshots" else ()
     for field in filter(_NAMING.fullmatch, content):
         named = content[field]
         if isinstance(named, dict):
@@ -129,6 +139,7 @@ class Files:
             after the commit.
         commit: The hub's commit; None for a file or folder.
         gguf: Name of the GGUF file, if it is one.
+        is_beside_adapter: Whether the folder holds an adapter beside a whole model, into which it may be merged.
 
     What a repo has beside its weights is downloaded at once.
 
@@ -143,6 +154,7 @@ class Files:
         self.name, where = locate(model)
         self.commit: str | None = None
         self.gguf: str | None = None
+        self.is_beside_adapter = False
         self.repo = str(where)
         if isinstance(where, str):
             known = snapshot_download(where, revision=revision, allow_patterns=_BESIDE, ignore_patterns="*/*")
@@ -155,16 +167,18 @@ class Files:
             return
         else:
             self.folder = where
-        if (self.folder / _ADAPTER).is_file():
-            raise SinkscopeError(
-                f"{self.name} holds an adapter ({_ADAPTER}), so it is no model alone: load its base with "
-                "sinkscope.load, put the adapter on it with peft.PeftModel.from_pretrained, and measure that"
-            )
         for file in self.folder.iterdir():
             if not file.is_dir():  # a pipe would wait, and a device need not end
                 open_regular(file, file.name, _WHOLE).close()
             if file.name in _SETTINGS:
                 _settings(file)
+        self.is_beside_adapter = (self.folder / _ADAPTER).is_file()
+        has_config = (self.folder / "config.json").is_file()
+        if self.is_beside_adapter and not (has_config and self.weight_map):
+            raise SinkscopeError(
+                f"{self.name} holds an adapter ({_ADAPTER}), and no weights of a model: load its base with "
+                "sinkscope.load, put the adapter on it with peft.PeftModel.from_pretrained, and measure that"
+            )
         classes = _settings(self.folder / "config.json").get("architectures")
         if classes and not any(str(name).endswith(_CAUSAL) for name in classes):  # before weights are downloaded
             raise UnsupportedError(
@@ -261,16 +275,23 @@ def model_with_weights(files: Files, config: Any, options: dict[str, Any]) -> An
         UnsupportedError: A tensor is missing, or of another shape, or has no place.
     """
     files.fetch({*files.weight_map.values()} if files.gguf is None else ())
-    model, info = causal_class(config).from_pretrained(
-        files.folder,
-        config=config,
-        gguf_file=files.gguf,
-        use_safetensors=True,  # pickles could run code
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **options,
-    )
+    with _without_adapters() if files.is_beside_adapter else nullcontext():
+        model, info = causal_class(config).from_pretrained(
+            files.folder,
+            config=config,
+            gguf_file=files.gguf,
+            use_safetensors=True,  # pickles could run code
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    prefix = _prefix_of_wrapper(info["unexpected_keys"])
+    if prefix and info["missing_keys"]:
+        raise UnsupportedError(
+            f"the tensors of {files.name} have the prefix {prefix!r}, which {_WRAPPERS[prefix]}.save_pretrained), or "
+            "rename the tensors without it"
+        )
     wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if wrong:
         raise UnsupportedError(
@@ -288,6 +309,29 @@ def model_with_weights(files: Files, config: Any, options: dict[str, Any]) -> An
     if files.gguf is not None and quantizer is not None and not getattr(quantizer, "packed_modules", None):
         quantizer.remove_quantization_config(model)  # the weights are numbers now: they can be trained and saved
     return model.eval()
+
+
+def _prefix_of_wrapper(names: Iterable[str]) -> str | None:
+    """The prefix that a wrapper of modules adds to the names of tensors, if it stands in one of these."""
+    for name in names:
+        for prefix in _WRAPPERS:
+            if f".{prefix}" in f".{name}":
+                return prefix
+    return None
+
+
+@contextmanager
+def _without_adapters() -> Generator[None]:
+    """Context manager in which transformers puts no adapter of the folder on the model that it reads from it."""
+    from transformers import modeling_utils
+    from transformers.models.auto import auto_factory
+
+    def load_none(path: Any, *_: Any, **adapter: Any) -> tuple[None, Any, dict[str, Any]]:
+        return None, path, adapter
+
+    finds_none = patch.object(auto_factory, "find_adapter_config_file", lambda *_, **__: None, create=True)
+    with finds_none, patch.object(modeling_utils, "maybe_load_adapters", load_none, create=True):
+        yield
 
 
 @contextmanager

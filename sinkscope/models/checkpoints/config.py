@@ -82,18 +82,22 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def check_vocabulary(tokenizer: Any, hf: torch.nn.Module) -> None:
+def check_vocabulary(tokenizer: Any, embedding: Any) -> None:
     """Check that every token has a row in the embedding, except those that were added, other than BOS and EOS.
 
     Some models ship a tokenizer with special tokens for images that a text model never sees (Gemma 3 1B).
 
+    Args:
+        tokenizer: The tokenizer; None if there is none.
+        embedding: The module that embeds tokens. One whose weight has another form is not checked.
+
     Raises:
         SinkscopeError: The tokenizer belongs to another model.
     """
-    if tokenizer is None:
+    weight = getattr(embedding, "weight", None)
+    if tokenizer is None or not is_plain(weight):
         return
-    embedding: Any = hf.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-    rows = len(embedding.weight)
+    rows = len(weight)
     tokens = max(tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0))
     if tokens > rows:
         raise SinkscopeError(

@@ -7,9 +7,9 @@ of a scaling. transformers has each of these under another name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -75,16 +75,19 @@ def scale_rope(config: Any, file: Path) -> None:
 
 
 _LOCK = threading.RLock()
+_ROWS = 4096
+"""Rows of a tensor that are dequantized at a time."""
 
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
     """Context manager in which each GGUF file is parsed once, and the names of its tensors are listed once.
 
-    Both take seconds, for a large vocabulary or many layers. Other threads wait for it to end, or the last of them
-    would leave another one's parser in the library.
+    Both take seconds, for a large vocabulary or many layers. Tensors are dequantized in parts, and no bar is drawn.
+    Other threads wait for it to end, or the last of them would leave another one's parser in the library.
     """
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
 
     with _LOCK:
         reader: Any = gguf.GGUFReader
@@ -97,5 +100,38 @@ def parsed_once() -> Iterator[None]:
 
         # transformers asks for the names once for each module.
         names = cache(gguf.get_tensor_name_map)
-        with patch.multiple(gguf, GGUFReader=cache(PlainReader), get_tensor_name_map=names):
+        in_parts = partial(_dequantized_in_parts, gguf.dequantize)
+        parts = patch.multiple(gguf, GGUFReader=cache(PlainReader), get_tensor_name_map=names, dequantize=in_parts)
+        with parts, patch.object(reading, "tqdm", _without_bar):
             yield
+
+
+def _without_bar(tensors: Any, **_: Any) -> Any:
+    """Stands for `tqdm`, whose bar transformers cannot switch off here."""
+    return tensors
+
+
+def _dequantized_in_parts(dequantize: Callable[[np.ndarray, Any], np.ndarray], blocks: np.ndarray, kind: Any) -> Any:
+    """Return the numbers in blocks. The library makes arrays of all rows, and then one of all arrays."""
+    if blocks.dtype != np.uint8 or len(blocks) <= _ROWS:
+        return dequantize(blocks, kind)
+    first = dequantize(blocks[:_ROWS], kind)
+    numbers = np.empty((len(blocks), *first.shape[1:]), first.dtype)
+    numbers[:_ROWS] = first
+    for start in range(_ROWS, len(blocks), _ROWS):
+        numbers[start : start + _ROWS] = dequantize(blocks[start : start + _ROWS], kind)
+    return numbers
+
+
+def forget_vocabulary(file: Path) -> None:
+    """Let the parser of a file forget its tokens, within `parsed_once`, once config and tokenizer are read.
+
+    transformers would go through all of them once more while it loads the weights, and those of a large vocabulary take
+    half a gigabyte.
+    """
+    import gguf
+
+    reader: Any = gguf.GGUFReader(str(file))
+    for name in list(reader.fields):
+        if name.startswith("tokenizer."):
+            del reader.fields[name]

@@ -103,6 +103,14 @@ def beginning(tokenizer: Any, bos: int | None) -> list[int]:
     return put if put[:1] == [bos] else [bos, *put]
 
 
+def behind_beginning(tokenizer: Any, bos: int | None, ids: Sequence[int]) -> list[int]:
+    """Return the ids of a text behind what stands before it; what a text begins with already is not put there again."""
+    start = beginning(tokenizer, bos)
+    if [*ids[: len(start)]] == start:
+        return [*ids]
+    return [*start, *ids]
+
+
 def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
     """Warn if a text begins with BOS and gets a second BOS in front."""
     if bos is not None and [*ids[:2]] == [bos, bos]:
@@ -120,6 +128,8 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
     """Cut a text into up to `rows` consecutive pieces of `length` tokens, including what stands before a text.
 
+    A piece that begins with it, as a chat in its template may, gets no second one.
+
     Raises:
         SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
@@ -127,13 +137,22 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     body = length - len(start)
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
     ids = plain_ids(tokenizer, text[: 8 * rows * body])
-    if body < 1 or len(ids) < body:
+    least = length if start and ids[: len(start)] == start else body
+    if body < 1 or len(ids) < least:
         raise SinkscopeError(
-            f"this tokenizer makes {len(ids)} tokens of the text, or of the half of it that is read; {body} are needed "
-            f"for a piece of {length}: give a longer --text, of a kind that it knows"
+            f"this tokenizer makes {len(ids)} tokens of the text, or of the half of it that is read; {least} are "
+            f"needed for a piece of {length}: give a longer --text, of a kind that it knows"
         )
-    note_second_bos([*start, *ids[:1]], bos, "the text")
-    return _rows(start, [ids[first : first + body] for first in range(0, len(ids) - body + 1, body)][:rows])
+    pieces: list[list[int]] = []
+    first = 0
+    while len(pieces) < rows:
+        if start and ids[first : first + len(start)] == start:
+            first += len(start)
+        if first + body > len(ids):
+            break
+        pieces.append(ids[first : first + body])
+        first += body
+    return _rows(start, pieces)
 
 
 def _rows(start: list[int], pieces: list[list[int]]) -> Int[Tensor, "row pos"]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError, first_line, warn
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.records import json_rows
+from sinkscope.files.records import rows_of_text
 from sinkscope.files.texts import Messages, is_text_file, messages_of_row, text_of
 from sinkscope.models.text import plain_ids, typical_text
 from sinkscope.results.notation import count_of
@@ -24,7 +24,7 @@ Chat = bool | Literal["auto"]
 _REMEDY = "read texts as they are, with chat=False (--no-chat)"
 MOST = 10_000
 """Records of a file that are read: more than any measurement needs."""
-_JSON = re.compile(r'\s*(\{\s*"|\[\s*[{"])')
+_JSON = re.compile(r'\s*(\{\s*"|\[\s*[{"]|\[\s*\[\s*\{)')
 
 
 def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
@@ -59,14 +59,25 @@ def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int
     if ids[: len(before)] == [*before]:
         return ids[len(before) :]
     begin = str(tokenizer.decode([*before], clean_up_tokenization_spaces=False))
-    letters = map(re.escape, "".join(begin.split()))  # with any white space between them
-    match = re.match(r"\s*".join(["", *letters]), text)
-    if match is None:
+    end = _end_of_beginning(text, begin)
+    if end is None:
         raise SinkscopeError(
             f"the chat template of {name} does not go on from the {len(before)} tokens so far, because it writes "
             "earlier turns in another way: begin a new conversation, or give chat=False"
         )
-    return plain_ids(tokenizer, text[match.end() :].removeprefix(begin[len(begin.rstrip()) :]))
+    return plain_ids(tokenizer, text[end:].removeprefix(begin[len(begin.rstrip()) :]))
+
+
+def _end_of_beginning(text: str, begin: str) -> int | None:
+    """Return where a text's beginning ends, with any white space between its letters; None if it begins otherwise."""
+    end = 0
+    for letter in "".join(begin.split()):
+        while end < len(text) and text[end].isspace():
+            end += 1
+        if end == len(text) or text[end] != letter:
+            return None
+        end += 1
+    return end
 
 
 def chat_text(tokenizer: Any, messages: Messages, name: str) -> str:
@@ -81,10 +92,13 @@ def chat_text(tokenizer: Any, messages: Messages, name: str) -> str:
         SinkscopeError: There is no template, it rejects the messages, or it leaves out what the user says.
     """
     text = _formatted(tokenizer, messages, name, _REMEDY, add_generation_prompt=True)
+    formatted = {*re.findall(r"\w+", text)}
     for number, message in enumerate(messages, 1):
-        words = re.findall(r"\w+", message["content"])
-        if message["role"] != "assistant" and not all(word in text for word in words):
-            raise SinkscopeError(f"the chat template of {name} leaves out what message {number} says: {_REMEDY}")
+        if message["role"] == "assistant":
+            continue
+        for word in re.findall(r"\w+", message["content"]):
+            if word not in formatted and word not in text:  # a template may write a word beside another
+                raise SinkscopeError(f"the chat template of {name} leaves out what message {number} says: {_REMEDY}")
     return text
 
 
@@ -103,7 +117,7 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Me
     """Read the texts of a file before a model is opened.
 
     Args:
-        path: A text, or JSON lines: a file that begins as JSON, or whose ending says so.
+        path: A text, or JSON lines or a JSON array: a file that begins as JSON, or whose ending says so.
         field: The field of a record that holds the text or the messages. None: under one of the names of chats and
             data sets.
 
@@ -113,8 +127,21 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Me
     name, text = pathless(fspath(path)), typical_text(fspath(path))
     if field is None and not is_text_file(path) and not _JSON.match(text):
         return [messages_of_row(text)]
-    rows = islice(json_rows(text.split("\n"), name, "JSON lines with texts or chats"), MOST)
-    return [messages_of_row(row, field, where) for where, row in rows]
+    rows = islice(rows_of_text(text, name, "JSON lines, or a JSON array, with texts or chats"), MOST)
+    return [messages_of_row(row, field, where, "name the one of the text with --field") for where, row in rows]
+
+
+def _without_bos(tokenizer: Any, messages: Messages, text: str) -> str:
+    """A chat in its template without BOS before it, because rows of text begin with BOS themselves.
+
+    BOS stays where it begins messages, too, and not the chat alone: after the messages it then begins the next answer.
+    """
+    bos = getattr(tokenizer, "bos_token", None)
+    if not bos or not text.startswith(bos):
+        return text
+    rest = text.removeprefix(bos)
+    asked = tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
+    return text if bos in rest or bos in asked.removeprefix(bos) else rest
 
 
 def own_text(records: Sequence[Messages], tokenizer: Any, model: str) -> tuple[str, str]:
@@ -136,7 +163,7 @@ def own_text(records: Sequence[Messages], tokenizer: Any, model: str) -> tuple[s
             chats += 1
             if tokenizer.chat_template:
                 remedy = f"leave record {place} out, or name a field of plain text with --field"
-                text = _formatted(tokenizer, messages, model, remedy).rstrip()
+                text = _without_bos(tokenizer, messages, _formatted(tokenizer, messages, model, remedy).rstrip())
         if text.strip():
             texts.append(text)
     said = count_of(len(texts), "text")

@@ -19,6 +19,7 @@ from torch import Tensor
 from sinkscope.engine.attention import Attention, AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.arithmetic import product
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.layers import per_query_head
 from sinkscope.results.row import Mean
@@ -129,4 +130,4 @@ def states_of(batch: Batch, depth: int) -> States:
 def cosines(states: States) -> Float[Tensor, "layer text"]:
     """Return the mean cosine of each text's state to the states of all other texts, at the input of each layer."""
     unit = torch.nn.functional.normalize(states, dim=-1)
-    return ((unit @ unit.mT).sum(-1) - 1) / (len(unit[0]) - 1)
+    return (product(unit, unit.mT).sum(-1) - 1) / (len(unit[0]) - 1)

@@ -202,7 +202,9 @@ def _read(batch: Batch, layers: Sequence[int], positions: Int[Tensor, " some"] |
         along[:, number] = mean_by_row(spikes[number].along(there), own)
 
     def received_by(rows: AttentionRows) -> None:
-        given, seen = rows.given_later(least=NARROWEST, since=since)
+        given, seen = rows.given_later(since=since)
+        if rows.is_narrow(NARROWEST):
+            given, seen = torch.zeros_like(given), torch.zeros_like(seen)
         attention[:, rows.layer] = to_place(given, seen, batch.places[:, :1])
 
     for part in chain(*batch.edits):
@@ -263,7 +265,8 @@ def other_value(target: Target, layers: Sequence[int], position: int, *, mean: b
 
     def edited(layer: int, heads: Float[Tensor, "row query d"]) -> Float[Tensor, "row query d"]:
         given, change = kept.pop(layer)
-        return heads + torch.einsum("rhq,rhd->rqhd", given.to(change), change).reshape(heads.shape).to(heads)
+        by_head = given.to(change).transpose(1, 2)[..., None] * change[:, None]  # "row query head d"
+        return heads + by_head.reshape(heads.shape).to(heads)
 
     hooks = [heads_point(target, layer).hook(partial(edited, layer)) for layer in layers]
     with attention_rows(target, keep, layers=[*layers]), target.hooks(*hooks):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
+from sinkscope.models.arithmetic import product
 from sinkscope.models.draws import draws
 from sinkscope.models.neurons import LayerView, columns, neuron_at, number_of, view_layer
 from sinkscope.models.target import Target
@@ -152,7 +153,8 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
     """
     own = spike.layers
     known = other.layers
-    if not needs.units or own[0] > known[1] or known[0] > own[1] or float(spike.direction @ other.direction) < LIKE:
+    likeness = float(product(spike.direction, other.direction))
+    if not needs.units or own[0] > known[1] or known[0] > own[1] or likeness < LIKE:
         return None
     (left,) = left_of(spike, [needs.needed])[needs.needed]
     return replace(needs, alone=left_of(spike, [*needs.shares])) if abs(left) < REMOVED else None
@@ -335,7 +337,8 @@ def written_norms(survey: Survey, layer: int, units: Sequence[Unit]) -> tuple[Fl
         numbers = list[int]()
         for neuron in unit:
             numbers.append(number_of(target, neuron))
-        vectors = (view.post.cpu()[:, numbers] * scale) @ (columns(target, layer, torch.tensor(numbers)).cpu() * gain)
+        written = columns(target, layer, torch.tensor(numbers)).cpu() * gain
+        vectors = product(view.post.cpu()[:, numbers] * scale, written)
         total += float(vectors.norm(dim=1).mean())
     return norms_of(target, view, gain, scale), total
 
@@ -386,10 +389,12 @@ def random_neurons(
         ranked[layer, expert] = [Neuron(layer, expert, number) for number in numbers]
     generator = draws(seed, "random neurons, draw 0")
     drawn = list[Neuron]()
+    taken = {*excluded, *neurons}
     for neuron in neurons:
         every = ranked[neuron.layer, neuron.expert]
-        others = [other for other in every if other not in (*excluded, *neurons, *drawn)] or every
+        others = [other for other in every if other not in taken] or every
         drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
+        taken.add(drawn[-1])
     return tuple(drawn)
 
 

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.models.arithmetic import product
 from sinkscope.results.notation import Component, Head, Neuron, word_list
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import (
@@ -166,7 +167,7 @@ class Spike:
 
     def along(self, states: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n"]:
         """Project states on the direction, from the mean of ordinary positions, as a share of the spike."""
-        return (states - self.mean) @ self.direction / self.size
+        return product(states - self.mean, self.direction) / self.size
 
     @cached_property
     def reading_layers(self) -> range:
@@ -219,7 +220,7 @@ class Spike:
             mask = (self.along(states) >= HALF) & (survey.ratios[self.peak] > STANDS_OUT)
             mask &= at_position(survey.ids, 0) == self.place.is_first
         mean = states[survey.ordinary].mean(0)
-        size = float(((states[mask] - mean) @ self.direction).mean())  # NaN without the place
+        size = float(product(states[mask] - mean, self.direction).mean())  # NaN without the place
         if not size > 0:
             return None
         place = replace(self.place, mask=mask)
@@ -255,7 +256,7 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
         while bool(free.any()):
             peak = int(size.masked_fill(~free, -1).argmax())
             direction = away[peak] / size[peak]
-            carries = free & (away @ direction >= SAME * size)
+            carries = free & (product(away, direction) >= SAME * size)
             first = last = peak
             while first > 0 and carries[first - 1]:
                 first -= 1

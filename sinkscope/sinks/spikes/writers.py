@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.arithmetic import product
 from sinkscope.models.neurons import (
     HookPoint,
     LayerView,
@@ -58,7 +59,7 @@ def components_of(spike: Spike) -> tuple[list[Written], list[Erased]]:
     written: list[Written] = []
     erased: list[Erased] = []
     for part in components(survey.target, survey.target.n_layers - 1):
-        along = survey.added(part) @ spike.direction
+        along = product(survey.added(part), spike.direction)
         layer = part.layer or 0
         beyond = (along[mask] - along[survey.ordinary].mean()) / spike.size
         share = float(beyond.mean())
@@ -149,7 +150,7 @@ def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> Layer
         onto = (spike.direction * gain).to(post.device)
         projection = torch.zeros(post.shape[1], device=post.device)
         for some in post.any(0).nonzero().flatten().split(1024):
-            projection[some] = (columns(target, layer, some) @ onto).float()  # under autocast it is not
+            projection[some] = product(columns(target, layer, some), onto).float()
         written = (post * projection).cpu() * scale
     of_place = mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
@@ -169,7 +170,7 @@ def equal_neurons(target: Target, seen: LayerShares, shares: Float[Tensor, " neu
     equal = torch.ones(len(some), len(some), dtype=torch.bool)
     for vectors in (columns(target, seen.view.layer, some).cpu(), seen.written.T[some]):
         unit = normalize(vectors.float(), dim=1)
-        equal &= (unit @ unit.T).abs() >= PARALLEL
+        equal &= product(unit, unit.T).abs() >= PARALLEL
     free = torch.ones(len(some), dtype=torch.bool)
     for number in range(len(some)):
         if free[number]:
