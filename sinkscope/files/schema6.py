@@ -30,6 +30,8 @@ PURPOSES = {
 }
 ROLES = {"another spike": "other spike"}
 MARKING = {"tokens": "none", "all heads": "all", "fewest heads": "fewest", "random heads": "random"}
+NO_EQUAL = "no other neurons write as much"
+"""The note of a control that wrote less than the needed neurons."""
 
 
 def upgraded(kind: str, result: Data) -> Data:
@@ -160,7 +162,9 @@ def spike(old: Data) -> Data:
     new = {name: value for name, value in old.items() if name not in ("rows", "place")}
     new["place"] = {**old["place"], "key": place(old["place"]["words"])}
     new["needed"] = [part(name) for name in old["needed"]]
-    new["size"] = dict(tables["spike"][0]["numbers"])
+    new["size"] = {}
+    for row in tables["spike"]:  # its norms, what is left without the needed parts, the heads that read it
+        new["size"] |= row["numbers"]
     new["writers"] = []
     for row in tables.get("writers", ()):
         role = ROLES.get(row["note"], row["note"])
@@ -202,6 +206,8 @@ def effects(needed: list[Data], tables: dict[str, list[Data]]) -> list[Data]:
         new.append({"key": edit("hidden"), "since": layer, **hidden["numbers"]})
     for row in tables.get("controls", ()):
         done = "busiest" if row["name"] == "busiest" else "random"
+        if row["note"] == NO_EQUAL:
+            done = "as_many"
         new.append({"key": edit(done, everywhere="size" in row["numbers"]), **row["numbers"]})
     return new
 
@@ -250,5 +256,21 @@ def purpose(rows: list[Data]) -> list[Data]:
     return new
 
 
-CONVERTED: dict[str, Callable[[Data], Data]] = {"find-sinks": find_sinks, "why-sink": find_sinks}
+# --- why-loop ---
+
+
+def why_loop(result: Data) -> Data:
+    """Return a result of `why_loop`, whose rows were called "goes on without copies"."""
+    tried: list[Data] = []
+    for row in result["tried"]:
+        cause = row["name"].removeprefix("goes on without ")
+        tried.append({"key": cause, "control": None, **row["numbers"]})
+    return {**result, "tried": tried}
+
+
+CONVERTED: dict[str, Callable[[Data], Data]] = {
+    "find-sinks": find_sinks,
+    "why-sink": find_sinks,
+    "why-loop": why_loop,
+}
 """The kinds whose fields changed."""
