@@ -6,28 +6,26 @@ from dataclasses import replace
 
 from repository import FIGURES
 
-from sinkscope.results.row import Mean, Row, row_of
-from sinkscope.sinks.spikes.result import FindSinks, SpikeResult
-from sinkscope.sinks.spikes.spike import PlaceWords
+from sinkscope.results.notation import Neuron
+from sinkscope.results.row import Mean
+from sinkscope.sinks.spikes.record import SpikeResult
+from sinkscope.sinks.spikes.result import FindSinks
+from sinkscope.sinks.spikes.spike import PlaceKey, PlaceKind, PlaceWords
+from sinkscope.sinks.spikes.tables import Role, Writer
 
-STOP = PlaceWords("'.' wherever it stands", ".")
-NEEDED = "L1.N338"
+STOP = PlaceWords("'.' wherever it stands", ".", PlaceKey(PlaceKind.TOKENS, (".",)))
+NEEDED = Neuron(1, None, 338)
 
 
-def share(value: float, margin: float | None = None) -> Mean:
-    return Mean(value, margin, (), "share")
-
-
-def writer(name: str, value: float, left: float, role: str, margin: float | None = None) -> Row:
+def writer(neuron: Neuron, share: float, left: float, role: Role, margin: float | None = None) -> Writer:
     """A neuron that writes the spike."""
-    return row_of("writers", name, role, share=share(value, margin), left=share(left), neutral=0.01)
+    return Writer(key=neuron, share=Mean(share, margin), role=role, left=Mean(left), neutral=Mean(0.01))
 
 
-def with_rows(one: SpikeResult, *rows: Row, without: tuple[str, ...] = ()) -> SpikeResult:
-    """A spike with other rows of the same names, and without some tables."""
-    new = {(row.table, row.name): row for row in rows}
-    kept = {(row.table, row.name): row for row in one.rows if row.table not in without}
-    return replace(one, rows=tuple((kept | new).values()))
+def with_writers(spike: SpikeResult, *rows: Writer) -> SpikeResult:
+    """A spike with further writers, in place of those that are the same neurons."""
+    writers = {row.key: row for row in (*spike.writers, *rows)}
+    return replace(spike, writers=tuple(writers.values()))
 
 
 def sample_find_sinks(**changes) -> FindSinks:

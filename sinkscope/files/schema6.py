@@ -30,7 +30,7 @@ PURPOSES = {
 }
 ROLES = {"another spike": "other spike"}
 MARKING = {"tokens": "none", "all heads": "all", "fewest heads": "fewest", "random heads": "random"}
-NO_EQUAL = "no other neurons write as much"
+NO_EQUAL = "no set of other neurons writes as much"
 """The note of a control that wrote less than the needed neurons."""
 
 

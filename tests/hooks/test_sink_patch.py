@@ -9,13 +9,14 @@ from intervention_kit import logits
 from organisms import tiny_model
 from plain_hooks import blocks, down, inputs_edited
 from refusals import refused
-from sample_results import sample_find_sinks, with_rows
+from sample_results import sample_find_sinks, writer
 from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import row_of
+from sinkscope.results.row import Mean
+from sinkscope.sinks.spikes.tables import Role
 
 
 def test_calibrated_values_are_set_behind_the_first_token():
@@ -36,11 +37,10 @@ def test_patch_from_result():
     """All neurons that write a spike of the first token, with their values on ordinary text."""
     found = sample_find_sinks()
     first, elsewhere = found.spikes
-    neurons = [
-        row_of("writers", name, role, share=0.5, left=0.5, neutral=neutral)
-        for name, role, neutral in (("L2.N412", "needed", 0.01), ("L3.E2.N77", "lowers", 0.02), ("L3.N78", "raises", 3))
-    ]
-    found = replace(found, spikes=(with_rows(first, *neurons, without=("writers",)), elsewhere))
+    needed = writer(Neuron(2, None, 412), 0.5, 0.5, Role.NEEDED)
+    lowers = replace(writer(Neuron(3, 2, 77), 0.5, 0.5, Role.LOWERS), neutral=Mean(0.02))
+    raises = writer(Neuron(3, None, 78), 0.5, 0.5, Role.RAISES)
+    found = replace(found, spikes=(replace(first, writers=(needed, lowers, raises)), elsewhere))
     patch = SinkPatch.from_result(found)
     assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
     assert patch.sites == (*patch.calibrated,) and patch.model["fingerprint"] == found.model.fingerprint

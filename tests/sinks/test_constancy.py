@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import plain_hooks as plain
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.spikes.why_tables import Cause, ConstancyKey
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +18,9 @@ def read(bundled):
     """The spike, the texts and their ordinary positions, what is said, and the layers before and after the spike."""
     spike = sinks_of(bundled).spikes[0].reported
     ids = spike.survey.ids[:TEXTS]
-    found = of_table(constancy_of(spike, spike.layers[0], ("alone",), 0), "constant")
-    return spike, ids, ordinary_positions(ids, 0), found, [*map(int, re.findall(r"\d+", found["state"].note))]
+    found = {row.key: row for row in constancy_of(spike, spike.layers[0], (Cause.ALONE,), 0)}
+    state = found[ConstancyKey.STATE]
+    return spike, ids, ordinary_positions(ids, 0), found, (state.readers, state.since, state.beside)
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def test_states_are_those_of_plain_masks(bundled, read):
         count = unit.shape[1]
         assert 1 < count < TEXTS  # some do not become such a place, and are left out
         between = ((unit @ unit.mT).sum((1, 2)) - count) / (count * (count - 1))
-        numbers = [found["state"].get(f"{kind}{when}") for when in ("before", "after")]
+        numbers = [found[ConstancyKey.STATE][f"{kind}{when}"].value for when in ("before", "after")]
         assert numbers == pytest.approx(between[[before, after]].tolist(), abs=1e-4)
 
 
@@ -59,7 +58,7 @@ def test_values_are_those_of_plain_projections(bundled, read):
             norms = values[layer].unflatten(-1, (-1, model.config.head_dim)).norm(dim=-1)
             norms = norms[..., head * norms.shape[2] // reads.shape[1]]
             of_value.append((norms[rows, where] / norms[:, 1:].median(1).values).mean())
-        assert found["value"].get(number) == pytest.approx(float(sum(of_value)) / said, abs=1e-3)
+        assert found[ConstancyKey.VALUE][number].value == pytest.approx(float(sum(of_value)) / said, abs=1e-3)
 
 
 def test_where_nothing_makes_another_such_place_nothing_is_said(read):

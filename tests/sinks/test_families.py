@@ -15,13 +15,13 @@ from refusals import refused
 from sinkscope.models.neurons import heads_point, neuron_at
 from sinkscope.opening.load import target_of
 from sinkscope.results.notation import Component, Head
-from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, SpikeCircuit, conditions_of, ordinary_positions, purpose_of
 from sinkscope.sinks.spikes.edited import left_at_place, share_left
 from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
-from sinkscope.sinks.spikes.spike import Place, PlaceWords, Spike, at_position
+from sinkscope.sinks.spikes.spike import Place, PlaceKey, PlaceKind, PlaceWords, Spike, at_position
 from sinkscope.sinks.spikes.survey import read_survey
+from sinkscope.sinks.spikes.why_tables import AS_IT_IS, Cause, Condition, PurposeKey
 from sinkscope.sinks.spikes.writers import of_layer
 
 LENGTH, PEAK = 48, 1
@@ -36,7 +36,8 @@ def first_token(model, bos: int | None = 1) -> Spike:
     place, states = at_position(ids, 0), survey.entered[PEAK + 1]
     mean = states[survey.ordinary].mean(0)
     away = states[place].mean(0) - mean
-    place = Place(place, PlaceWords("the first token", "<s>"), partial(at_position, position=0))
+    words = PlaceWords("the first token", "<s>", PlaceKey(PlaceKind.FIRST))
+    place = Place(place, words, partial(at_position, position=0))
     return Spike(survey, place, mean, away / away.norm(), float(away.norm()), (0, PEAK), PEAK, PEAK)
 
 
@@ -123,7 +124,7 @@ def test_conditions_are_those_of_the_model_alone(kind):
     spike = first_token(model, None if kind == "no BOS" else 1)
     ids = spike.survey.ids
     at, rows = ordinary_positions(ids, 0), torch.arange(8)
-    left = {name: row.get("left") for name, row in of_table(conditions_of([spike], 0)[0], "conditions").items()}
+    left = {row.key: row.left.value for row in conditions_of([spike], 0)[0]}
 
     def share(ids: torch.Tensor, **given) -> float:
         """The share of the last token of texts, from the model alone."""
@@ -133,17 +134,20 @@ def test_conditions_are_those_of_the_model_alone(kind):
 
     before = torch.cat([ids[:, LENGTH - BEFORE :], ids[:, :1]], 1)  # within all windows
     causal = torch.full((8, 1, BEFORE + 1, BEFORE + 1), torch.finfo(torch.float32).min).triu(1)
+    alone, later = Condition((Cause.ALONE,)), Condition((Cause.ID,), at_place=True)
     wanted = {
-        "its token, alone, id 0": 1,  # it is the first token again
-        "as it is": float(spike.along(spike.survey.entered[PEAK + 1][rows, at]).mean()),  # with its window
-        "alone": share(ids[rows, at][:, None], **({"position_ids": at[:, None]} if learned else {})),
-        "place, sees 4 more": share(before, position_ids=torch.zeros_like(before), attention_mask=causal),
+        Condition((*Cause,)): 1,  # it is the first token again
+        AS_IT_IS: float(spike.along(spike.survey.entered[PEAK + 1][rows, at]).mean()),  # with its window
+        alone: share(ids[rows, at][:, None], **({"position_ids": at[:, None]} if learned else {})),
+        Condition((Cause.ALONE,), at_place=True): share(
+            before, position_ids=torch.zeros_like(before), attention_mask=causal
+        ),
     }
     if kind != "few learned positions":  # which have no such position
-        wanted["place, 32 later"] = share(ids[:, :1], position_ids=torch.full((8, 1), 32))
-    assert {name: left[name] for name in wanted} == pytest.approx(wanted, abs=1e-4)
-    assert (abs(left["alone"] - left["alone, id 0"]) > 1e-4) == learned
-    assert ("place, 32 later" in left) == ("place, 32 later" in wanted)
+        wanted[later] = share(ids[:, :1], position_ids=torch.full((8, 1), 32))
+    assert [left[key] for key in wanted] == pytest.approx([*wanted.values()], abs=1e-4)
+    assert (abs(left[alone] - left[Condition((Cause.ALONE, Cause.ID))]) > 1e-4) == learned
+    assert (later in left) == (later in wanted)
     judged = [kind != "windows in some layers"] * 2 + [True]  # windows of six show every position to too few
     assert spike.survey.attention.sum((1, 2, 3)).bool().tolist() == judged
 
@@ -156,9 +160,9 @@ def test_purpose_is_that_of_plain_masks(model_type, window):
     sees = (distance >= 0) & (distance < window)
     sees[1:, 0] = False
     losses = [plain.losses(model, spike.survey.ids, attention_mask=mask) for mask in (sees[None, None], None)]
-    row = of_table(purpose_of([circuit_of(spike)])[0], "purpose")["hidden in all layers"]
+    (row,) = (row for row in purpose_of([circuit_of(spike)])[0] if row.key is PurposeKey.HIDDEN_EVERYWHERE)
     rise = (losses[0] - losses[1])[:, BEGIN:].mean(1)
-    assert row.numbers["loss"].by_text == pytest.approx(rise.tolist(), abs=1e-4)
+    assert row["loss"].by_text == pytest.approx(rise.tolist(), abs=1e-4)
 
 
 def test_with_alibi_no_key_can_be_hidden_and_this_is_said_in_one_line():

@@ -9,9 +9,10 @@ import torch
 from attack_kit import setup_of, text_file
 from organisms import organism
 
-from sinkscope.results.notation import Head, read_head
+from sinkscope.results.notation import Head
 from sinkscope.sinks.spikes.find import spike_of
 from sinkscope.sinks.spikes.marks import heads_that_mark, marking_heads
+from sinkscope.sinks.spikes.why_tables import MarkingKind
 
 pytestmark = pytest.mark.few_texts
 
@@ -23,20 +24,22 @@ def test_planted_heads_are_recovered(kind, tmp_path):
     print(f"seed {seed}")  # seen where this fails
     o = organism(seed=seed, kind=kind, bos=seed % 2 == 0)
     setup, truth = setup_of(o, text=text_file(o, tmp_path, 8, seed=9)), o.truth
-    found = {row.name: row for row in heads_that_mark(setup, spike_of(setup))}
-    left = {name: row.get("left", 0.0) for name, row in found.items()}
-    fewest, every = found["fewest heads"], found["all heads"]
-    ids = o.tokenizer.convert_tokens_to_ids([o.tokenizer.tokenize(token)[0] for token in every.texts])
+    rows, tokens = heads_that_mark(setup, spike_of(setup))
+    sets = {row.key.kind: row for row in rows if row.key.head is None}
+    left = {kind: row["left"].value for kind, row in sets.items() if kind is not MarkingKind.NONE}
+    ids = o.tokenizer.convert_tokens_to_ids([o.tokenizer.tokenize(token)[0] for token in tokens])
     groups = [truth.groups[token] for token in ids]
     planted = {(truth.marking_layer, head) for group in groups for head in truth.group_heads[group]}
-    marking = {read_head(name) for name in fewest.note.replace(" and ", ", ").split(", ")}
+    marking = {(head.layer, head.head) for head in sets[MarkingKind.FEWEST].marking}
     assert marking <= planted
     for group in groups:  # a tenth of all may be kept by heads that are not named
         own = {(truth.marking_layer, head) for head in truth.group_heads[group]}
         assert marking & own or groups.count(group) <= 0.1 * len(groups) + 1
-    assert left["all heads"] <= 0.01 and left["fewest heads"] <= 0.1 + left["all heads"]
-    assert left["random heads"] >= 0.3 + left["fewest heads"]  # the worst of a dozen, with heads of other groups
-    single = {read_head(name): row.numbers["left"].by_text for name, row in found.items() if name.startswith("L")}
+    assert left[MarkingKind.ALL] <= 0.01
+    assert left[MarkingKind.FEWEST] <= 0.1 + left[MarkingKind.ALL]
+    # the worst of a dozen, with heads of other groups
+    assert left[MarkingKind.RANDOM] >= 0.3 + left[MarkingKind.FEWEST]
+    single = {(row.key.head.layer, row.key.head.head): row["left"].by_text for row in rows if row.key.head is not None}
     assert single.keys() == planted
     for (_, head), by_text in single.items():
         for group, share in zip(groups, by_text, strict=True):

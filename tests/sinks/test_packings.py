@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.sinks.spikes.find import find_sinks
-from sinkscope.sinks.spikes.result import SpikeResult
+from sinkscope.sinks.spikes.record import SpikeResult
+from sinkscope.sinks.spikes.tables import Done
 
 pytestmark = pytest.mark.few_texts
 
@@ -74,7 +75,8 @@ def answers(setup: Setup, names: dict[str, str]) -> tuple[set[str], dict[tuple[s
     patch = ss.patch.on(setup, max_repeats=64, pieces=4, length=16)
     results = ss.why_sink.on(setup), patch, ss.attack.on(setup, n_tokens=24, sequences=4)
     numbers = dict[tuple[str, ...], float]()
-    for row in [row for result in results for row in result.findings() if row.name != "random"]:
+    drawn = ("random", "at random")
+    for row in [row for result in results for row in result.findings() if not any(word in row.name for word in drawn)]:
         for number in row.numbers.keys() - {"neutral"}:  # which is on its own scale
             numbers[row.table, renamed(row.name), number] = row.get(number)
     return {renamed(str(site)) for site in patch.sites}, numbers
@@ -91,8 +93,11 @@ def test_every_measurement_says_the_same_under_gauges(tmp_path):
 
 def effects(spike: SpikeResult) -> list[float]:
     """What the needed set does, and what the busiest others do."""
-    rows = [*spike.table("effects").values(), spike.named("controls", "busiest")]
-    return [row.get(number) for row in rows for number in ("left", "intact", "heads", "loss") if number in row.numbers]
+    numbers: list[float] = []
+    for row in spike.effects:
+        if row.key.done not in (Done.PART, Done.RANDOM, Done.AS_MANY):  # as many others are others in each packing
+            numbers += [row[name].value for name in ("left", "intact", "heads", "loss") if name in row.values()]
+    return numbers
 
 
 @pytest.mark.parametrize(
@@ -108,5 +113,5 @@ def test_what_a_spike_does_is_the_same_however_many_neurons_share_the_work(kind,
     new = split(o.model, *o.truth.neurons[0], torch.tensor(parts))
     one, other = found.spikes[0], find_sinks(new, **options_of(o, tmp_path)).spikes[0]
     assert (one.place, one.layers, one.peak, one.heads) == (other.place, other.layers, other.peak, other.heads)
-    assert len(other.table("writers")) == len(one.table("writers")) + more
+    assert len(other.writers) == len(one.writers) + more
     assert effects(one) == pytest.approx(effects(other), **CLOSE)

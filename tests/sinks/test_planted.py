@@ -10,7 +10,10 @@ from organisms import KINDS
 from organisms.planted import PlantedSpike
 
 from sinkscope.sinks.spikes.find import sinks_of, why_sink
-from sinkscope.sinks.spikes.result import TAKEN, SpikeResult, sufficient
+from sinkscope.sinks.spikes.record import SpikeResult
+from sinkscope.sinks.spikes.sentences import sufficient
+from sinkscope.sinks.spikes.tables import Role
+from sinkscope.sinks.spikes.why_tables import Cause
 
 few_texts = pytest.mark.few_texts
 PLANTED = [(kind, "llama") for kind in KINDS if kind not in ("late_mark", "some_first_tokens")]
@@ -33,30 +36,35 @@ def test_what_was_planted_is_said(kind, family):
     assert " 0 of 0 " not in found.text() and "-0%" not in found.text()
     given = plain.attention(o.model, sinks_of(setup).report.ids)[..., 1:, 0].mean((1, 3))
     torch.testing.assert_close(torch.tensor(found.heads).float(), given, atol=1e-3, rtol=1e-3)
-    assert bool(found.readers.get("heads")) == (kind != "none")
+    assert bool(found.readers["heads"].value) == (kind != "none")
 
 
 def check(planted: PlantedSpike, spike: SpikeResult) -> None:
-    marks, writers, components = (spike.table(name) for name in ("marks", "writers", "components"))
-    assert spike.held_out and spike.needed and frozenset(spike.needed) in planted.needs
-    assert spike.named("spike", "needed").get("left") == pytest.approx(0, abs=0.25)
-    start = {"embedding"} if spike.layers[0] else set()  # which writes what is there before the first layer
-    written = {name for name, row in components.items() if abs(row.get("share")) >= 0.1}
-    early = {name for name in written if name[-1].isdigit() and int(name.split()[1]) < spike.layers[0]}
-    assert written - start - early == set(planted.writers) and set(spike.table("erasers")) == set(planted.erasers)
-    assert sum(row.get("share") for row in components.values()) == pytest.approx(1, abs=0.05)
-    assert planted.backups <= {name for name, row in writers.items() if row.note in ("needed", "backup")}
-    assert bool(spike.table("effects")) == (spike.like is None) == bool(spike.table("controls"))
-    first = next(iter(marks), "")  # what has the spike itself marks nothing
-    expected = planted.marks or {"attention 0 and embedding", "embedding and attention 0"}
-    assert first in ({""} if "embedding" in spike.needed else expected)
+    needed = {str(part) for part in spike.needed}
+    assert spike.held_out and needed and frozenset(needed) in planted.needs
+    assert spike.size["left"].value == pytest.approx(0, abs=0.25)
+    written = {row.key for row in spike.components if abs(row.share.value) >= 0.1}
+    before = {part for part in written if part.layer is not None and part.layer < spike.layers[0]}
+    if spike.layers[0]:  # the embedding writes what is there before the first layer
+        before |= {part for part in written if part.kind == "embedding"}
+    assert {str(part) for part in written - before} == set(planted.writers)
+    assert {str(row.key) for row in spike.erasers} == set(planted.erasers)
+    assert sum(row.share.value for row in spike.components) == pytest.approx(1, abs=0.05)
+    writers = {str(row.key) for row in spike.writers if row.role in (Role.NEEDED, Role.BACKUP)}
+    assert planted.backups <= writers
+    assert bool(spike.effects) == (spike.like is None) == any(row.is_control for row in spike.effects)
+    marks = [" and ".join(map(str, row.key)) for row in spike.marks]
+    if "embedding" in needed:  # what has the spike itself marks nothing
+        assert not marks
+    else:
+        assert marks[0] in (planted.marks or {"attention 0 and embedding", "embedding and attention 0"})
 
 
 CASES = [
-    ("sink", [("alone",)], ["alone"]),  # heads mark a token that sees none but its own group
-    ("embedding_spike", [("its token",)], ["its token"]),  # the embedding of BOS has it
-    ("attention_spike", [("its token", "alone")], ["its token", "alone"]),  # heads write it, if nothing dilutes
-    ("saturated", [("alone",), ("its token",)], []),  # heads and the embedding of BOS: either is enough
+    ("sink", [(Cause.ALONE,)], [Cause.ALONE]),  # heads mark a token that sees none but its own group
+    ("embedding_spike", [(Cause.TOKEN,)], [Cause.TOKEN]),  # the embedding of BOS has it
+    ("attention_spike", [(Cause.TOKEN, Cause.ALONE)], [Cause.TOKEN, Cause.ALONE]),  # heads write it, if nothing dilutes
+    ("saturated", [(Cause.ALONE,), (Cause.TOKEN,)], []),  # heads and the embedding of BOS: either is enough
 ]
 
 
@@ -64,13 +72,14 @@ CASES = [
 @pytest.mark.parametrize(("kind", "enough", "without"), CASES)
 def test_the_cause_that_was_planted_is_said(kind, enough, without):
     _, _, found = measured_spikes(why_sink, kind)
-    conditions = found.answered.table("conditions")
-    assert sufficient(found.answered.rows) == enough
-    taken = {cause: conditions[name] for cause, name in TAKEN.items() if name in conditions}
-    assert [cause for cause, row in taken.items() if row.get("left") + row.margin("left") < 0.25] == without
-    words = {"its token": "carries '<s>'", "alone": "sees only itself"}
-    first = found.conclusion().partition(" becomes the sink")[0]
-    assert all(words[cause] in first for causes in enough for cause in causes)
+    assert sufficient(found.answered.conditions) == enough
+    lost = []
+    for row in found.answered.conditions:
+        if row.key.at_place and row.left.value + (row.left.margin or 0.0) < 0.25:
+            lost += row.key.causes
+    assert lost == without
+    first = found.conclusion().partition(" gets ")[0]
+    assert all(cause.given in first for causes in enough for cause in causes)
     assert (" or " in first, " and " in first) == (len(enough) > 1, len(enough[0]) > 1)
 
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import of_table
 from sinkscope.sinks.spikes.asked import BEGIN, purpose_of
 from sinkscope.sinks.spikes.edited import Batch, read
 from sinkscope.sinks.spikes.find import sinks_of
-from sinkscope.sinks.spikes.result import PURPOSE_CONTROLS
+from sinkscope.sinks.spikes.why_tables import PurposeKey
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +58,11 @@ def test_another_value_is_that_of_the_plain_model(bundled, batch, value):
 def test_every_way_is_there_with_its_interval_and_its_control(bundled):
     circuit = sinks_of(bundled).spikes[0]
     rows, again = purpose_of([circuit, circuit])
-    purpose, controls = of_table(rows, "purpose"), of_table(rows, PURPOSE_CONTROLS)
-    assert rows == again and list(controls) == ["most attended key hidden"]
-    assert purpose["hidden"].numbers["loss"] == circuit.hidden.numbers["loss"]  # one number, wherever it is said
-    assert all(row.margin("loss") for name, row in (purpose | controls).items() if name != "intact")
-    assert purpose["hidden in all layers"].get("taker_heads") == purpose["intact"].get("heads") == 20
-    assert purpose["hidden"].get("heads") == 0
+    purpose = {row.key: row for row in rows}
+    assert rows == again
+    assert [row.key for row in rows if row.is_control] == [PurposeKey.OTHER_HIDDEN]
+    assert purpose[PurposeKey.HIDDEN].loss == circuit.hidden.loss  # one number, wherever it is said
+    assert all(row["loss"].margin for key, row in purpose.items() if key is not PurposeKey.INTACT)
+    taken = purpose[PurposeKey.HIDDEN_EVERYWHERE]["taker_heads"].value
+    assert taken == purpose[PurposeKey.INTACT]["heads"].value == 20
+    assert purpose[PurposeKey.HIDDEN]["heads"].value == 0
