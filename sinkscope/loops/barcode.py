@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,14 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.watch import Observe
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, measurement
+from sinkscope.measure import Mean, Natural, Result, Setup, measurement
 from sinkscope.measure.setup import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_length, check_site, read_row
 from sinkscope.models.layers import per_query_head
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import Head, count_of
-from sinkscope.results.row import row_of
 from sinkscope.results.style import figure_of
-from sinkscope.results.tables import long_table
+from sinkscope.results.table import Row, Subject, column, whole
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCK_GAIN = 0.2  # gain from which a head counts as locked
@@ -90,6 +89,59 @@ class HeadTracks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadScore(
+    Row,
+    table="heads",
+    title="heads",
+    most=6,
+    note=f"A head locks onto the loop if it gains at least {100 * LOCK_GAIN:.0f} points. High is neither good nor bad.",
+):
+    """How far the attention of a head repeats itself from one period to the next."""
+
+    key: Head
+
+    score: Mean = column(
+        "same distances\nin the loop",
+        "share",
+        "Share of its attention that lies at the same distances as one period before: the sum, over the distances of "
+        "the suffix, of the smaller of both attentions; mean over the second half of the loop.",
+    )
+    control_score: Mean = column(
+        "control:\nordinary text", "share", "The same at the same positions of ordinary text of the same length."
+    )
+    gain: Mean = column("gain", "points", "Score in the loop minus that in ordinary text, in points.")
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return str(self.key)
+
+
+@dataclass(frozen=True)
+class LockKey:
+    """How many heads lock, of which there is one number."""
+
+    def __str__(self) -> str:
+        return "heads that lock onto the loop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locked(Row, table="locked", title="heads that lock", form="title"):
+    """How many heads lock onto the loop, and the strongest beside ordinary text."""
+
+    key: LockKey = LockKey()
+
+    share: Mean = column("heads\nthat lock", "share", "Share of the heads that lock onto the loop.")
+    opposite: Mean = column(
+        "control: the\nother way round",
+        "count",
+        "Heads whose score is as much larger in ordinary text than in the loop.",
+    )
+    strongest: Mean = column("the strongest:\nin the loop", "share", "Score of the head with the largest gain.")
+    strongest_control: Mean = column("in ordinary\ntext", "share", "Score of the same head in ordinary text.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Barcode(Result):
     """Attention over generation steps, and which heads lock onto the loop that the text ends in.
 
@@ -108,8 +160,6 @@ class Barcode(Result):
         control_attention: The same in ordinary text.
         ids: The tokens, the prompt first.
     """
-
-    percent = ("score", "control_score", "gain")
 
     prompt_tokens: int
     steps: int
@@ -133,37 +183,59 @@ class Barcode(Result):
         """The locked heads, largest gain first; none where the text is in no loop."""
         if self.onset is None:
             return []
-        return [(row["layer"], row["head"]) for row in self.rows() if (row["gain"] or 0.0) >= LOCK_GAIN]
+        locked: list[LayerHead] = []
+        for row in self.by_head():
+            if row.gain.value >= LOCK_GAIN:
+                locked.append((row.key.layer, row.key.head))
+        return locked
 
-    def rows(self) -> list[dict[str, Any]]:
+    def by_head(self) -> list[HeadScore]:
         """Return one row per head, largest gain first."""
-        arrays = {name: getattr(self, name) for name in self.percent}
-        rows = long_table(arrays, layer=self.layers, head=range(self.score.shape[1]))
-        return sorted(rows, key=lambda row: -(row["gain"] or 0.0))
+        rows: list[HeadScore] = []
+        for number, head in np.ndindex(self.score.shape):
+            score, control = float(self.score[number, head]), float(self.control_score[number, head])
+            key = Head(self.layers[number], head)
+            rows.append(HeadScore(key=key, score=Mean(score), control_score=Mean(control), gain=Mean(score - control)))
+        return sorted(rows, key=lambda row: -row.gain.value)
+
+    def subjects(self) -> list[Subject]:
+        """Return how many heads lock onto the loop, and the score of every head."""
+        heads = self.by_head()
+        title = f"Attention at the same distances as one period ({self.period} tokens) before"
+        if self.onset is None:
+            return [
+                Subject(title="Attention at the same distances as one token before", rows=tuple(heads), key="heads")
+            ]
+        locked = Locked(
+            share=Mean(len(self.locked) / self.score.size),
+            opposite=whole(int((-self.gain >= LOCK_GAIN).sum())),
+            strongest=heads[0].score,
+            strongest_control=heads[0].control_score,
+        )
+        return [Subject(title, (locked, *heads), "loop")]
+
+    def compared(self) -> list[Subject]:
+        """Return how many heads lock: single heads have no margin."""
+        if self.onset is None:
+            return []
+        (subject,) = self.subjects()
+        return [replace(subject, rows=subject.rows[:1])]
 
     def conclusion(self) -> str:
         """Return how many heads lock onto the loop, and the strongest beside ordinary text."""
         if self.period is None:
             return f"The {self.steps} generated tokens end in no loop, so no head can lock onto one."
-        best = self.rows()[0]
-        lock = "locks" if len(self.locked) == 1 else "lock"
+        (subject,) = self.subjects()
+        locked, best = subject.rows[:2]
+        assert isinstance(locked, Locked)
+        lock, they, put = ("locks", "it", "puts") if len(self.locked) == 1 else ("lock", "they", "put")
         return (
-            f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of period {self.period}; "
-            f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention at the same distances as "
-            f"one period before (in ordinary text {best['control_score']:.0%})."
+            f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of {self.period} tokens: {they} {put} "
+            f"at least {100 * LOCK_GAIN:.0f} points more of their attention at the same distances as one period before "
+            f"than in ordinary text (control: {locked.text('opposite')} heads the other way round). The strongest, "
+            f"{best.label}, has {locked.text('strongest')} there in the loop and {locked.text('strongest_control')} in "
+            "ordinary text."
         )
-
-    def findings(self) -> list[Row]:
-        """Return the share of locked heads, and the score of the strongest head beside ordinary text."""
-        if self.onset is None:
-            return []
-        best = self.rows()[0]
-        locked = Mean(len(self.locked) / self.score.size, kind="share")
-        score, control = (Mean(best[name], kind="share") for name in ("score", "control_score"))
-        return [
-            row_of("findings", "attention of the strongest head", "ordinary text", share=score, control=control),
-            row_of("findings", "heads that lock onto the loop", share=locked),
-        ]
 
     def figure(self) -> go.Figure:
         """Draw what the loop adds to every head, and below the attention of heads in the last steps.

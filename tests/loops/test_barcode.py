@@ -61,21 +61,25 @@ def test_scores_and_pictures_are_those_of_an_eager_run(monkeypatch):
 def test_planted_heads_rank_first_and_are_shown(period, onset, new):
     seed = secrets.randbits(32)
     result, planted = measured(seed, period, new, onset)
-    rows = result.rows()
+    rows = result.by_head()
     last, after = rows[len(planted) - 1 : len(planted) + 1]
-    assert {(row["layer"], row["head"]) for row in rows[: len(planted)]} == planted, f"seed {seed}"
-    assert last["gain"] >= LOCK_GAIN and last["gain"] > after["gain"] + 0.02
-    assert last["score"] > 0.5 and last["control_score"] < 0.1
+    assert {(row.key.layer, row.key.head) for row in rows[: len(planted)]} == planted, f"seed {seed}"
+    assert last.gain.value >= LOCK_GAIN
+    assert last.gain.value > after.gain.value + 0.02
+    assert last.score.value > 0.5
+    assert last.control_score.value < 0.1
     assert (result.period, result.onset) == (period, end_loop(result.ids).start)
-    strongest, share = result.findings()
-    assert share.get("share") == len(result.locked) / result.score.size
-    assert (strongest.get("share"), strongest.get("control")) == (rows[0]["score"], rows[0]["control_score"])
+    (subject,) = result.compared()
+    (locked,) = subject.rows
+    assert locked["share"].value == len(result.locked) / result.score.size
+    assert (locked["strongest"], locked["strongest_control"]) == (rows[0].score, rows[0].control_score)
+    assert locked["opposite"].value == 0
     assert set(result.shown) & {f"L{layer}.H{head}" for layer, head in planted}
 
 
 def test_without_planted_heads_nothing_locks():
     walk, _ = measured(1, 5, 60, causes=())
-    assert walk.period is None and walk.locked == [] and walk.findings() == []
+    assert walk.period is None and walk.locked == [] and walk.compared() == []
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
 
 
@@ -91,7 +95,7 @@ def test_a_head_that_locks_onto_ordinary_text_as_well_is_not_locked():
     heads = found.score.size
     assert set(found.locked) == made.locking_heads and found.conclusion().startswith(f"{len(found.locked)} of {heads}")
     assert beside_itself.score.max() > 0.5 and beside_itself.locked == []
-    assert beside_itself.conclusion().startswith(f"0 of {heads} heads lock onto the loop of period 9")
+    assert beside_itself.conclusion().startswith(f"0 of {heads} heads lock onto the loop of 9 tokens")
 
 
 @pytest.mark.parametrize(
