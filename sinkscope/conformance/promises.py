@@ -9,11 +9,13 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
+from math import inf
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from sinkscope.conformance.checked import Unit, Worst
 from sinkscope.conformance.flow import Flow, Outcome, Stretch, error_of
 from sinkscope.conformance.kit import LONG, ApartError, FaultError, Kit, Promise
 from sinkscope.conformance.models import QUESTION, QUESTIONS, WINDOW, kit_model
@@ -134,7 +136,7 @@ def _right(kit: Kit, outcome: Outcome) -> None:
             shown = "outcome.last.logits[:, 1:-1].argmax(-1)"
             if not torch.equal(said[:, 1:-1].argmax(-1), answer):
                 raise FaultError("the answer that stands in what was kept", "another answer", flow, shown)
-            kit.measured.append(0.0)
+            kit.measured.append(Worst(0.0, kit.tolerance, Unit.LOGITS))
 
 
 def _beside(kit: Kit, outcome: Outcome, other: Flow, whose: str, rows: slice) -> None:
@@ -163,7 +165,7 @@ def _orders(kit: Kit, times: int) -> None:
                 _right(kit, kit.outcome(kit.asking(Flow(model, rows, acts, seed=number), times)))
 
 
-def it_raises_no_error_and_leaves_nothing_behind(kit: Kit) -> str:
+def it_raises_no_error_and_leaves_nothing_behind(kit: Kit) -> Worst:
     """Calls raise nothing, the length counts all tokens read, and model and random numbers of torch stay as they were.
 
     A model that is told no positions asks for the length. NotImplementedError is a refusal, and no error.
@@ -182,10 +184,10 @@ def it_raises_no_error_and_leaves_nothing_behind(kit: Kit) -> str:
             ends.append(torch.get_rng_state())
     if torch.equal(*ends):
         raise FaultError("the caller's random numbers go on", "torch was given a seed: use a generator", used)
-    return f"none in {len(kit.tried)} uses"
+    return Worst(0.0, 0.0, Unit.ERRORS)
 
 
-def with_room_for_everything_it_changes_nothing(kit: Kit) -> str:
+def with_room_for_everything_it_changes_nothing(kit: Kit) -> None:
     """The logits are those of the plain model: for any length, model, precision and order of calls."""
     for _ in _outcomes(kit, with_room_for_everything_it_changes_nothing):
         pass
@@ -194,10 +196,9 @@ def with_room_for_everything_it_changes_nothing(kit: Kit) -> str:
     flows = [kit.asking(Flow(lengths=(length,), acts="step 1"), 0) for length in range(1, _LENGTHS, every)]
     for outcome in kit.outcomes(*flows):
         _right(kit, outcome)
-    return ""
 
 
-def rows_are_what_they_are_alone(kit: Kit) -> str:
+def rows_are_what_they_are_alone(kit: Kit) -> None:
     """Each row has the logits, and sees as many tokens, as alone; padding changes neither."""
     for outcome in _outcomes(kit, rows_are_what_they_are_alone):
         flow, text = outcome.flow, outcome.last
@@ -207,10 +208,9 @@ def rows_are_what_they_are_alone(kit: Kit) -> str:
             if seen < right:
                 raise FaultError(f"row {row} sees {right:g} tokens at last, as it does alone", f"{seen:g}", flow, _SEES)
             _beside(kit, outcome, flow.alone(row), f"in row {row}, the logits that it has alone", at)
-    return ""
 
 
-def what_is_kept_stands_at_its_place(kit: Kit) -> str:
+def what_is_kept_stands_at_its_place(kit: Kit) -> None:
     """The logits are those of a pass in which a mask hides what was evicted; layers that say positions say the true.
 
     A cache that rotates keys again gives the answers that stand in what was kept. A copy goes on as the original would.
@@ -226,12 +226,11 @@ def what_is_kept_stands_at_its_place(kit: Kit) -> str:
     if not placed and not kit.measured:
         raise ApartError("keys are rotated again, so no mask says what is right, and no fact was kept")
     _orders(kit, 2)
-    return ""
 
 
-def the_budget_holds_in_tokens_and_bytes(kit: Kit) -> str:
+def the_budget_holds_in_tokens_and_bytes(kit: Kit) -> Worst:
     """A step reads at most the budget and its own token, in any turn, and nothing keeps alive what is evicted."""
-    held = 0
+    worst = Worst(0.0, inf, Unit.BYTES)
     for outcome in _outcomes(kit, the_budget_holds_in_tokens_and_bytes, right=False):
         flow = outcome.flow
         budget = flow.budget or 0
@@ -248,10 +247,11 @@ def the_budget_holds_in_tokens_and_bytes(kit: Kit) -> str:
         if held > allowed:
             seen = f"{held} bytes; everything would be {(flow.prompt + len(later)) * token}"
             raise FaultError(f"at most {allowed} bytes, {_LARGER:g} times those asked for", seen, flow, "outcome.bytes")
-    return f"at most the budget and the token itself, and {held} bytes"
+        worst = max(worst, Worst(held, allowed, Unit.BYTES), key=lambda kept: kept.nearness)
+    return worst
 
 
-def the_first_and_the_latest_tokens_survive(kit: Kit) -> str:
+def the_first_and_the_latest_tokens_survive(kit: Kit) -> Worst:
     """The model loses nothing that the first token alone would give back; most steps see the token before."""
     loss = 0.0
     for outcome in _outcomes(kit, the_first_and_the_latest_tokens_survive, right=False):
@@ -270,7 +270,7 @@ def the_first_and_the_latest_tokens_survive(kit: Kit) -> str:
         if 2 * len(blind) > len(steps):
             seen = f"{len(blind)} of {len(steps)} see no token before them"
             raise FaultError("most steps see the token before them", seen, flow, _SEES)
-    return f"{loss:.2g} nats"
+    return Worst(max(0.0, loss), _LOSS, Unit.NATS)
 
 
 def _given_back(right: Tensor, text: Stretch, column: int) -> float:

@@ -268,9 +268,25 @@ def why_loop(result: Data) -> Data:
     return {**result, "tried": tried}
 
 
+# --- check-cache ---
+
+
+def check_cache(result: Data) -> Data:
+    """Return a result of `check_cache`, whose checks were called by their words; what was seen was a sentence."""
+    checks: list[Data] = []
+    for row in result["checks"]:
+        check = {name: value for name, value in row.items() if name not in ("check", "evicted")}
+        check["key"] = row["check"].replace(" ", "_")
+        check["evicted"] = number_of(float(row["evicted"]), "count")
+        check["reason"] = row["seen"]
+        checks.append(check)
+    return {**result, "checks": checks}
+
+
 CONVERTED: dict[str, Callable[[Data], Data]] = {
     "find-sinks": find_sinks,
     "why-sink": find_sinks,
     "why-loop": why_loop,
+    "check-cache": check_cache,
 }
 """The kinds whose fields changed."""

@@ -156,7 +156,10 @@ class Result(Envelope):
         parts += [card.text(width) for card in self.cards()]
         if len(parts) == 1:  # below cards, the table stands on a page and in a file
             parts.append(self.grid().text(width, self.most_rows))
-        parts.append("\n".join(fill(line, width or WIDEST, break_on_hyphens=False) for line in self.lines()))
+        lines: list[str] = []
+        for line in self.lines():  # one that has lines of its own, such as code, stays as it is
+            lines.append(line if "\n" in line else fill(line, width or WIDEST, break_on_hyphens=False))
+        parts.append("\n".join(lines))
         return "\n\n".join(filter(None, parts))
 
     def __str__(self) -> str:

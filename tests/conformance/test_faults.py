@@ -51,7 +51,7 @@ def test_right_caches_pass(factory):
     if rounds:
         pytest.importorskip("optimum.quanto")
     result = ss.check_cache(factory, tolerance=0.5 if rounds else TOLERANCE)
-    failed = [one.check.replace(" ", "_") for one in result.checks if one.verdict == "fails"]
+    failed = [one.key for one in result.checks if one.verdict == "fails"]
     assert failed == [CHANGES] * (rounds or name == "dynamic_cache_without_config"), result.text()  # these raise
     assert result.exit_code == bool(failed)
 
@@ -67,10 +67,10 @@ def policy(kind: type[Policy], **fields: Any) -> Callable[[int], Policy]:
 def test_one_error_in_use_fails_one_check_and_is_said_with_its_line():
     result = ss.check_cache(policy(QueriesAreNotWatched))
     (failed,) = [one for one in result.checks if one.verdict == "fails"]
-    assert failed.check == ERRORS.replace("_", " ")
+    assert failed.key == ERRORS
     assert "Attended.scores (mistaken_policies.py:" in failed.seen and "the latest queries were not seen" in failed.seen
     stuck = [one for one in result.checks if one.verdict == "not judged"]
-    assert len(stuck) >= 3 and {one.seen for one in stuck} == {f"the error of {failed.check!r}"}
+    assert len(stuck) >= 3 and {one.seen for one in stuck} == {f"the error of {failed.key.words!r}"}
 
 
 def test_a_cache_that_cannot_crop_refuses():
