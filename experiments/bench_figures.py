@@ -21,7 +21,8 @@ from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.bench.benchmark import bench
 from sinkscope.bench.record import BenchRun, read_run
-from sinkscope.bench.table import PERCENT, tabulate_records
+from sinkscope.bench.table import tabulate_records
+from sinkscope.bench.task import task_class
 from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import figure_of
@@ -70,7 +71,7 @@ def figure(data: Row) -> Any:
     errors: Row = {"error_y": "above", "error_y_minus": "below"}
     fig = px.bar(frame, x="method", y=measure, color="set", barmode="group", **errors)
     fig.update_xaxes(tickangle=-35).update_yaxes(title_text=AXES[measure])
-    if measure in PERCENT:
+    if measure != "kl":  # which is in nats, and no share
         fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
     title = f"{AXES[measure]}: {data['settings']['task']} with {data['settings']['model']}"
     return figure_of(fig, None, title, width=1100, height=620, bottom=270)
@@ -92,17 +93,20 @@ def main(name: Literal[*RUNS], *, work: Path = Path("runs"), out: Path = Path("f
             batch_size=chosen.batch_size,
             progress=progress,
         )
-    rows = table.rows()
     if chosen.measure == "score":  # a colour for each place of the question
         done = read_run(work / name)
         records = [replace(one, set=one.part) for one in done]
-        rows = tabulate_records([BenchRun(records, done.settings)]).rows()
-    for row in rows:
+        table = tabulate_records([BenchRun(records, done.settings)])
+    rows: list[Row] = []
+    for group in table.groups:
+        about = {"set": group.set, "method": group.method, "answers": group.answers}
+        row = {**about, task_class(table.task).main: group.score, "low": group.low, "high": group.high, **group.metrics}
         if chosen.measure == "loop_paper":
-            looped = round(row["loop_paper"] * row["answers"])
-            rate = interval_of(np.repeat([1.0, 0.0], [looped, row["answers"] - looped]), SCORES)
+            looped = round(group.metrics["loop_paper"] * group.answers)
+            rate = interval_of(np.repeat([1.0, 0.0], [looped, group.answers - looped]), SCORES)
             assert rate is not None
             row |= {"low": rate.low, "high": rate.high}
+        rows.append(row)
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model}
     draw(write_record(out / f"{name}.json", "bench-figure", {"rows": rows}, settings), figure)
 

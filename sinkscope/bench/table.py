@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import isnan, nan
 from operator import attrgetter
@@ -23,21 +23,21 @@ import numpy as np
 
 from sinkscope.bench.methods import FULL
 from sinkscope.bench.record import BenchRecord, BenchRun, read_run
+from sinkscope.bench.scored import NOT_RANKED, RANDOM, MethodKey, Scored, difference_text, score_text
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, provenance
 from sinkscope.files.output import PathName
-from sinkscope.files.plain import plain
 from sinkscope.files.store import differing
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, interval_of
+from sinkscope.results.notation import count_of
 from sinkscope.results.result import Result
-from sinkscope.results.row import Kind, Mean, Row
-from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
+from sinkscope.results.row import Mean
+from sinkscope.results.table import Subject, whole
+from sinkscope.results.tables import Table
 
-NOT_RANKED = (FULL, "random", "sampling")
-"""Methods that a conclusion does not name as the best."""
-PERCENT = "loop loop_paper eos prefix score agree cells".split()
-"""Metrics that are shares."""
+COSTS = ("read", "time")
+"""The metrics that stand beside the score."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,19 @@ class BenchGroup:
         """The method without its settings."""
         return self.method.partition(":")[0]
 
-    def mean(self, kind: Kind = "number") -> Mean:
+    def mean(self) -> Mean:
         """Return the score with its margin and the scores of prompts."""
         margin = None if isnan(self.low) else Interval(self.score, self.low, self.high).margin
-        return Mean(self.score, margin, tuple(self.scores.values()), kind)
+        return Mean(self.score, margin, tuple(self.scores.values()))
+
+
+def reference_words(group: BenchGroup) -> str:
+    """Return what a control is called in a sentence."""
+    if group.name == FULL:
+        return f"the reference, {group.method} (all tokens cached, no guard)"
+    if group.name == RANDOM:
+        return f"the control, {group.method}"
+    return f"the other control, {group.method}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +96,6 @@ class BenchTable(Result):
     """
 
     kind = "bench"
-    most_rows = MOST_ROWS  # every method that the conclusion compares
 
     task: str
     groups: tuple[BenchGroup, ...]
@@ -109,83 +117,105 @@ class BenchTable(Result):
         leads = np.array([own - beside for own, beside in pairs])
         return interval_of(leads, DIFFERENCES if task_class(self.task).share else None)
 
-    def rows(self) -> Table:
-        """Return one row per group."""
-        rows: Table = []
-        for groups in self.sets():
-            reference = self.beside or groups[0].method
-            for group in groups:
-                leads = [self.difference(group, other) for other in groups if other.method == reference]
-                lead = next(filter(None, leads), Interval(nan, nan, nan))
-                row = {
-                    "method": group.method,
-                    task_class(self.task).main: group.score,
-                    "low": group.low,
-                    "high": group.high,
-                    "difference": lead.mean,
-                    "from": lead.low,
-                    "to": lead.high,
-                    **group.metrics,
-                    "answers": group.answers,
-                    "set": group.set,
-                }
-                rows.append(row)
-        return plain(rows)
-
-    def grid(self) -> Grid:
-        """Return the table."""
-        task, percent = task_class(self.task), PERCENT
-        scores = (task.main, "low", "high", "difference", "from", "to")
-        if task.share:
-            percent = [*PERCENT, *scores]
-        sets = ["set"] if len(self.sets()) > 1 else []
-        return Grid(strings(self.rows(), percent), (*sets, "method", *scores, "read", "cells", "time"))
-
-    def findings(self) -> list[Row]:
-        """Return the score of each method beside that of the control, the best one of each set first."""
-        rows: list[Row] = []
+    def subjects(self) -> list[Subject]:
+        """Return the table of each set: the methods, the best first, then controls."""
         task = task_class(self.task)
+        better = "lower is better" if task.low_is_good else "higher is better"
+        subjects: list[Subject] = []
         for groups in self.sets():
-            controls = [group for group in groups if group.name == task.control][:1]
-            kind: Kind = "share" if task.share else "number"
+            rows: list[Scored] = []
+            reference = self.beside or groups[0].method
+            beside = next((group for group in groups if group.method == reference), None)
             for group in groups:
-                numbers = {"share" if task.share else "value": group.mean(kind)}
-                for control in controls:
-                    numbers["control"] = Mean(control.score, kind=kind)
-                contrast = controls[0].method if controls else ""
-                label = f"{group.set}, {group.method}: {task.unit}"
-                rows.append(Row("findings", label, numbers, contrast, texts=tuple(group.scores)))
-        return rows
+                rows.append(self.scored(group, beside))
+            name = groups[0].set
+            prompts = max((len(group.scores) for group in groups), default=0)
+            title = f"{name}: {task.unit} ({better}), {count_of(prompts, 'prompt')}"
+            if beside is not None:
+                title += f"; differences are to {reference}"
+            texts = tuple(dict.fromkeys(prompt for group in groups for prompt in group.scores))
+            subjects.append(Subject(title, tuple(rows), name, texts))
+        return subjects
+
+    def compared(self) -> list[Subject]:
+        """Return the scores alone: costs have no margin."""
+        subjects: list[Subject] = []
+        for subject, groups in zip(self.subjects(), self.sets(), strict=True):
+            rows: list[Scored] = []
+            for group in groups:
+                scored = self.scored(group, None)
+                rows.append(replace(scored, read=None, time=None, low=None, high=None, metrics={}))
+            subjects.append(replace(subject, rows=tuple(rows)))
+        return subjects
+
+    def scored(self, group: BenchGroup, beside: BenchGroup | None) -> Scored:
+        """Return the row of a group, compared with another one; not judged of fewer than three prompts."""
+        lead = None if beside is None else self.difference(group, beside)
+        metrics: dict[str, float] = {}
+        for name, value in group.metrics.items():
+            if name not in COSTS and not isnan(value):
+                metrics[name] = value
+        costs = {name: Mean(value) for name, value in group.metrics.items() if name in COSTS and not isnan(value)}
+        interval = None if isnan(group.low) else Interval(group.score, group.low, group.high)
+        return Scored(
+            key=MethodKey(group.set, group.method),
+            is_share=task_class(self.task).share,
+            score_interval=interval,
+            difference_interval=lead,
+            metrics=metrics,
+            score=group.mean(),
+            difference=None if lead is None else Mean(lead.mean),
+            prompts=whole(len(group.scores)),
+            answers=whole(group.answers),
+            low=None if interval is None else Mean(interval.low),
+            high=None if interval is None else Mean(interval.high),
+            difference_low=None if lead is None else Mean(lead.low),
+            difference_high=None if lead is None else Mean(lead.high),
+            **costs,
+        )
 
     def conclusion(self) -> str:
         """Return what the first set says: the best method, how far it is from the next or the control, and that."""
         if not self.groups:
             return "Nothing was answered."
-        task, (best, *others) = task_class(self.task), self.sets()[0]
-        form = ".0%" if task.share else ".2g"
-        title = f"{best.set} ({task.unit})"
-        said, control_has = f"{best.method} has {best.score:{form}}", f"{task.control} was not run"
-        if not isnan(best.low):
-            said += f" ({best.low:{form}} to {best.high:{form}})"
+        task = task_class(self.task)
+        best, *others = self.sets()[0]
         controls = [group for group in (best, *others) if group.name == task.control]
+        control_has = f"{task.control} was not run"
         for control in controls[:1]:
-            control_has = f"control {control.method} has {control.score:{form}}"
-            if task.share and not task.low_is_good and best.low <= 0 and control.score > best.high:
-                return (
-                    f"Nothing can be told of methods in {title}: the best, {said}; {control_has}; give larger budgets "
-                    "or easier prompts."
-                )
-        said += f" in {title}"
+            control_has = f"{reference_words(control)}: {score_text(control.score, task.share)}"
+        best_has = f"{best.method} has {score_text(best.score, task.share)}"
+        if not isnan(best.low):
+            best_has += f" ({score_text(best.low, task.share)} to {score_text(best.high, task.share)})"
+        better = "lower is better" if task.low_is_good else "higher is better"
+        prompts = count_of(len(best.scores), "prompt")
+        about = f"{best.set} ({task.unit}, {better}, {prompts})"
+        is_floor = bool(controls) and task.share and not task.low_is_good and best.low <= 0
+        if is_floor and controls[0].score > best.high:
+            return (
+                f"Nothing can be told of the methods in {about}: the best, {best_has}; {control_has}. Give larger "
+                "budgets or easier prompts."
+            )
         rivals = [group for group in others if group.name not in NOT_RANKED]
+        lead = ""
         for rival in [*rivals, *controls][:1]:
-            lead = self.difference(best, rival)
-            if lead is not None:
-                scale, form, unit = (100.0, "+.1f", " points") if task.share else (1.0, "+.3g", "")
-                mean, low, high = (f"{scale * end:{form}}" for end in (lead.mean, lead.low, lead.high))
-                said += f", {mean}{unit}, 95 % {low} to {high}, from {rival.method}"
-                if lead.low <= 0 <= lead.high:
-                    said += ": too close to rank"
-        return f"{said}; {control_has}."
+            lead = self.lead_words(best, rival)
+        return f"{best_has} in {about}{lead}. {control_has[0].upper()}{control_has[1:]}."
+
+    def lead_words(self, best: BenchGroup, rival: BenchGroup) -> str:
+        """Return how far the best method is ahead of another one; nothing where it is not judged."""
+        lead = self.difference(best, rival)
+        if lead is None:
+            return ""
+        is_share = task_class(self.task).share
+        mean, low, high = (difference_text(end, is_share) for end in (lead.mean, lead.low, lead.high))
+        unit = " points" if is_share else ""
+        words = f", {mean}{unit} (95%: {low} to {high}) against {rival.method}"
+        if lead.low <= 0 <= lead.high:
+            return f"{words}: too close to rank"
+        task = task_class(self.task)
+        has_to_lose = rival.name == task.control and task.low_is_good  # the full cache of other tasks is their limit
+        return f"{words}: the control is better" if has_to_lose and lead.low > 0 else words
 
     def figure(self) -> Any:
         """Draw the score of each method with its interval, a colour for each set."""

@@ -63,4 +63,6 @@ def test_random_slots_win_only_where_they_keep_more(methods, wins, tmp_path):
     (policy, control) = found.groups
     assert control.method == methods[1] and (control.score < policy.score) == wins
     said = found.conclusion()
-    assert said.startswith(f"{policy.method} has ") and f"control {control.method} has {control.score:.2g}" in said
+    assert said.startswith(f"{policy.method} has ")
+    assert said.endswith(f"The control, {control.method}: {control.score:.2g}.")
+    assert (": the control is better." in said) == wins

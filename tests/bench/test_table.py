@@ -52,51 +52,60 @@ def test_a_group_is_recomputed_kept_and_drawn():
     assert not drawn.error_y.symmetric and whiskers == [two.high - two.score, two.score - two.low]
     assert two.high - two.score > two.score - two.low  # the score is near 0, where an interval ends
     row = next(row for row in result.text(None).splitlines() if row.startswith("tova:8"))
-    assert row.split()[1:4] == ["100.0%", "-", "-"], "one answer has no interval"
+    assert row.split()[1] == "100%"
+    assert "(" not in row, "one answer has no interval"
+
+
+FULL_HAS = "The reference, full (all tokens cached, no guard): "
 
 
 @pytest.mark.parametrize(
-    ("task", "answers", "said"),
+    ("task", "answers", "best", "lead", "control"),
     [
-        ("file", ["h2o:8 1"], "h2o:8 has 100% in s (score); full was not run."),
+        ("file", ["h2o:8 1"], "h2o:8 has 100% in s", "", "Full was not run."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
-         "loopguard:64 has 0% (0% to 76%) in s (answers that loop); control full has 67%."),
-        ("file", ["full 1*20", "snapkv:4 1*19 0", "loopserve:4 1*18 0*2"],
-         "snapkv:4 has 95% (78% to 100%) in s (score), +5.0 points, 95 % -12.1 to +21.2, from loopserve:4: too close "
-         "to rank; control full has 100%."),
+         "loopguard:64 has 0% (0% to 76%) in s (answers that loop, lower is better, 3 prompts)", "", FULL_HAS + "67%."),
+        ("file", ["full 1*20", "snapkv:4 1*19 0", "loopserve:4 1*18 0*2"], "snapkv:4 has 95% (78% to 100%)",
+         ", +5.0 points (95%: -12.1 to +21.2) against loopserve:4: too close to rank.", FULL_HAS + "100%."),
         # One is ahead only where the interval of the paired differences leaves zero out.
-        ("file", ["full 1*20", "h2o:4 1*10 0*10"],
-         "h2o:4 has 50% (27% to 73%) in s (score), -50.0 points, 95 % -71.9 to -19.0, from full; control full has "
-         "100%."),
-        # A floor: what no method can do tells none of them apart.
-        ("file", ["full 1*20", "h2o:4 0*20", "snapkv:4 1 0*19"],
-         "Nothing can be told of methods in s (score): the best, snapkv:4 has 5% (0% to 22%); control full has 100%; "
-         "give larger budgets or easier prompts."),
+        ("file", ["full 1*20", "h2o:4 1*10 0*10"], "h2o:4 has 50% (27% to 73%)",
+         ", -50.0 points (95%: -71.9 to -19.0) against full.", FULL_HAS + "100%."),
         # Prompts differ more than methods do: the difference is small of each pair.
         ("text", ["h2o:8 .1 1.1 3.1 9.12", "snapkv:8 .2 1.2 3.2 9.3"],
-         "h2o:8 has 3.4 (-3.1 to 9.8) in s (KL to full, nats), -0.12, 95 % -0.184 to -0.0564, from snapkv:8; random "
-         "was not run."),
+         "h2o:8 has 3.4 (-3.1 to 9.8) in s (KL to full, nats, lower is better, 4 prompts)",
+         ", -0.12 (95%: -0.184 to -0.0564) against snapkv:8.", "Random was not run."),
         # Methods are at the floor, and so is the control: it is not above them.
-        ("file", ["full 0*20", "h2o:4 0*20"],
-         "h2o:4 has 0% (0% to 14%) in s (score), +0.0 points, 95 % -13.7 to +13.7, from full: too close to rank; "
-         "control full has 0%."),
+        ("file", ["full 0*20", "h2o:4 0*20"], "h2o:4 has 0% (0% to 14%)",
+         ", +0.0 points (95%: -13.7 to +13.7) against full: too close to rank.", FULL_HAS + "0%."),
         # A control that is better than every method.
-        ("text", ["random:0.25 1*20", "h2o:0.25 2*20", "snapkv:0.25 3*20"],
-         "h2o:0.25 has 2 (2 to 2) in s (KL to full, nats), -1, 95 % -1 to -1, from snapkv:0.25; control random:0.25 "
-         "has 1."),
+        ("text", ["random:0.25 1*20", "h2o:0.25 2*20", "snapkv:0.25 3*20"], "h2o:0.25 has 2 (2 to 2)",
+         ", -1 (95%: -1 to -1) against snapkv:0.25.", "The control, random:0.25: 1."),
         # Another control, which is better than that of the task, is no rival.
-        ("loops", ["sampling 0*20", "full 1*20", "loopguard:64 0*20"],
-         "loopguard:64 has 0% (0% to 14%) in s (answers that loop), -100.0 points, 95 % -100.0 to -72.0, from full; "
-         "control full has 100%."),
+        ("loops", ["sampling 0*20", "full 1*20", "loopguard:64 0*20"], "loopguard:64 has 0% (0% to 14%)",
+         ", -100.0 points (95%: -100.0 to -72.0) against full.", FULL_HAS + "100%."),
         # Of several random parts, the best one stands beside it.
-        ("text", ["random:0.5 8*20", "random:0.25 4*20", "h2o:0.25 1*20"],
-         "h2o:0.25 has 1 (1 to 1) in s (KL to full, nats), -3, 95 % -3 to -3, from random:0.25; control random:0.25 "
-         "has 4."),
+        ("text", ["random:0.5 8*20", "random:0.25 4*20", "h2o:0.25 1*20"], "h2o:0.25 has 1 (1 to 1)",
+         ", -3 (95%: -3 to -3) against random:0.25.", "The control, random:0.25: 4."),
     ],
 )  # fmt: skip
-def test_the_conclusion_of_a_table(task: str, answers: list[str], said: str):
+def test_the_conclusion_says_the_best_its_lead_and_the_control(
+    task: str, answers: list[str], best: str, lead: str, control: str
+):
     conclusion = scored(answers, task).conclusion()
-    assert conclusion == said and len(said.split()) <= 30
+    first = conclusion.partition(". ")[0]
+    assert conclusion.startswith(best)
+    assert lead in f"{first}."
+    assert bool(lead) == (" against " in first)
+    assert conclusion.endswith(control)
+
+
+def test_of_methods_that_cannot_do_a_task_nothing_is_told():
+    """What no method can do tells none of them apart."""
+    conclusion = scored(["full 1*20", "h2o:4 0*20", "snapkv:4 1 0*19"]).conclusion()
+    assert conclusion == (
+        "Nothing can be told of the methods in s (score, higher is better, 20 prompts): the best, snapkv:4 has 5% (0% "
+        "to 22%); the reference, full (all tokens cached, no guard): 100%. Give larger budgets or easier prompts."
+    )
 
 
 def test_a_record_of_two_runs_counts_once_as_the_first_has_it():
@@ -112,8 +121,12 @@ def test_any_two_methods_are_compared_on_the_same_prompts():
     answers = ["full 1*20", "h2o:4 1*20", "snapkv:4 1*10 0*10", "tova:4 1*8 0*12"]
     interval = interval_of(np.array([0.0] * 8 + [-1.0] * 2 + [0.0] * 10), (-1.0, 1.0))
     (row,) = [row for row in scored(answers, beside="snapkv:4").rows() if row["method"] == "tova:4"]
-    assert (row["difference"], row["from"], row["to"]) == (interval.mean, interval.low, interval.high)
-    differences = {row["method"]: row["difference"] for row in scored(answers).rows()}
+    assert (row["difference"], row["difference_low"], row["difference_high"]) == (
+        interval.mean,
+        interval.low,
+        interval.high,
+    )
+    differences = {row["method"]: row.get("difference") for row in scored(answers).rows()}
     assert differences == {"h2o:4": None, "snapkv:4": -0.5, "tova:4": -0.6, "full": 0.0}
     with refused("--beside c: expected full, h2o:4, snapkv:4, tova:4"):
         scored(answers, beside="c")
