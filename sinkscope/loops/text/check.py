@@ -14,16 +14,50 @@ from typing import Any, cast
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, documented_at, provenance
 from sinkscope.files.output import read_bytes
-from sinkscope.files.plain import pathless, plain
-from sinkscope.loops.text.answers import Piece, is_ids
+from sinkscope.files.plain import pathless
+from sinkscope.loops.text.answers import TEXT, Piece, is_ids
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.signals import Ids, id_list
-from sinkscope.loops.text.watch import WORST, CheckedOutput, Watch
+from sinkscope.loops.text.watch import WORST, CheckedOutput, TextVerdict, Watch
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Table
+from sinkscope.results.row import Mean
+from sinkscope.results.table import Row, Subject, column, detail, optional, whole
 
 LOOP_FOUND, NO_TEXT = 3, 1  # exit statuses
+
+
+@dataclass(frozen=True)
+class OutputKey:
+    """An answer, and its place in the input, since two may have one name."""
+
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputRow(
+    Row,
+    table="outputs",
+    title="output",
+    note="Tokens are words and marks of a text, or the ids that were given. loops: to its end. looped: it went on. "
+    "suspicious: copies that may be honest, or near copies.",
+):
+    """What was found in one answer."""
+
+    key: OutputKey
+
+    verdict: TextVerdict = column("verdict", "word", "loops, looped, suspicious, clean, or empty.")
+    channel: str | None = optional("channel", "word", "Where it was found: the text, or the reasoning before it.")
+    tokens: Mean = column("tokens", "count", "Words and marks of all channels, or ids.")
+    onset: Mean | None = optional("loops\nsince", "count", "Position of the first token of the repetition, from 0.")
+    detected: Mean | None = optional("found\nat", "count", "Tokens that had been read when it was found.")
+    excerpt: str | None = optional("one copy", "word", "One copy of what repeats, shortened.")
+    period: Mean | None = detail("period", "count", "Tokens of one copy.")
+    wasted: Mean | None = detail("tokens of\nfurther copies", "count", "Tokens of the copies after the first one.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +70,6 @@ class LoopCheck(Result):
     """
 
     kind = "loops"
-    columns = ("name", "verdict", "channel", "tokens", "wasted", "excerpt")
-
     records: tuple[CheckedOutput, ...]
     problems: tuple[str, ...] = ()
 
@@ -51,9 +83,26 @@ class LoopCheck(Result):
             return NO_TEXT
         return 0
 
-    def rows(self) -> Table:
+    def subjects(self) -> list[Subject]:
         """Return a row for each answer, those that loop first."""
-        return plain(sorted(self.records, key=lambda record: WORST.index(record.verdict)))
+        rows: list[OutputRow] = []
+        has_channels = any(record.channel != TEXT for record in self.records)
+        for number, record in enumerate(self.records):
+            rows.append(
+                OutputRow(
+                    key=OutputKey(record.name, number),
+                    verdict=record.verdict,
+                    channel=record.channel if has_channels else None,
+                    tokens=whole(record.tokens),
+                    onset=count_or_none(record.onset),
+                    detected=count_or_none(record.detected),
+                    period=count_or_none(record.period),
+                    wasted=count_or_none(record.wasted),
+                    excerpt=record.excerpt or None,
+                )
+            )
+        rows.sort(key=lambda row: WORST.index(row.verdict))
+        return [Subject(title="", rows=tuple(rows), key="outputs")]
 
     def conclusion(self) -> str:
         """Return how many answers have each verdict; of a single one, what repeats."""
@@ -69,6 +118,11 @@ class LoopCheck(Result):
         if any(record.verdict in ("loops", "looped") for record in self.records):
             lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try.md')} has more.")
         return lines
+
+
+def count_or_none(count: int | None) -> Mean | None:
+    """Return a number of tokens; None where there is none."""
+    return None if count is None else whole(count)
 
 
 def check_of(watch: Watch, name: str, started: float) -> LoopCheck:
