@@ -283,10 +283,31 @@ def check_cache(result: Data) -> Data:
     return {**result, "checks": checks}
 
 
+# --- attack ---
+
+
+def attack(result: Data) -> Data:
+    """Return a result of `attack`: a row had its control beside it, and now each is a row."""
+    upgraded = {name: value for name, value in result.items() if name not in ("clusters", "attempts")}
+    served, every, none, *heads = result["clusters"]
+    shares = {"all": every["numbers"]["share"], "marking": served["numbers"]["share"], "none": none["numbers"]["share"]}
+    if served["numbers"].get("control") is not None:
+        shares["another"] = served["numbers"]["control"]
+    upgraded["having"] = [{"key": kept, "share": share} for kept, share in shares.items()]
+    upgraded["clusters"] = [{"key": head(row["name"]), **row["numbers"]} for row in heads]
+    upgraded["attempts"] = []
+    for number, row in enumerate(result["attempts"]):  # intact, then patched
+        for sequences, name in (("one_cluster", "share"), ("random", "control")):
+            key = {"sequences": sequences, "patched": bool(number)}
+            upgraded["attempts"].append({"key": key, "share": row["numbers"][name], "sequences": None})
+    return upgraded
+
+
 CONVERTED: dict[str, Callable[[Data], Data]] = {
     "find-sinks": find_sinks,
     "why-sink": find_sinks,
     "why-loop": why_loop,
+    "attack": attack,
     "check-cache": check_cache,
 }
 """The kinds whose fields changed."""

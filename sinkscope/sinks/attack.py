@@ -22,13 +22,14 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, Whole, measurement
+from sinkscope.measure import Mean, Natural, Result, Setup, Whole, measurement
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
-from sinkscope.results.notation import Head, percent
-from sinkscope.results.row import row_of
-from sinkscope.results.style import BLUE, GREY, bars, figure_of
+from sinkscope.results.notation import Head
+from sinkscope.results.style import BLUE, bars, figure_of
+from sinkscope.results.table import Subject, whole
+from sinkscope.sinks.attack_tables import Attempt, AttemptKey, Cluster, HeadsKept, Sequences, TokensWithSpike
 from sinkscope.sinks.repeat import along_spikes
 from sinkscope.sinks.spikes.asked import SpikeCircuit
 from sinkscope.sinks.spikes.edited import means_of
@@ -39,10 +40,6 @@ from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, single_token
 
 TOKENS = 128  # tokens of one pass; each takes two more rows than layer 0 has heads
-SERVED = "tokens that have the spike by one head of layer 0"
-UNNEEDED = "without any head"
-INTACT = "with all heads"
-POSITIONS = "positions of sequences of one cluster that have the spike"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,49 +54,79 @@ class ClusterAttack(Result):
         ids: The tokens.
         head: The head of layer 0 that by itself gives each token the spike. NaN: no single head does, or none is
             needed.
-        clusters: How many tokens have the spike by one head, with all heads, and without any; and by which head.
+        having: How many tokens have the spike with all heads, by one head, by another one, and without any.
+        clusters: How many tokens each head serves.
         attempts: In how many positions sequences of one cluster have the spike, beside sequences of all tokens: intact,
             and with the neurons that it needs held at their neutral values. The first position of all does not
             count, because any token there is a first token.
     """
 
-    columns = ("name", "share", "control", "tokens")
-
     spike: str
     length: int
     ids: Int[np.ndarray, " token"]
     head: PerToken
-    clusters: tuple[Row, ...]
-    attempts: tuple[Row, ...] = ()
+    having: tuple[TokensWithSpike, ...]
+    clusters: tuple[Cluster, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
 
     @property
     def heads(self) -> list[int]:
         """The heads that serve tokens."""
         return np.unique(self.head[np.isfinite(self.head)]).astype(int).tolist()
 
+    def subjects(self) -> list[Subject]:
+        """Return what sequences of one cluster do, and what gives single tokens the spike."""
+        title = f"Norm spike of the first token, {self.spike}: {len(self.ids):,} tokens, sequences of {self.length}"
+        return [Subject(title, (*self.attempts, *self.having, *self.clusters), "attack")]
+
+    def attempt(self, sequences: Sequences, *, patched: bool = False) -> Attempt | None:
+        """Return what sequences do, intact or patched; None: they were not tried."""
+        return next((row for row in self.attempts if row.key == AttemptKey(sequences, patched)), None)
+
+    def having_with(self, kept: HeadsKept) -> TokensWithSpike | None:
+        """Return how many tokens have the spike with some heads; None: it was not asked."""
+        return next((row for row in self.having if row.key is kept), None)
+
     def conclusion(self) -> str:
         """Say what sequences of one cluster do, or what the clusters are."""
-        served, _, unneeded = (row.numbers["share"] for row in self.clusters[:3])
+        spike = f"the norm spike of the first token ({self.spike})"
+        attempt = self.attempt(Sequences.ONE_CLUSTER)
+        control = self.attempt(Sequences.RANDOM)
+        if attempt is not None and control is not None:
+            begin = f"Sequences of {self.length} different tokens of one cluster have"
+            if attempt.share.value - control.share.value <= (attempt.share.margin or 0.0):
+                begin = f"Not shown to matter which tokens stand there: {begin[0].lower()}{begin[1:]}"
+            words = (
+                f"{begin} {spike} at {attempt.text('share')} of their positions, without BOS; as a control, sequences "
+                f"of random tokens have it at {control.text('share')}."
+            )
+            patched = self.attempt(Sequences.ONE_CLUSTER, patched=True)
+            if patched is None:
+                return words
+            return f"{words} With the patch of its neurons the former have it at {patched.text('share')}."
         tried = f"{len(self.ids):,} tokens"
-        spike = f"the spike of {self.spike}"
-        if self.attempts:
-            share = self.attempts[0].numbers["share"]
-            control = percent(self.attempts[0].get("control"))
-            patched = "".join(f"; patched: {percent(row.get('share'))}" for row in self.attempts[1:])
-            where = f"{share} of their positions without BOS (random tokens: {control}{patched})"
-            return f"Sequences of {self.length} different tokens of one cluster have {spike} at {where}."
         if not self.heads:
-            return f"No head of layer 0 marks one of {tried} by itself: {unneeded} have {spike} without any of them."
-        other = self.clusters[0].numbers.get("control", "none")
-        return f"One head of layer 0 alone gives {served} of {tried} {spike} (another head: {other})."
+            without = self.having_with(HeadsKept.NONE)
+            assert without is not None
+            return (
+                f"No head of layer 0 gives one of {tried} {spike} by itself: {without.text('share')} have it without "
+                "any of these heads."
+            )
+        served = self.having_with(HeadsKept.MARKING)
+        another = self.having_with(HeadsKept.ANOTHER)
+        assert served is not None
+        other = "none" if another is None else another.text("share")
+        return (
+            f"One head of layer 0 alone gives {served.text('share')} of {tried} {spike}; as a control, another head "
+            f"gives it to {other}."
+        )
 
     def figure(self) -> go.Figure:
         """Draw the share of positions beside that of random tokens, intact and patched; or else the clusters."""
         fig = go.Figure()
-        bars(fig, self.attempts, "share", BLUE, "one cluster")
-        bars(fig, self.attempts, "control", GREY, "random tokens")
+        bars(fig, self.attempts, "share", BLUE)
         if not self.attempts:
-            bars(fig, self.clusters[3:], "tokens", BLUE)
+            bars(fig, self.clusters, "tokens", BLUE)
         return figure_of(fig, self, width=1000, height=480)
 
 
@@ -144,8 +171,13 @@ def attack(
     if chosen is None:
         raise UnsupportedError(f"{NO_FIRST_SPIKE}, so there is nothing to attack: see `why_sink`")
     # Step 1: clusters
-    head, rows = clusters_of(setup, chosen.spike, ids)
-    found = ClusterAttack(spike=chosen.spike.name, length=length, ids=np.array(ids), head=head, clusters=rows)
+    head, having = clusters_of(setup, chosen.spike, ids)
+    clusters: list[Cluster] = []
+    for number, count in zip(*np.unique(head[np.isfinite(head)], return_counts=True), strict=True):
+        clusters.append(Cluster(key=Head(0, int(number)), tokens=whole(int(count))))
+    found = ClusterAttack(
+        spike=chosen.spike.name, length=length, ids=np.array(ids), head=head, having=having, clusters=tuple(clusters)
+    )
     if not sequences or not found.heads:
         return found
     # Step 2: sequences
@@ -157,7 +189,7 @@ def attack(
     return replace(found, attempts=attempts_of(setup, chosen, drawn))
 
 
-def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, tuple[Row, ...]]:
+def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, tuple[TokensWithSpike, ...]]:
     """Find the head of layer 0 that serves each token, which stands alone; NaN for one that no single head serves.
 
     Args:
@@ -166,7 +198,7 @@ def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, t
         ids: The tokens.
 
     Returns:
-        The heads; and how many tokens have the spike by one head, with all heads and without any, and by which head.
+        The heads; and how many tokens have the spike with all heads, by one head, by another one, and without any.
     """
     heads = heads_up_to(setup.target, 0)
     if setup.target.store is not None:  # many passes go through all of these layers
@@ -187,11 +219,14 @@ def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, t
         needing = has & ~unneeded
         by_head = np.stack(alone)
         by_one = np.where(needing & (by_head.max(0) >= HALF), by_head.argmax(0), np.nan)
-        another = Mean(float((needing & (np.median(by_head, 0) >= HALF)).mean()), kind="share")  # the median head
-    rows = [row_of("findings", SERVED, "another head", share=share_of(np.isfinite(by_one)), control=another)]
-    rows += [row_of("clusters", name, share=share_of(some)) for name, some in ((INTACT, has), (UNNEEDED, unneeded))]
-    for number, count in zip(*np.unique(by_one[np.isfinite(by_one)], return_counts=True), strict=True):
-        rows.append(row_of("clusters", str(Head(0, int(number))), tokens=int(count)))
+        another = Mean(float((needing & (np.median(by_head, 0) >= HALF)).mean()))  # the median head
+    rows = [
+        TokensWithSpike(key=HeadsKept.ALL, share=share_of(has)),
+        TokensWithSpike(key=HeadsKept.MARKING, share=share_of(np.isfinite(by_one))),
+        TokensWithSpike(key=HeadsKept.NONE, share=share_of(unneeded)),
+    ]
+    if another is not None:
+        rows.append(TokensWithSpike(key=HeadsKept.ANOTHER, share=another))
     return by_one, tuple(rows)
 
 
@@ -215,7 +250,7 @@ def pools_of(setup: Setup, found: ClusterAttack) -> list[list[int]]:
     return [found.ids[usable & some].tolist() for some in (usable, *(found.head == head for head in found.heads))]
 
 
-def attempts_of(setup: Setup, chosen: SpikeCircuit, drawn: Sequence[TokenRows]) -> tuple[Row, ...]:
+def attempts_of(setup: Setup, chosen: SpikeCircuit, drawn: Sequence[TokenRows]) -> tuple[Attempt, ...]:
     """Run sequences of clusters and of all tokens without BOS, with and without the patch.
 
     Args:
@@ -223,16 +258,16 @@ def attempts_of(setup: Setup, chosen: SpikeCircuit, drawn: Sequence[TokenRows]) 
         chosen: The spike, with its writers.
         drawn: Sequences of tokens of one cluster, and of all tokens.
     """
-    patches = dict[str, SinkPatch | None]({"": None})
-    rows = list[Row]()
+    patches = list[SinkPatch | None]([None])
+    rows = list[Attempt]()
     if setup.target.resident:
-        patches[", patched"] = chosen.patch
-    for word, patch in patches.items():
-        shares: list[Mean] = []
-        for ids in drawn:
+        patches.append(chosen.patch)
+    for number, patch in enumerate(patches, 1):
+        for sequences, ids in zip(Sequences, drawn, strict=True):
             with under(patch, setup.target):
                 (along,) = along_spikes(setup.target, [chosen.spike], ids)
-            shares.append(share_of((along[:, 1:] >= HALF).float().mean(1)))
-        rows.append(row_of("findings", f"{POSITIONS}{word}", "random tokens", share=shares[0], control=shares[1]))
-        setup.progress("attacks", len(rows), len(patches))
+            share = share_of((along[:, 1:] >= HALF).float().mean(1))
+            key = AttemptKey(sequences, patched=patch is not None)
+            rows.append(Attempt(key=key, share=share, sequences=whole(len(ids))))
+        setup.progress("attacks", number, len(patches))
     return tuple(rows)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 import sinkscope as ss
 from sinkscope.measure import Setup
+from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.find import find_sinks
 from sinkscope.sinks.spikes.record import SpikeResult
 from sinkscope.sinks.spikes.tables import Done
+from sinkscope.sinks.spikes.why_tables import MarkingKind
 
 pytestmark = pytest.mark.few_texts
 
@@ -75,10 +77,12 @@ def answers(setup: Setup, names: dict[str, str]) -> tuple[set[str], dict[tuple[s
     patch = ss.patch.on(setup, max_repeats=64, pieces=4, length=16)
     results = ss.why_sink.on(setup), patch, ss.attack.on(setup, n_tokens=24, sequences=4)
     numbers = dict[tuple[str, ...], float]()
-    drawn = ("random", "at random")
-    for row in [row for result in results for row in result.findings() if not any(word in row.name for word in drawn)]:
-        for number in row.numbers.keys() - {"neutral"}:  # which is on its own scale
-            numbers[row.table, renamed(row.name), number] = row.get(number)
+    for row in [row for result in results for subject in result.compared() for row in subject.rows]:
+        if getattr(row.key, "done", None) is Done.RANDOM or getattr(row.key, "kind", None) is MarkingKind.RANDOM:
+            continue  # sets that are drawn by the numbers of neurons and heads
+        for name, number in row.values().items():
+            if isinstance(number, Mean) and name != "neutral":  # which is on its own scale
+                numbers[row.table, renamed(row.full_label), name] = number.value
     return {renamed(str(site)) for site in patch.sites}, numbers
 
 
