@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from sinkscope.app.card import CARD, SinkCard
+from sinkscope.app.card import CARD, SinkCard, subjects_beside
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.envelope import UNKNOWN_MODEL, measurements, provenance
@@ -251,34 +251,51 @@ def compare(
         )
     all_known = [known_result(thing) for thing in things]
     refuse_known(all_known, measure)
-    by_name: dict[str, Result] = {}
+    by_name: dict[str, Known] = {}
     for number, (thing, known) in enumerate(zip(things, all_known, strict=True)):
-        found = known[1] if known else measurement.load()(thing, **settings, progress=progress)
-        name = known[0] if known else Path(found.model.name).name
+        if known is None:
+            found = measurement.load()(thing, **settings, progress=progress)
+            known = Known(Path(found.model.name).name, found, found.compared())
+        name = known.name
         if name in by_name:
             name = f"{name} ({number + 1})"
-        by_name[name] = found
-        if not known and out is not None:
-            note(f"{name}: {found.save(Path(out) / f'{name}.json')}")
+        by_name[name] = known
+        if all_known[number] is None and out is not None:
+            note(f"{name}: {known.result.save(Path(out) / f'{name}.json')}")
     (first, base), *others = by_name.items()
     compared: list[Compared] = []
-    for name, result in others:
-        refuse_other(first, base, name, result)
-        compared.append(compare_pair(name, base, result))
+    for name, other in others:
+        refuse_other(first, base.result, name, other.result)
+        compared.append(compare_pair(name, base, other))
     return Comparison(
         model=replace(UNKNOWN_MODEL, name=f"{first} and {count_of(len(compared), 'other')}"),
-        settings={**base.settings, "results": list(by_name)},
+        settings={**base.result.settings, "results": list(by_name)},
         provenance=provenance(started),
-        of=base.kind,
+        of=base.result.kind,
         first=first,
         results=tuple(compared),
     )
 
 
-def compare_pair(name: str, base: Result, result: Result) -> Compared:
+@dataclass(frozen=True)
+class Known:
+    """A result that is compared.
+
+    Attributes:
+        name: What it is called.
+        result: The result.
+        subjects: Its tables; of a scan those of its parts.
+    """
+
+    name: str
+    result: Result
+    subjects: Sequence[Subject]
+
+
+def compare_pair(name: str, base: Known, other: Known) -> Compared:
     """Return what differs between two results: text by text if both read the same texts, else by both intervals."""
-    before, after = base.compared(), result.compared()
-    same_texts = base.settings.get(TEXT_READ) == result.settings.get(TEXT_READ)
+    before, after = base.subjects, other.subjects
+    same_texts = base.result.settings.get(TEXT_READ) == other.result.settings.get(TEXT_READ)
     if not same_texts:
         before, after = without_texts(before), without_texts(after)
     return Compared(name, tuple(merge(before, after)), same_texts)
@@ -299,25 +316,28 @@ def without_texts(subjects: Sequence[Subject]) -> list[Subject]:
     return changed
 
 
-def refuse_known(results: Sequence[tuple[str, Result] | None], measure: str) -> None:
+def refuse_known(results: Sequence[Known | None], measure: str) -> None:
     """Refuse results that do not go together, or not with what models will be measured with.
 
     Args:
-        results: Results with their names; None of a model that is to be measured.
+        results: The results; None of a model that is to be measured.
         measure: With what.
 
     Raises:
         SinkscopeError: They do not.
     """
-    known = [named for named in results if named is not None]
-    for name, result in known[1:]:
-        refuse_other(*known[0], name, result)
-    for name, result in known[:1]:
-        if None in results and result.kind != measure:
-            raise SinkscopeError(
-                f"{name} holds {result.kind}, and models are measured with {measure}: give --measure {result.kind}, or "
-                "results of one kind"
-            )
+    known = [result for result in results if result is not None]
+    if not known:
+        return
+    first = known[0]
+    for other in known[1:]:
+        refuse_other(first.name, first.result, other.name, other.result)
+    kind = first.result.kind
+    if None in results and kind != measure:
+        raise SinkscopeError(
+            f"{first.name} holds {kind}, and models are measured with {measure}: give --measure {kind}, or results of "
+            "one kind"
+        )
 
 
 def refuse_other(first: str, base: Result, name: str, result: Result) -> None:
@@ -364,16 +384,18 @@ def _is_one(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / CARD).is_file()
 
 
-def known_result(thing: Any) -> tuple[str, Result] | None:
-    """Return a result, that in a file, or the card of a scan, and its name; None of a model that is to be measured."""
+def known_result(thing: Any) -> Known | None:
+    """Return a result, that in a file, or a scan with the tables of its parts; None of a model that is measured."""
     if isinstance(thing, Result):
-        return thing.model.name, thing
+        return Known(thing.model.name, thing, thing.compared())
     if isinstance(thing, str | PathLike):
         path = path_of(thing)
         if (path / CARD).is_file():
-            return path.name, SinkCard.load(path / CARD)
+            card = SinkCard.load(path / CARD)
+            return Known(path.name, card, subjects_beside(card, path))
         if path.suffix == ".json":
-            return path.stem, Result.load(path)
+            result = Result.load(path)
+            return Known(path.stem, result, result.compared())
     return None
 
 

@@ -23,7 +23,6 @@ from sinkscope.files.store import Keyed, check_folder, kept_in
 from sinkscope.measure import Setup
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
-from sinkscope.results.older import card_of
 from sinkscope.results.pages import document, render
 from sinkscope.results.result import Result
 
@@ -242,9 +241,8 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
 
 
 def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
-    """Return a part of the card: its conclusion and numbers, or why it has no result."""
+    """Return a part of the card: its conclusion and findings, or why it has no result."""
     command = part.command or part.name
     if isinstance(outcome, str):
         return CardPart(part.name, command, not_measured(outcome), measured=False, topic=part.topic)
-    rows, cards = tuple(outcome.findings()), tuple(outcome.cards() or map(card_of, outcome.subjects()))
-    return CardPart(part.name, command, outcome.conclusion(), rows, cards, topic=part.topic)
+    return CardPart(part.name, command, outcome.conclusion(), tuple(outcome.headlines()), topic=part.topic)

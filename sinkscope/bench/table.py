@@ -30,6 +30,7 @@ from sinkscope.files.envelope import ModelInfo, provenance
 from sinkscope.files.output import PathName
 from sinkscope.files.store import differing
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, interval_of
+from sinkscope.results.headline import Headline, Verdict, verdict_of
 from sinkscope.results.notation import count_of
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean
@@ -216,6 +217,25 @@ class BenchTable(Result):
         task = task_class(self.task)
         has_to_lose = rival.name == task.control and task.low_is_good  # the full cache of other tasks is their limit
         return f"{words}: the control is better" if has_to_lose and lead.low > 0 else words
+
+    def headlines(self) -> list[Headline]:
+        """Return the best method of the first set beside the task's control."""
+        if not self.groups:
+            return []
+        task = task_class(self.task)
+        best, *others = self.sets()[0]
+        better = "lower" if task.low_is_good else "higher"
+        found = f"{score_text(best.score, task.share)} ({best.name})"
+        control, verdict = "not run", Verdict.NO_CONTROL
+        for group in (best, *others):
+            if group.name == task.control and group is not best:
+                control = f"{score_text(group.score, task.share)} ({group.name})"
+                sign = -1 if task.low_is_good else 1
+                lead = self.difference(best, group)
+                margin = 0.0 if lead is None else lead.margin
+                verdict = verdict_of(sign * best.score, sign * group.score, margin)
+                break
+        return [Headline(f"{task.unit} ({better} better)", found, control, verdict)]
 
     def figure(self) -> Any:
         """Draw the score of each method with its interval, a colour for each set."""

@@ -303,10 +303,30 @@ def attack(result: Data) -> Data:
     return upgraded
 
 
+# --- the card of a scan ---
+
+
+def sink_card(result: Data) -> Data:
+    """Return a card, whose parts had all rows; now they are in the files beside it, and a part has its findings."""
+    parts: list[Data] = []
+    for part in result["parts"]:
+        new = {name: value for name, value in part.items() if name not in ("rows", "cards")}
+        new["headlines"] = []
+        for row in part["rows"]:
+            control = row["numbers"].get("control")
+            found = row["numbers"].get("share", row["numbers"].get("value"))
+            if control is not None and found is not None:
+                words = {"found": f"{found['value']:.3g}", "control": f"{control['value']:.3g} ({row['note']})"}
+                new["headlines"].append({"subject": row["name"], "verdict": "no control", **words})
+        parts.append(new)
+    return {**result, "parts": parts}
+
+
 CONVERTED: dict[str, Callable[[Data], Data]] = {
     "find-sinks": find_sinks,
     "why-sink": find_sinks,
     "why-loop": why_loop,
+    "sink-card": sink_card,
     "attack": attack,
     "check-cache": check_cache,
 }

@@ -32,6 +32,7 @@ from sinkscope.measure.setup import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_length, check_site, read_row
 from sinkscope.models.layers import per_query_head
 from sinkscope.models.text import text_rows
+from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import Head, count_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.table import Row, Subject, column, whole
@@ -236,6 +237,15 @@ class Barcode(Result):
             f"{best.label}, has {locked.text('strongest')} there in the loop and {locked.text('strongest_control')} in "
             "ordinary text."
         )
+
+    def headlines(self) -> list[Headline]:
+        """Return how many heads lock onto the loop, beside the heads that gain the other way round."""
+        if self.onset is None:
+            return []
+        opposite = int((-self.gain >= LOCK_GAIN).sum())
+        found = f"{len(self.locked)} of {self.score.size}"
+        verdict = verdict_of(len(self.locked), opposite)
+        return [Headline("heads that lock", found, f"{opposite} (reversed gain)", verdict)]
 
     def figure(self) -> go.Figure:
         """Draw what the loop adds to every head, and below the attention of heads in the last steps.

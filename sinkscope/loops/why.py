@@ -37,6 +37,7 @@ from sinkscope.measure import Mean, Natural, Result, Setup, measurement
 from sinkscope.measure.setup import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.target import tokenizer_of
+from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
 from sinkscope.results.table import Row, Subject, column, optional
@@ -153,6 +154,19 @@ class WhyLoop(Result):
                     "needed is not said."
                 )
         return lines
+
+    def headlines(self) -> list[Headline]:
+        """Return how often the loop stops without each needed thing, beside as many random tokens."""
+        headlines: list[Headline] = []
+        cases = len(self.cuts)
+        for row in self.tried:
+            if row.key not in CAUSES or row.control is None:
+                continue
+            stopped, control = (round((1 - share.value) * cases) for share in (row.share, row.control))
+            beside = f"{control} of {cases} (random)"
+            verdict = verdict_of(stopped, control)
+            headlines.append(Headline(f"stops without the {row.key}", f"{stopped} of {cases}", beside, verdict))
+        return headlines
 
     def figure(self) -> Any:
         """Draw how often the loop goes on without each thing, beside random changes of the same size."""

@@ -13,6 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
+from sinkscope.results.headline import Headline
 from sinkscope.results.older import rows_of, subjects_of
 from sinkscope.results.pages import Section, document, plot, render
 from sinkscope.results.printed import WIDEST, subject_text
@@ -80,6 +81,10 @@ class Result(Envelope):
     def compared(self) -> list[Subject]:
         """Return what `compare` reads: the tables, or rows of the older form as such."""
         return self.subjects() or subjects_of(self.findings())
+
+    def headlines(self) -> list[Headline]:
+        """Return what a scan says of it: each finding beside what it has to beat; none by default."""
+        return []
 
     def details(self) -> list[str]:
         """Return the sentences that stand with the conclusion; a subclass overrides it."""

@@ -26,6 +26,7 @@ from sinkscope.measure import Mean, Natural, Result, Setup, Whole, measurement
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
+from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import Head
 from sinkscope.results.style import BLUE, bars, figure_of
 from sinkscope.results.table import Subject, whole
@@ -120,6 +121,16 @@ class ClusterAttack(Result):
             f"One head of layer 0 alone gives {served.text('share')} of {tried} {spike}; as a control, another head "
             f"gives it to {other}."
         )
+
+    def headlines(self) -> list[Headline]:
+        """Return how many positions of sequences of one cluster have the spike, beside random tokens."""
+        attempt = self.attempt(Sequences.ONE_CLUSTER)
+        control = self.attempt(Sequences.RANDOM)
+        if attempt is None or control is None:
+            return []
+        verdict = verdict_of(attempt.share.value, control.share.value, attempt.share.margin)
+        beside = f"{control.text('share', margin=False)} (random)"
+        return [Headline("spikes in one cluster's tokens", attempt.text("share"), beside, verdict)]
 
     def figure(self) -> go.Figure:
         """Draw the share of positions beside that of random tokens, intact and patched; or else the clusters."""

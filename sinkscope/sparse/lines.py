@@ -36,6 +36,7 @@ from sinkscope.measure.setup import prompt_ids
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
+from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import Head, percent
 from sinkscope.results.style import COLOURS, figure_of
 from sinkscope.results.table import Row, Subject, column, optional
@@ -233,13 +234,25 @@ class LineWeights(Result):
         shown = self.etas[self.shown_eta]
         return sorted(rows, key=lambda row: (row.key.eta != shown, row.mass.value))
 
-    def conclusion(self) -> str:
-        """Return the mass on the heaviest lines beside that on the strongest others."""
+    def strongest(self) -> tuple[Mass, Mass, Subject]:
+        """Return the mass on the heaviest lines, that on the strongest others, and their subject."""
         (subject,) = self.subjects()
         mass, *others = (row for row in subject.rows if isinstance(row, Mass))
-        control = max(others, key=lambda row: row.share.value)
+        return mass, max(others, key=lambda row: row.share.value), subject
+
+    def conclusion(self) -> str:
+        """Return the mass on the heaviest lines beside that on the strongest others."""
+        mass, control, subject = self.strongest()
         said = f"The {subject.key} of lines hold {mass.text('share')} of the attention"
         return f"{said}, and of others as many cells hold at most {control.text('share')} ({control.label})."
+
+    def headlines(self) -> list[Headline]:
+        """Return the mass on the heaviest lines beside that on the strongest others."""
+        mass, control, subject = self.strongest()
+        verdict = verdict_of(mass.share.value, control.share.value, mass.share.margin)
+        others = {On.OTHER_TEXT: "another text's", On.NEAREST: "nearest", On.LAST_QUERIES: "last queries'"}
+        found, beside = mass.text("share"), f"{control.text('share')} ({others[control.key]})"
+        return [Headline(f"attention on {subject.key} lines", found, beside, verdict)]
 
     def figure(self) -> go.Figure:
         """Draw mass and agreement of the lines by eta."""

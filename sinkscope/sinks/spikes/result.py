@@ -11,13 +11,16 @@ import numpy as np
 from jaxtyping import Float
 
 from sinkscope.measure import Result
+from sinkscope.results.headline import Headline
 from sinkscope.results.notation import Head, Neuron
 from sinkscope.results.table import Subject
 from sinkscope.sinks.spikes.record import SpikeResult
 from sinkscope.sinks.spikes.sentences import (
+    answer_headlines,
     brief_of,
     cause_sentence,
     legend,
+    needed_headlines,
     needed_sentence,
     no_spike_sentence,
     purpose_sentence,
@@ -121,6 +124,10 @@ class FindSinks(Result):
             return [no_spike_sentence(self.largest)] if attends else []
         return [legend(len(self.spike.texts))]
 
+    def headlines(self) -> list[Headline]:
+        """Return what the needed parts of the first spike do, beside the strongest control."""
+        return [] if self.spike is None else needed_headlines(self.spike)
+
     def figure(self) -> Any:
         """Draw norms, what writes and erases each spike, and the attention of heads."""
         from sinkscope.sinks.spikes.figure import draw  # with plotly, which a printed card does not need
@@ -166,6 +173,10 @@ class WhySink(FindSinks):
             if row.key.kind is MarkingKind.HEAD and row.key.head is not None:
                 heads.append(row.key.head)
         return tuple(heads)
+
+    def headlines(self) -> list[Headline]:
+        """Return what makes a position the sink and what it is for; where this was not asked, as `find_sinks`."""
+        return super().headlines() if self.answered is None else answer_headlines(self.answered)
 
     def figure(self) -> Any:
         """Draw what makes a position the sink, and what the place is for."""

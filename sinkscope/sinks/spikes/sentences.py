@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sinkscope.results.headline import Headline, Verdict, verdict_of
 from sinkscope.results.notation import Neuron, word_list
 from sinkscope.sinks.spikes.record import SpikeResult
 from sinkscope.sinks.spikes.spike import layers_words
@@ -72,7 +73,7 @@ def control_sentence(spike: SpikeResult, effect: Effect) -> str:
     value = control.text(number, margin=False).removeprefix("+")
     does = f"add {value}" if number == "loss" else f"leave {value}"
     norm = control.norm
-    if control.key.done is Done.AS_MANY and (norm is None or norm.value < COUNTS):
+    if not is_fair(control):
         return "There is no fair control: no other neurons of these layers write as much."
     if control.key.done is Done.AS_MANY:
         return f"No other neurons write as much: the busiest write {control.text('norm')} as much and {does}."
@@ -102,6 +103,41 @@ def no_spike_sentence(largest: Largest) -> str:
     """Return that there is no spike, with the largest norm that was seen."""
     ratio = largest.ratio.value
     return f"No norm spike was found: the largest norm is {ratio:.1f} times that of other tokens, {largest.label}."
+
+
+def needed_headlines(spike: SpikeResult) -> list[Headline]:
+    """Return what zeroing the needed parts does to the heads and to the loss, beside the strongest control."""
+    effect = spike.effect
+    if effect is None:
+        return []
+    parts = parts_names(spike.needed, 1)
+    fair = [row for row in spike.effects if row.is_control and row.left is not None and is_fair(row)]
+    headlines: list[Headline] = []
+    if effect.heads is not None and effect.intact is not None and effect.intact.value:
+        lost = effect.intact.value - effect.heads.value
+        by_control = [row.intact.value - row.heads.value for row in fair if row.intact and row.heads]
+        most = max(by_control, default=None)
+        headlines.append(
+            Headline(
+                subject=f"sink heads lost without {parts}",
+                found=f"{lost:.0f} of {effect.text('intact', margin=False)}",
+                control="no fair control" if most is None else f"{most:.0f} (others)",
+                verdict=verdict_of(lost, most, effect.heads.margin),
+            )
+        )
+    if effect.loss is not None:
+        strongest = max((row for row in fair if row.loss is not None), key=lambda row: row["loss"].value, default=None)
+        most = None if strongest is None else strongest["loss"].value
+        control = "no fair control" if strongest is None else f"{strongest.text('loss', margin=False)} (others)"
+        found = effect.text("loss")
+        verdict = verdict_of(effect.loss.value, most, effect.loss.margin)
+        headlines.append(Headline(f"loss without {parts}", found, control, verdict))
+    return headlines
+
+
+def is_fair(control: Effect) -> bool:
+    """Return whether a control writes enough to be compared with: all but others that write hardly anything."""
+    return control.key.done is not Done.AS_MANY or (control.norm is not None and control.norm.value >= COUNTS)
 
 
 # --- what makes a position the place, and what the place is for ---
@@ -159,6 +195,31 @@ def purpose_sentence(spike: SpikeResult) -> str | None:
         f"{begin} {spike.place.words} from layer {hidden.since} on adds {loss} nats a token to the loss of later "
         f"tokens (as a control, hiding token {control.other}: {control.text('loss', margin=False).removeprefix('+')})."
     )
+
+
+def answer_headlines(spike: SpikeResult) -> list[Headline]:
+    """Return what makes an ordinary token the sink, and what hiding the place costs, each beside its control."""
+    headlines: list[Headline] = []
+    enough = sufficient(spike.conditions)
+    if spike.conditions and not enough:
+        headlines.append(Headline("spike of a token that gets a cause", "under 50%", "-", Verdict.NOT_SHOWN))
+    if enough:
+        best = max((spike.condition(Condition(causes)) for causes in enough), key=lambda row: row.left.value)
+        control = spike.condition(ONE_OTHER if Cause.ALONE in best.key.causes else AS_IT_IS)
+        verdict = verdict_of(best.left.value, control.left.value, best.left.margin)
+        subject = f"spike if a token {best.key}"
+        beside = "sees one more" if control.key == ONE_OTHER else "as it is"
+        words = f"{control.text('left', margin=False)} ({beside})"
+        headlines.append(Headline(subject, best.text("left"), words, verdict))
+    hidden = spike.hidden
+    if hidden is not None and hidden.loss is not None:
+        (control,) = (row for row in spike.purpose if row.is_control)
+        assert control.loss is not None
+        verdict = verdict_of(hidden.loss.value, control.loss.value, hidden.loss.margin)
+        beside = f"{control.text('loss', margin=False)} (token {control.other} hidden)"
+        subject = f"loss without seeing {spike.place.words}"
+        headlines.append(Headline(subject, hidden.text("loss"), beside, verdict))
+    return headlines
 
 
 # --- what stands above tables ---
