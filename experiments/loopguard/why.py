@@ -15,7 +15,7 @@ from experiments.loopguard.real import FULL, openings_of, outputs_of
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.loops.why import REMOVED, WhyLoop, why_loop
+from sinkscope.loops.why import WhyLoop, why_loop
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 
@@ -41,9 +41,9 @@ def row_of(found: WhyLoop) -> Row:
     if found.period is not None:
         said = " and ".join(sorted(found.kept_by)) or "undecided"
     tried: Row = {}
-    for name, row in zip(REMOVED, found.tried, strict=False):
-        control = row.get("control") if "control" in row.numbers else None
-        tried[name] = {"goes_on": row.get("share"), "control": control, "other_loop": row.get("other_loop")}
+    for row in found.tried:
+        control = None if row.control is None else row.control.value
+        tried[row.key] = {"goes_on": row.share.value, "control": control, "other_loop": row.other_loop.value}
     return {"found": said, "period": found.period, "added": found.added, "goes_on": found.goes_on, "tried": tried}
 
 

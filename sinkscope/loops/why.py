@@ -38,7 +38,7 @@ from sinkscope.measure.setup import prompt_and_continuation, prompt_ids
 from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.target import tokenizer_of
 from sinkscope.results.headline import Headline, verdict_of
-from sinkscope.results.notation import count_of, percent, word_list
+from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
 from sinkscope.results.table import Row, Subject, column, optional
 
@@ -75,8 +75,15 @@ class Tried(Row, table="removals", title="the loop without"):
     @property
     def label(self) -> str:
         """What it is called."""
-        words = {"copies": "its copies in the cache", "context": "all tokens but the first"}
-        return words.get(self.key, f"the {self.key}")
+        match self.key:
+            case "copies":
+                return "its copies in the cache"
+            case "sink":
+                return "the sink (the first token)"
+            case "context":
+                return "all tokens but the first"
+            case "sink from the start":
+                return "the sink, hidden from the start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,32 +119,36 @@ class WhyLoop(Result):
         """Return what keeps the loop going, beside the control; or what was measured, and what to try."""
         if self.period is None:
             return f"The {len(self.ids) - self.prompt_tokens} tokens after the prompt end in no loop."
-        loop, cases = f"the loop of period {self.period}", f"of {len(self.cuts)} cases"
+        loop = f"the loop of {count_of(self.period, 'token')}"
         if self.goes_on < STANDS:
             return (
-                f"Undecided: {loop} goes on in {percent(self.goes_on)} {cases} if nothing is taken away; give the "
-                "prompt and the policy under which it was written."
+                f"Undecided: {loop} goes on in {self.cases_of(self.goes_on)} continuations if nothing is removed; give "
+                "the prompt and the policy under which it was written."
             )
-        taken = [row for row in self.tried if row.key in self.kept_by]
-        if not taken:
-            shares = [f"{row.text('share')} without the {row.key}" for row in self.tried]
+        needed = [row for row in self.tried if row.key in self.kept_by]
+        if not needed:
+            shares = [f"{self.cases_of(row.share.value)} without {row.label}" for row in self.tried]
             verdict = "The weights alone keep it going" if self.kept_by else "Undecided, try another prompt"
-            return f"{verdict}: {loop} goes on in {word_list(shares)} {cases}."
-        weakest = max(taken, key=lambda row: row.share.value)
-        causes = word_list([f"the {cause}" for cause in self.kept_by])
-        if len(taken) > 1:
-            causes = f"one of {causes}"
-        other = max(row.other_loop.value for row in taken)
-        follows = f", but another follows in {percent(other)}" if other else ""
-        stops = f"this loop stops in {percent(1 - weakest.share.value)} {cases}"
-        return f"Remove {causes}, and {stops}{follows} (random changes: {percent(1 - weakest['control'].value)})."
+            return f"{verdict}: {loop} goes on in {word_list(shares)}."
+        weakest = max(needed, key=lambda row: row.share.value)
+        assert weakest.control is not None
+        without = " or ".join(f"without {row.label}" for row in needed)
+        stops = f"{without[0].upper()}{without[1:]}, {loop} stops in {self.cases_of(1 - weakest.share.value)}"
+        control = f"without as many random tokens in {self.cases_of(1 - weakest.control.value)}"
+        other = max(row.other_loop.value for row in needed)
+        follows = f"; another loop follows in {self.cases_of(other)}" if other else ""
+        return f"{stops} continuations ({control}){follows}."
+
+    def cases_of(self, share: float) -> str:
+        """Return a share of the continuations in cases: "2 of 3"."""
+        return f"{round(share * len(self.cuts))} of {len(self.cuts)}"
 
     def subjects(self) -> list[Subject]:
         """Return what the loop does without each thing."""
         if not self.tried:
             return []
-        cases = f"goes on in {percent(self.goes_on)} of {len(self.cuts)} cases, intact"
-        title = f"The loop of period {self.period}: {cases}"
+        cases = f"{self.cases_of(self.goes_on)} continuations end in it if nothing is removed"
+        title = f"The loop of {count_of(self.period or 0, 'token')}: {cases}"
         return [Subject(title, self.tried, "loop")]
 
     def details(self) -> list[str]:

@@ -243,8 +243,13 @@ class LineWeights(Result):
     def conclusion(self) -> str:
         """Return the mass on the heaviest lines beside that on the strongest others."""
         mass, control, subject = self.strongest()
-        said = f"The {subject.key} of lines hold {mass.text('share')} of the attention"
-        return f"{said}, and of others as many cells hold at most {control.text('share')} ({control.label})."
+        words = (
+            f"he {subject.key} of lines hold {mass.text('share')} of the attention; as a control, other lines that "
+            f"cover as many cells hold at most {control.text('share')} ({control.label})."
+        )
+        if mass.share.value - control.share.value <= (mass.share.margin or 0.0):
+            return f"Not shown that it matters which lines: t{words}"
+        return f"T{words}"
 
     def headlines(self) -> list[Headline]:
         """Return the mass on the heaviest lines beside that on the strongest others."""

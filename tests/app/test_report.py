@@ -9,7 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from sample_results import sample_find_sinks, with_rows, writer
+from sample_results import sample_find_sinks, with_writers, writer
 
 import sinkscope as ss
 from sinkscope import loops
@@ -17,6 +17,8 @@ from sinkscope.bench.benchmark import run as run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
 from sinkscope.opening.load import load
+from sinkscope.results.notation import Neuron
+from sinkscope.sinks.spikes.tables import Role
 
 WORSE = "<img src=x onerror=alert(1)>&lt;</script><script>alert(2)</script><!--<script>\u2028"
 
@@ -24,7 +26,8 @@ WORSE = "<img src=x onerror=alert(1)>&lt;</script><script>alert(2)</script><!--<
 def fill(folder: Path, text: str) -> Path:
     """Results of two forms, with `text` wherever a tokenizer or a file could have put it."""
     found = sample_find_sinks(settings={text: text, "list": [text]})
-    many = with_rows(found.spikes[0], *(writer(f"L9.N{n}", 0.1, 0.9, "lowers") for n in range(30)))
+    neurons = [Neuron(9, None, number) for number in range(30)]
+    many = with_writers(found.spikes[0], *(writer(neuron, 0.1, 0.9, Role.LOWERS) for neuron in neurons))
     model = replace(found.model, name=text.replace("/", ""), family=text, fingerprint=text)
     made = replace(found.provenance, argv=("sinkscope", text))
     replace(found, model=model, spikes=(many,), provenance=made).save(folder / "below/sinks.json")

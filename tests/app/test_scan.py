@@ -103,6 +103,7 @@ def test_find_sinks_says_the_same_of_a_folder_that_is_streamed(tmp_path, monkeyp
     streamed = find_sinks(target, text=text)
     assert max(map(reads.count, reads)) <= 15 and streamed.needed == memory.needed
     assert streamed.first_token_norm == pytest.approx(memory.first_token_norm, rel=1e-4)
-    at_place, other = (one.spikes[0].named("effects", "at place") for one in (streamed, memory))
-    assert at_place.get("heads") == other.get("heads")
-    assert "loss" not in at_place.numbers and "loss" in other.numbers
+    at_place, other = (one.spikes[0].effect for one in (streamed, memory))
+    assert at_place.heads == other.heads
+    assert at_place.loss is None
+    assert other.loss is not None

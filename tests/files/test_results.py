@@ -40,11 +40,12 @@ def test_a_saved_result_is_loaded_as_its_own_class_and_equal(tmp_path):
 
 def test_envelope_is_the_contract():
     assert list(WHOLE) == ["schema", "kind", "model", "result", "settings", "provenance"]
-    assert (WHOLE["schema"], WHOLE["kind"]) == (6, "find-sinks")
+    assert (WHOLE["schema"], WHOLE["kind"]) == (7, "find-sinks")
     assert list(WHOLE["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
     own = "argv versions device dtype attention bos seed seconds commit first_ids bos_added"
     assert list(WHOLE["provenance"]) == own.split()
-    assert WHOLE["result"]["spikes"][1]["place"] == {"words": "'.' wherever it stands", "token": "."}
+    key = {"kind": "tokens", "tokens": ["."], "position": None}
+    assert WHOLE["result"]["spikes"][1]["place"] == {"words": "'.' wherever it stands", "token": ".", "key": key}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_envelope_is_the_contract():
         (np.arange(2), [0, 1]),
         (torch.float16, "float16"),
         ({3, 1, 2}, [1, 2, 3]),
-        (STOP, {"words": STOP.words, "token": "."}),
+        (STOP.key, {"kind": "tokens", "tokens": ["."], "position": None}),
     ],
 )
 def test_values_become_those_of_json(value, expected):
@@ -78,7 +79,10 @@ def changed(**fields: Any) -> str:
         ("[" * 100_000, "f.json is not a JSON file"),
         ("\udcff", "f.json is not UTF-8 text"),
         ("{}", "f.json is not a result of sinkscope"),
-        (json.dumps(WHOLE | {"schema": 1}), "f.json has schema 1, and this version reads 6: run the command again"),
+        (
+            json.dumps(WHOLE | {"schema": 1}),
+            "f.json has schema 1, and this version reads 6 and 7: run the command again",
+        ),
         (json.dumps(WHOLE | {"kind": "magic"}), "f.json holds the unknown kind 'magic'"),
         (changed(peak="1"), r"spikes\[0\].peak='1': expected a valid integer"),
         (changed(layers=[1]), r"spikes\[0\].layers\[1\] is missing"),

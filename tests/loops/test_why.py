@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,9 @@ from refusals import refused
 
 from sinkscope.hooks.edit import Knockout
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import FROM_START, LoopedText, WhyLoop, causes_of, why_loop
+from sinkscope.loops.why import Cause, LoopedText, Tried, WhyLoop, causes_of, why_loop
 from sinkscope.opening.load import load
-from sinkscope.results.row import Mean, Row, of_table, row_of
+from sinkscope.results.row import Mean
 
 CYCLE = [5, 6, 7]
 CONTINUED = 18  # three periods of the planted loops
@@ -47,7 +46,7 @@ def test_planted_causes_are_found():
     found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=32)
     assert (found.kept_by, found.goes_on) == (("copies", "sink"), 1.0)
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
-    assert [row.get("share") for row in found.tried[:3]] == [0, 0, 0]
+    assert [row.share.value for row in found.tried[:3]] == [0, 0, 0]
 
 
 @pytest.mark.usefixtures("_few_tokens")
@@ -56,16 +55,16 @@ def test_why_explains_a_given_answer():
     explain = partial(why_loop, made.model, tokenizer=made.tokenizer, cuts=3)
     given = explain(made.turn, answer=made.cycle * 4)
     assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
-    hidden = of_table(given.tried, "findings")[f"goes on without {FROM_START}"]
+    (hidden,) = (row for row in given.tried if row.key == "sink from the start")
     text, written = LoopedText(SETUP, list(given.ids), 1, Tail(6, 40, 9.0)), list[bool]()
     for cut in given.cuts:  # by `generate` with the first token hidden from the start
         with Knockout([0]).on(made.model):
             out = made.model.generate(torch.tensor([given.ids[:cut]]), max_new_tokens=CONTINUED, do_sample=False)
         written.append(text.goes_on(out[0, cut:].tolist()))
-    assert hidden.get("share") == sum(written) / 3
+    assert hidden.share.value == sum(written) / 3
     # The model does not write this loop: nothing is concluded of what it does without a cause.
     other = explain(made.turn, answer=[300, 301, 302, 303, 304, 305] * 6)
-    assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0% of 3")
+    assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of 6 tokens goes on in 0 of 3")
     walk = explain(made.turn[:20], answer=made.turn[:20])
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop." and walk.rows() == []
     with refused(r"text up to a cut has \d+ tokens and 18 more are to come"):
@@ -82,8 +81,10 @@ def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text(
     made = kept_loop(("copies",))
     found = why_loop(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=24)
     copies = found.tried[0]
-    assert (found.goes_on, copies.name, copies.get("share")) == (1.0, "goes on without copies", 0.0)
-    assert "control" in copies.numbers and found.added > 0 and len(found.ids) == 25 + 24, "the text stays as it was"
+    assert (found.goes_on, copies.key, copies.share.value) == (1.0, "copies", 0.0)
+    assert copies.control is not None
+    assert found.added > 0
+    assert len(found.ids) == 25 + 24, "the text stays as it was"
     assert found.details() == [f"{found.added} tokens of ordinary text stand before the prompt here, for a control."]
 
 
@@ -99,14 +100,20 @@ def test_a_cause_whose_control_ends_the_loop_as_often_is_not_needed(monkeypatch:
 
     monkeypatch.setattr(LoopedText, "removals", with_a_control_that_wins)
     found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=32)
-    assert [row.get("share") for row in found.tried[:2]] == [0, 0]
-    assert found.kept_by == ("sink",) and found.conclusion().startswith("Remove the sink, and this loop stops in 100%")
+    assert [row.share.value for row in found.tried[:2]] == [0, 0]
+    assert found.kept_by == ("sink",)
+    assert found.conclusion().startswith("Without the sink (the first token), the loop of 6 tokens stops in 3 of 3")
 
 
-def tried(copies: tuple[float, float | None], sink: tuple[float, float | None], context: float) -> list[Row]:
+def without(cause: Cause, share: float, control: float | None = None, other_loop: float = 0.0) -> Tried:
+    """The row of a cause: the share that goes on without it, and under its control."""
+    of_control = None if control is None else Mean(control)
+    return Tried(key=cause, share=Mean(share), control=of_control, other_loop=Mean(other_loop))
+
+
+def tried(copies: tuple[float, float | None], sink: tuple[float, float | None], context: float) -> list[Tried]:
     """Rows of the causes, each the share that goes on and its control, and of the context."""
-    rows = [row_of("findings", "goes on", share=share, control=control) for share, control in (copies, sink)]
-    return [*rows, row_of("findings", "goes on", share=context)]
+    return [without("copies", *copies), without("sink", *sink), without("context", context)]
 
 
 @pytest.mark.parametrize(
@@ -154,19 +161,32 @@ def test_effects_and_what_the_conclusion_says_of_them():
     loop, other = CYCLE * 22, [5, 7, 6] * 22
     written = {"nothing": [loop, loop[1:]], "copies": [other, loop[2:]], "random copies": [loop, loop]}
     found = looped().effect_of("copies", written)
-    assert [found.get(name) for name in ("share", "control", "other_loop")] == [0.5, 1.0, 0.5]
+    numbers = (found.share, found.control, found.other_loop)
+    assert [number.value for number in numbers] == [0.5, 1.0, 0.5]
     assert not looped().goes_on(CYCLE * 2), "too short"
-    copies = replace(found, numbers={"share": Mean(0.0), "control": Mean(0.5), "other_loop": Mean(1.0)})
-    sink = replace(copies, numbers={"share": Mean(0.1), "control": Mean(0.8), "other_loop": Mean(1.0)})
-    context = replace(copies, numbers={"share": Mean(0.0), "other_loop": Mean(0.0)})
-    both = WhyLoop(prompt_tokens=1, period=3, cuts=(9, 10, 11), goes_on=1.0, tried=(copies, sink, context))
-    for kept_by, words in (
-        (("copies",), "Remove the copies, and this loop stops in 100% of 3 cases, but another follows in 100% (random"),
+
+
+@pytest.mark.parametrize(
+    ("kept_by", "words"),
+    [
+        (
+            ("copies",),
+            "Without its copies in the cache, the loop of 3 tokens stops in 3 of 3 continuations (without as many "
+            "random tokens in 2 of 3); another loop follows in 3 of 3.",
+        ),
         (
             ("copies", "sink"),
-            "Remove one of the copies and the sink, and this loop stops in 90% of 3 cases, but",
+            "Without its copies in the cache or without the sink (the first token), the loop of 3 tokens stops in 2 of "
+            "3 continuations (without as many random tokens in 1 of 3); another loop follows in 3 of 3.",
         ),
-        ((), "Undecided, try another prompt: the loop of period 3 goes on in 0% without the copies, 10% without"),
-    ):
-        said = replace(both, kept_by=kept_by).conclusion()
-        assert said.startswith(words) and len(said.split()) <= 30
+        (
+            (),
+            "Undecided, try another prompt: the loop of 3 tokens goes on in 0 of 3 without its copies in the cache, 1 "
+            "of 3 without the sink (the first token) and 0 of 3 without all tokens but the first.",
+        ),
+    ],
+)
+def test_what_the_conclusion_says_of_effects(kept_by, words):
+    rows = (without("copies", 0.0, 1 / 3, 1.0), without("sink", 1 / 3, 2 / 3, 1.0), without("context", 0.0))
+    found = WhyLoop(prompt_tokens=1, period=3, cuts=(9, 10, 11), goes_on=1.0, tried=rows, kept_by=kept_by)
+    assert found.conclusion() == words

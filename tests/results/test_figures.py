@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sample_results import sample_find_sinks, with_rows
+from sample_results import sample_find_sinks
 
-from sinkscope.results.row import Mean, row_of
+from sinkscope.results.row import Mean
 from sinkscope.results.style import BLUE, GREY
-from sinkscope.sinks.spikes.result import ONE_OTHER, PURPOSE_CONTROLS, WhySink
+from sinkscope.sinks.spikes.result import WhySink
+from sinkscope.sinks.spikes.why_tables import AS_IT_IS, ONE_OTHER, Cause, Condition, Conditioned, Purpose, PurposeKey
 
 
 def test_answers_are_bars_of_rows_with_their_controls_in_grey_and_no_text_is_markup():
-    rows = (
-        row_of("conditions", "as it is", left=Mean(0.01, 0.02)),
-        row_of("conditions", "alone", left=Mean(0.9, 0.1)),
-        row_of("conditions", ONE_OTHER, left=Mean(0.2, 0.1)),
-        row_of("purpose", "hidden", loss=Mean(0.5, 0.2)),
-        row_of(PURPOSE_CONTROLS, "<s> hidden", loss=Mean(0.01)),
+    conditions = (
+        Conditioned(key=AS_IT_IS, left=Mean(0.01, 0.02)),
+        Conditioned(key=Condition((Cause.ALONE,)), left=Mean(0.9, 0.1)),
+        Conditioned(key=ONE_OTHER, left=Mean(0.2, 0.1)),
+    )
+    purpose = (
+        Purpose(key=PurposeKey.HIDDEN, since=2, loss=Mean(0.5, 0.2)),
+        Purpose(key=PurposeKey.OTHER_HIDDEN, since=2, other=4, loss=Mean(0.01)),
     )
     found = sample_find_sinks()
-    made = replace(found, spikes=(with_rows(found.spikes[0], *rows),), model=replace(found.model, name="<b>"))
+    spike = replace(found.spikes[0], conditions=conditions, purpose=purpose)
+    made = replace(found, spikes=(spike,), model=replace(found.model, name="<b>"))
     figure = WhySink(**vars(made)).figure()
-    drawn = {trace.x[0]: (trace.y[0], trace.error_y.array[0], trace.marker.color) for trace in figure.data}
-    assert drawn["alone"] == (0.9, 0.1, BLUE) and drawn["as it is"] == (0.01, 0.02, GREY)
-    assert drawn["hidden"] == (0.5, 0.2, BLUE) and drawn["&lt;s&gt; hidden"] == (0.01, 0, GREY)
+    drawn: dict[str, tuple[float, float, str]] = {}
+    for trace in figure.data:
+        for name, value, margin, colour in zip(trace.x, trace.y, trace.error_y.array, trace.marker.color, strict=True):
+            drawn[name] = (value, margin, colour)
+    labels = [row.short_label for row in (*conditions, *purpose)]
+    assert drawn[labels[0]] == (0.01, 0.02, GREY)
+    assert drawn[labels[1]] == (0.9, 0.1, BLUE)
+    assert drawn[labels[3]] == (0.5, 0.2, BLUE)
+    assert drawn[labels[4]] == (0.01, 0, GREY)
     assert figure.layout.title.text.startswith("&lt;b&gt;: ")

@@ -20,8 +20,9 @@ from torch import Tensor
 from sinkscope.files.store import json_lines
 from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.measure.margin import margin_of
+from sinkscope.results.row import Mean
 from sinkscope.sparse.head_lines import top_lines
-from sinkscope.sparse.lines import CONTROLS, LineWeights, lines
+from sinkscope.sparse.lines import LineWeights, Mass, On, lines
 
 
 def ids_of(length: int) -> list[int]:
@@ -31,13 +32,21 @@ def ids_of(length: int) -> list[int]:
 def test_the_conclusion_names_the_strongest_control_at_the_share_that_is_shown():
     model, tokenizer = tiny_model("llama")
     single, result = (lines(model, [ids_of(40)] * n, etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer) for n in (1, 3))
-    assert single.inputs is None and single.findings()[0].numbers["share"].margin is None
+    assert single.inputs is None
+    assert single.strongest()[0].share.margin is None
     zero = 0 * result.mass
-    for strongest, what in CONTROLS.items():
-        shares = {"mass": 0.9, **dict.fromkeys(CONTROLS, 0.3), strongest: 0.8}
-        given = {name: zero + np.array([0, share])[:, None, None] for name, share in shares.items()}
-        said = f"Attention on the heaviest 10% of lines: share 90%, control 80%, {what}."
-        assert replace(result, **given).conclusion() == said
+    controls = [on for on in On if on is not On.HEAVIEST]
+    for strongest in controls:
+        shares = {On.HEAVIEST: 0.9, **dict.fromkeys(controls, 0.3), strongest: 0.8}
+        fields = {on.value: zero + np.array([0, share])[:, None, None] for on, share in shares.items()}
+        made = replace(result, **fields, text_mass=result.text_mass * 0 + 0.9)
+        assert made.strongest()[1].key is strongest
+        label = Mass(key=strongest, share=Mean(0.8)).label
+        assert made.conclusion() == (
+            "The heaviest 10% of lines hold 90% of the attention; as a control, other lines that cover as many cells "
+            f"hold at most 80% ({label})."
+        )
+        assert replace(made, text_mass=made.text_mass + np.array([-0.4, 0, 0.4])).conclusion().startswith("Not shown")
 
 
 def heaviest(weights: Tensor, share: float) -> set[Line]:
@@ -118,10 +127,11 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
             assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
     assert result.mass[-1] == pytest.approx(1, abs=1e-4)
     np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
-    rows = result.findings()
-    for row, name in zip(rows, ("mass", "inputs", "segments", "cells"), strict=True):
-        assert row.get("share") == pytest.approx(result.mean(name)[0])
-    assert rows[0].margin("share") == margin_of(result.text_mass[0])
+    (subject,) = result.compared()
+    share = {row.key: row.share for row in subject.rows}
+    for key, name in ((On.HEAVIEST, "mass"), ("inputs", "inputs"), ("segments", "segments")):
+        assert share[key].value == pytest.approx(result.mean(name)[0])
+    assert share[On.HEAVIEST].margin == margin_of(result.text_mass[0])
 
 
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
@@ -140,7 +150,8 @@ def test_another_texts_lines_hold_as_much_where_the_text_is_the_same_and_less_wh
     options = {"etas": [0.1], "layers": [0], "tokenizer": tokenizer}
     same, different = lines(model, [text, text], **options), lines(model, [text, other], **options)
     np.testing.assert_allclose(same.other_mass, same.mass, atol=1e-6)
-    assert same.conclusion().endswith("another text's lines.") and same.mean("inputs")[0] == 1
+    assert same.strongest()[1].key is On.OTHER_TEXT
+    assert same.mean("inputs")[0] == 1
     assert same.mean("inputs_random")[0] < 0.5, "random lines agree less"
     assert different.mean("other_mass")[0] < different.mean("mass")[0] - 0.01 and different.mean("inputs")[0] < 1
 
