@@ -67,12 +67,14 @@ def test_it_is_shown_with_its_conclusion_and_its_json_comes_back_equal(name, mea
     own = made.first_ids[0], made.bos, made.seed
     assert own == (load().tokenizer.bos_token_id, True, result.settings["seed"])
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and "nan" not in conclusion
-    assert all(len(sentence.split()) <= 30 for sentence in conclusion.split(". "))
-    assert result.text().endswith(f"Conclusion: {conclusion}")
+    sentences = conclusion.split(". ")
+    assert len(sentences) <= 2
+    assert max(len(sentence.split()) for sentence in sentences) <= 50
+    assert result.text(None).startswith(f"Conclusion: {conclusion}\n")
     assert f"Conclusion: {escape(conclusion)}" in result.to_html()
     assert figure.layout.title.text and (len(figure.data) > 0 or len(figure.layout.annotations) > 0)
-    keys = [(row.about, row.table, row.name) for row in result.findings()]
-    assert len(keys) == len({*keys}) and all(name for *_, name in keys)  # else a card would mix two of its numbers
+    keys = [(subject.key, row.table, row.key) for subject in result.compared() for row in subject.rows]
+    assert len(keys) == len({*keys})  # else `compare` would mix two of its numbers
 
 
 PLAIN_ONLY = {"lines", "barcode", "why_loop"}
