@@ -18,7 +18,8 @@ from sinkscope.results.older import rows_of, subjects_of
 from sinkscope.results.pages import Section, document, plot, render
 from sinkscope.results.printed import WIDEST, subject_text
 from sinkscope.results.row import WORDS, Card, Row, table_of
-from sinkscope.results.table import Subject, flat
+from sinkscope.results.table import Row as TableRow
+from sinkscope.results.table import Subject, flat, measured
 from sinkscope.results.tables import Grid, Table, strings
 
 TOP = 40  # pixels above the panels of a figure, for their titles
@@ -66,8 +67,10 @@ class Result(Envelope):
 
     def conclusion(self) -> str:
         """Return the conclusion in one sentence that includes the control; by default the first finding."""
-        for row in self.findings():
-            return f"{row.name}: {row.words()}."
+        for subject in self.subjects():
+            for row in subject.rows[:1]:
+                cells = [f"{column.name} {row.cell(column)}" for column in measured([row])]
+                return f"{row.label}: {', '.join(cells)}."
         return f"{self.kind} on {self.model.name}."
 
     def cards(self) -> list[Card]:
@@ -75,8 +78,13 @@ class Result(Envelope):
         return []
 
     def subjects(self) -> list[Subject]:
-        """Return what was measured, in declared tables; none of a result that has rows of the older form."""
-        return []
+        """Return what was measured, in declared tables: by default one subject with the rows among its fields."""
+        rows: list[TableRow] = []
+        for value in self.own_fields().values():
+            for member in value if isinstance(value, tuple) else (value,):
+                if isinstance(member, TableRow):
+                    rows.append(member)
+        return [Subject("", tuple(rows), self.kind)] if rows else []
 
     def compared(self) -> list[Subject]:
         """Return what `compare` reads: the tables, or rows of the older form as such."""

@@ -27,11 +27,11 @@ from sinkscope.files.output import check_output
 from sinkscope.files.progress import is_first
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Mean, Result, Row, Setup, measurement
+from sinkscope.measure import Mean, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import Neuron, count_of, percent, word_list
-from sinkscope.results.row import row_of
+from sinkscope.results.row import Row, row_of
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.spikes.edited import losses_at

@@ -27,12 +27,13 @@ from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import trace
-from sinkscope.measure import Mean, Result, Row, Setup, mean_of, measurement
+from sinkscope.measure import Mean, Result, Setup, mean_of, measurement
 from sinkscope.models.arithmetic import without_autocast
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
 from sinkscope.results.notation import percent, word_list
+from sinkscope.results.row import Row
 from sinkscope.results.style import GREY, figure_of
 from sinkscope.results.tables import Table, long_table
 from sinkscope.sinks.spikes.find import sinks_of

@@ -2,7 +2,7 @@
 
 A comment beside the numbers names the file and where each number stands; as it is written there, the page shows it:
 
-    <!-- figures/find_sinks.json: {r.spikes[0].layers[1]}; {number('spike','norm','ratio'):.0f} times -->
+    <!-- figures/find_sinks.json: {r.spikes[0].layers[1]}; {number('effects','needed','left'):.0%} -->
 """
 
 from __future__ import annotations
@@ -35,15 +35,35 @@ def paired(one: list[float], other: list[float], digits: int) -> str:
     return f"{differences.mean():.{digits}f} ± {margin_of(differences):.{digits}f}"
 
 
+def key_words(key: Any) -> list[str]:
+    """The words of a key: what it holds in the order of its fields, and the names of flags that are set."""
+    if isinstance(key, list):
+        return [word for part in key for word in key_words(part)]
+    if not isinstance(key, SimpleNamespace):
+        return [] if key is None else [str(key)]
+    words: list[str] = []
+    for name, value in vars(key).items():
+        if isinstance(value, bool):
+            words += [name] if value else []
+        else:
+            words += key_words(value)
+    return words
+
+
 @cache
 def names_of(file: str) -> dict[str, Any]:
     """What the marks of a file may name beside its data `r`."""
     found = json.loads((ROOT / file).read_text(), object_hook=lambda fields: SimpleNamespace(**fields)).result
 
-    def number(table: str, name: str, what: str) -> float:
-        """A number of the first spike, or of who attends where, by its row."""
-        rows = [row for row in (*found.attention, *found.spikes[0].rows) if (row.table, row.name) == (table, name)]
-        return getattr(rows[0].numbers, what).value
+    def number(table: str, key: str, what: str) -> float:
+        """A number of the first spike, or of who attends where, by the words of its row's key."""
+        rows = found.attention if table == "attention" else getattr(found.spikes[0], table)
+        (row,) = (row for row in rows if " ".join(key_words(row.key)) == key)
+        return getattr(row, what).value
+
+    def parts(needed: list[SimpleNamespace], between: str = " and ") -> str:
+        """The names of needed neurons."""
+        return between.join(f"L{neuron.layer}.N{neuron.neuron}" for neuron in needed)
 
     def needs(cause: str, model: str) -> str:
         """How many loops of a model need a cause, and what they do without it and under its control."""
@@ -66,6 +86,7 @@ def names_of(file: str) -> dict[str, Any]:
         "np": np,
         "mean": np.mean,
         "number": number,
+        "parts": parts,
         "needs": needs,
         "paired": paired,
         "lost": lambda: [row.nll - row.dense_nll for row in prompts()],

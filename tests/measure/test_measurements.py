@@ -110,13 +110,14 @@ def test_a_text_that_is_one_token_is_refused(word, tmp_path):
 
 
 def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
-    """A measurement of another package: its command, JSON and page come from its one file of at most 40 lines."""
+    """A measurement of another package: its command, JSON and page come from its one file of at most 48 lines."""
     source = stranger.SOURCE.read_text()
-    assert len(source.splitlines()) <= 40
+    assert len(source.splitlines()) <= 48
     monkeypatch.chdir(tmp_path)
     with stranger.installed(tmp_path, source):
         printed = typed("attention-entropy --last 32 --json a.json --html a.html")
-        assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == "JSON: a.json\nPage: a.html\n"
+        assert printed.out.startswith("Conclusion: ")
+        assert printed.err == "JSON: a.json\nPage: a.html\n"
         assert typed("attention-entropy --last 0", 2).err.startswith("error: last=0")
         help_text = typed("attention-entropy --help").out
         assert "--last" in help_text and "docs/cli.md" not in help_text  # our pages do not describe it
