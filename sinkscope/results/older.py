@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sinkscope.results import row as older
-from sinkscope.results.row import Card, Mean
-from sinkscope.results.table import Column, Row, Subject, in_line, measured
+from sinkscope.results.row import Mean
+from sinkscope.results.table import Column, Row, Subject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,3 @@ def rows_of(subjects: Iterable[Subject]) -> list[older.Row]:
             note = ", ".join(value for value in row.values().values() if isinstance(value, str))
             found.append(older.Row(row.table, row.full_label, numbers, note, subject.name, subject.texts))
     return found
-
-
-def card_of(subject: Subject) -> Card:
-    """Return a subject as a card of the older form."""
-    said = [*subject.words]
-    for kind, rows in subject.tables.items():
-        if kind.form == "line":
-            said.append((kind.title, in_line(rows)))
-        for row in rows if kind.form == "table" else ():
-            cells = [f"{column.name} {row.cell(column)}" for column in measured([row])]
-            said.append((row.full_label, ", ".join(cells)))
-    return Card(subject.title, tuple(said))

@@ -14,24 +14,23 @@ const share = (value) => percent(value).replace(/^-0%/, "0%");
 const SHOWN = 0.05; // share from which a component is listed
 const NAMED = 0.1; // and a neuron
 
-/** A part in a sentence, from its name in a result; those of a set that is judged as one are joined. */
-function partName(name) {
-  const one = (part) => part.replace(/^embedding$/, "the embedding").replace(/^(\w+) (\d+)$/, (_, kind, layer) => `the ${kind === "mlp" ? "MLP" : kind} of layer ${layer}`);
-  return name.split(" and ").map(one).join(" and ");
+/** The name of a component in a sentence, from its key. */
+function componentName({ kind, layer }) {
+  return layer === null ? `the ${kind}` : `the ${kind === "mlp" ? "MLP" : kind} of layer ${layer}`;
 }
 
-/** The rows of a table of a spike. */
-const rowsOf = ({ found: { rows } }, table) => rows.filter((row) => row.table === table);
-/** The row of a name; undefined if there is none. */
-const rowOf = (one, table, name) => rowsOf(one, table).find((row) => row.name === name);
+/** The name of a neuron, from its key. */
+const neuronName = ({ layer, expert, neuron }) => `L${layer}${expert === null ? "" : `.E${expert}`}.N${neuron}`;
+/** Whether two keys are of one part. */
+const isSame = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 /** A number of a row; undefined if it was not read. */
-const numberOf = (row, name) => row?.numbers[name]?.value;
-const readersOf = (one) => numberOf(rowOf(one, "spike", "read by"), "heads");
+const numberOf = (row, name) => row[name]?.value;
+const readersOf = ({ found: { size } }) => numberOf(size, "heads");
 
 /** The neurons that a spike needs, or that write a tenth of it, each with its share and what remains without it alone. */
-function writingNeurons(spike) {
-  const named = rowsOf(spike, "writers").filter((row) => row.note === "needed" || Math.abs(numberOf(row, "share")) >= NAMED);
-  return named.map((row) => ({ name: row.name, share: numberOf(row, "share"), left: numberOf(rowOf(spike, "alone", row.name), "left"), needed: row.note === "needed" }));
+function writingNeurons({ writers }) {
+  const named = writers.filter((row) => row.role === "needed" || Math.abs(numberOf(row, "share")) >= NAMED);
+  return named.map((row) => ({ name: neuronName(row.key), share: numberOf(row, "share"), left: numberOf(row, "left"), needed: row.role === "needed" }));
 }
 
 /** The blocks of all spikes; that with most readers is open at first. */
@@ -54,35 +53,36 @@ class Circuit {
 
   block(one, number) {
     const { unfolded } = this.view;
-    const { found: spike, card } = one;
-    const component = (row) => ({ name: partName(row.name), share: numberOf(row, "share"), needed: spike.needed.includes(row.name) });
-    const mark = (row) => ({ name: partName(row.name), left: numberOf(row, "left"), others: numberOf(row, "others") });
-    const writers = rowsOf(one, "components").map(component).filter((part) => Math.abs(part.share) >= SHOWN || part.needed);
-    const [norm, count] = [rowOf(one, "spike", "norm"), readersOf(one)];
+    const { found: spike, lines } = one;
+    const isNeeded = (key) => spike.needed.some((part) => isSame(part, key));
+    const component = (row) => ({ name: componentName(row.key), share: numberOf(row, "share"), needed: isNeeded(row.key) });
+    const mark = (row) => ({ name: row.key.map(componentName).join(" and "), left: numberOf(row, "left"), others: numberOf(row, "others") });
+    const writers = spike.components.map(component).filter((part) => Math.abs(part.share) >= SHOWN || part.needed);
+    const [size, count] = [spike.size, readersOf(one)];
     const heads = count ? `${counted(count, "head")} read${count === 1 ? "s" : ""} it` : "no head reads it";
     const block = element("details", { class: "spike", id: `spike-${number}`, open: unfolded.has(number), ontoggle: () => (block.open ? unfolded.add(number) : unfolded.delete(number)) },
       element("summary", {}, element("h3", {}, `${spike.place.words[0].toUpperCase()}${spike.place.words.slice(1)}, ${run(spike.layers)}`),
-        element("span", { class: "soft" }, `${this.ratio(norm)}; ${heads}`)),
-      element("p", { class: "soft" }, `The norm is ${shown(numberOf(norm, "norm_after"))} after layer ${spike.peak}, from ${shown(numberOf(norm, "norm_before"))}${inDimensions(spike.dims)}. `,
+        element("span", { class: "soft" }, `${this.ratio(size)}; ${heads}`)),
+      element("p", { class: "soft" }, `The norm is ${shown(numberOf(size, "norm_after"))} after layer ${spike.peak}, from ${shown(numberOf(size, "norm_before"))}${inDimensions(spike.dims)}. `,
         element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
       this.parts("Components that write it: their shares", writers),
-      this.parts("Neurons that write it: their shares of it, and what remains of the spike without each alone", writingNeurons(one)),
-      this.parts("What takes it away again", rowsOf(one, "erasers").map(component)),
-      this.parts("What marks the place, and what remains of the spike if that is replaced there", rowsOf(one, "marks").map(mark)),
-      this.card(card),
+      this.parts("Neurons that write it: their shares of it, and what remains of the spike without each alone", writingNeurons(spike)),
+      this.parts("What takes it away again", spike.erasers.map(component)),
+      this.parts("What marks the place, and what remains of the spike if that is replaced there", spike.marks.map(mark)),
+      this.outcomes(lines),
       count ? this.readers(one, number) : null);
     return block;
   }
 
   /** Labels with numbers, as the command prints them. */
-  card({ rows }) {
-    const lines = rows.map(([label, said]) => element("tr", { class: `card-${label.split(" ")[0]}` }, element("th", { scope: "row" }, `${label} `), element("td", {}, said)));
-    return element("table", { class: "outcomes" }, element("tbody", {}, ...lines));
+  outcomes(lines) {
+    const rows = lines.map(([label, words]) => element("tr", {}, element("th", { scope: "row" }, `${label} `), element("td", {}, words)));
+    return element("table", { class: "outcomes" }, element("tbody", {}, ...rows));
   }
 
   /** How far the norm stands out. */
-  ratio(norm) {
-    return `${times(numberOf(norm, "ratio"))} the typical norm`;
+  ratio(size) {
+    return `${times(numberOf(size, "ratio"))} the typical norm`;
   }
 
   /** A title, and a row for each part: its name, a bar, and numbers. */

@@ -40,7 +40,7 @@ from sinkscope.hooks.trace import trace
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length
 from sinkscope.models.text import behind_beginning
-from sinkscope.results.older import card_of
+from sinkscope.results.table import lines_of
 from sinkscope.sinks.spikes.result import purpose_sentence, spike_subject
 
 MOST_TOKENS = 512
@@ -97,7 +97,7 @@ class Explorer(ModelSink):
             shares = measured.reported.attention.mean(-1).tolist()
             attention = tuple(tuple(round(share, 5) for share in layer) for layer in shares)
             first = measured.spike.reading_layers.start
-            column.append(CircuitSpike(found, card_of(spike_subject(found)), first, attention))
+            column.append(CircuitSpike(found, lines_of(spike_subject(found)), first, attention))
         return tuple(column)
 
     @cached_property

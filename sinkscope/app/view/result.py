@@ -12,10 +12,10 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sinkscope.measure import Result
-from sinkscope.results.row import Card
-from sinkscope.results.tables import Table
+from sinkscope.results.row import Mean
+from sinkscope.results.table import Row, Subject, column, whole
 from sinkscope.sinks.spikes.result import SpikeResult
-from sinkscope.sinks.spikes.spike import span
+from sinkscope.sinks.spikes.tables import SpikeKey, parts_names
 
 LEVELS = 255
 DARKEST = 1e-9  # has the code 0; still smaller numbers are slow to take roots of
@@ -101,15 +101,28 @@ class CircuitSpike:
 
     Attributes:
         found: The spike.
-        card: What is measured of it.
+        lines: What is measured of it: labels, each with its numbers.
         first_reader: The layer of the first row of `attention`.
         attention: Mean attention of each head to the place, in the layers whose heads can read the spike.
     """
 
     found: SpikeResult
-    card: Card
+    lines: tuple[tuple[str, str], ...]
     first_reader: int
     attention: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CircuitRow(
+    Row, table="circuit", title="norm spike", note="A head attends if the place has more than 0.3 of its attention."
+):
+    """A spike of the circuit."""
+
+    key: SpikeKey
+
+    heads: Mean = column("heads that\nattend", "count", "Heads in its layers whose mean attention to it is above 0.3.")
+    ratio: Mean = column("times other\ntokens", "times", "L2 norm at the place over the median norm of later tokens.")
+    needs: str = column("needs", "word", "The smallest set without which less than a quarter of the spike is left.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +145,6 @@ class ModelView(Result):
     """
 
     kind = "view"
-    columns = ("place", "needed", "layers", "heads")
-
     layer: int
     typical_norm: Float[np.ndarray, " layer"]
     neurons: tuple[str, ...]
@@ -161,12 +172,10 @@ class ModelView(Result):
         """Return what each switch changes in the first text."""
         return [variant.sentence for variant in self.texts[0].variants[1:]]
 
-    def rows(self) -> Table:
+    def subjects(self) -> list[Subject]:
         """Return one row per spike of the circuit."""
-        rows: Table = []
+        rows: list[CircuitRow] = []
         for spike in (entry.found for entry in self.circuit):
-            first, last = spike.layers
-            needed = ", ".join(map(str, spike.needed))
-            row = {"place": spike.place.words, "layers": span(first, last), "ratio": spike.ratio, "heads": spike.heads}
-            rows.append({**row, "needed": needed})
-        return rows
+            needs = parts_names(spike.needed) if spike.needed else "nothing that was tried"
+            rows.append(CircuitRow(key=spike.key, heads=whole(spike.heads), ratio=Mean(spike.ratio), needs=needs))
+        return [Subject("", tuple(rows), "circuit")] if rows else []
