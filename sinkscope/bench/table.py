@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.bench.methods import FULL
+from sinkscope.bench.methods import FULL, uneven_budgets
 from sinkscope.bench.record import BenchRecord, BenchRun, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
@@ -186,6 +186,11 @@ class BenchTable(Result):
                 if lead.low <= 0 <= lead.high:
                     said += ": too close to rank"
         return f"{said}; {control_has}."
+
+    def details(self) -> list[str]:
+        """Return what budgets mean where they mean two things."""
+        about_budgets = uneven_budgets([group.method for group in self.groups])
+        return [about_budgets] if about_budgets else []
 
     def figure(self) -> Any:
         """Draw the score of each method with its interval, a colour for each set."""
