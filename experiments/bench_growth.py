@@ -26,7 +26,9 @@ from sinkscope.loops.guard.steer import Steering
 from sinkscope.models.text import plain_ids
 from sinkscope.models.text.chat import chat_ids
 from sinkscope.opening.load import target_of
-from sinkscope.sinks.spikes.needs import Neuron, random_neurons
+from sinkscope.results.notation import Neuron
+from sinkscope.sinks.spikes.needs import other_neurons
+from sinkscope.sinks.spikes.survey import read_survey
 
 Work = Callable[[], object]
 
@@ -90,18 +92,19 @@ def mask(tokens: int) -> Work:
 
 
 def controls(neurons: int) -> Work:
-    """Draws random neurons beside many others."""
+    """Chooses other neurons beside many."""
     model = ss.load()
     ids = torch.arange(16)[None] + 5
     chosen = [Neuron(1, None, number) for number in range(neurons)]
-    return lambda: random_neurons(target_of(model), ids, chosen, 0)
+    survey = read_survey(target_of(model), ids)
+    return lambda: other_neurons(survey, chosen, (), 0)
 
 
 GROWTHS = (
     Growth("where a chat template goes on, words", 2000, goes_on),
     Growth("losses of a stuck row, tokens", 1000, losses),
     Growth("trace of hook_embed, layers", 8, embedding),
-    Growth("random neurons, neurons", 32, controls),
+    Growth("other neurons, neurons", 32, controls),
     Growth("sink_mask, tokens", 128, mask),
 )
 

@@ -30,6 +30,13 @@ PURPOSES = {
 }
 ROLES = {"another spike": "other spike"}
 MARKING = {"tokens": "none", "all heads": "all", "fewest heads": "fewest", "random heads": "random"}
+READINGS = {
+    "norm of copies": "norm",
+    "attention to copies": "attention",
+    "one more copy": "next",
+    "change of the perplexity": "perplexity",
+}
+OUTCOMES = ("repaired", "not repaired")
 NO_EQUAL = "no set of other neurons writes as much"
 """The note of a control that wrote less than the needed neurons."""
 
@@ -303,6 +310,25 @@ def attack(result: Data) -> Data:
     return upgraded
 
 
+# --- patch ---
+
+
+def patch(result: Data) -> Data:
+    """Return a result of `patch`; its control were as many random neurons, whose names are not known."""
+    proof: list[Data] = []
+    for row in result["proof"]:
+        layers = [int(number) for number in re.findall(r"\d+", row["about"])]
+        new: Data = {"key": READINGS[row["name"]], "layers": None, "words": row["texts"], **row["numbers"]}
+        if layers:
+            new["layers"] = [layers[0], layers[-1]]
+        new["outcome"] = row["note"] if row["note"] in OUTCOMES else "nothing to do"
+        if new["key"] == "perplexity":
+            new["outcome"] = None
+            new["perplexity"] = number_of(row["numbers"].get("perplexity", {}).get("value"), "number")
+        proof.append(new)
+    return {**result, "proof": proof, "control": None}
+
+
 # --- the card of a scan ---
 
 
@@ -326,6 +352,7 @@ CONVERTED: dict[str, Callable[[Data], Data]] = {
     "find-sinks": find_sinks,
     "why-sink": find_sinks,
     "why-loop": why_loop,
+    "patch": patch,
     "sink-card": sink_card,
     "attack": attack,
     "check-cache": check_cache,

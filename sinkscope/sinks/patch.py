@@ -1,6 +1,7 @@
 """Patches of the neurons that write a spike: making one if a proof holds, and what one repairs and costs.
 
-Everything is read without a patch, with it, and with a patch of random neurons:
+Everything is read without a patch, with it, and, as a control, with a patch of other neurons of the same layers that
+write as much:
 
 1. Held-out text: its perplexity.
 2. Copies of words: how far the last one goes along each spike of the first token. Words need repair whose copies reach
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
@@ -30,15 +31,17 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Mean, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import Neuron, count_of, percent, word_list
-from sinkscope.results.row import Row, row_of
+from sinkscope.results.headline import Headline, Verdict, verdict_of
+from sinkscope.results.notation import Neuron, count_of, word_list
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
+from sinkscope.results.table import Subject
+from sinkscope.sinks.patch_tables import CopiesKey, Outcome, Patched, Reading
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
-from sinkscope.sinks.spikes.needs import random_neurons
-from sinkscope.sinks.spikes.spike import Spike, find_spikes
-from sinkscope.sinks.spikes.survey import survey_of
+from sinkscope.sinks.spikes.needs import OtherNeurons, other_neurons
+from sinkscope.sinks.spikes.spike import Spike, find_spikes, layers_words
+from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.thresholds import HALF, READS
 from sinkscope.sinks.tokens import (
     Length,
@@ -52,15 +55,11 @@ from sinkscope.sinks.tokens import (
     token_texts,
 )
 
-Verdict = Literal["made", "given", "not-repaired", "refused", "no-sink", "no-repeats"]
+PatchVerdict = Literal["made", "given", "not-repaired", "refused", "no-sink", "no-repeats"]
+NOTHING_TO_PATCH: tuple[PatchVerdict, ...] = ("no-sink", "no-repeats")
 AFTER = 16  # tokens of ordinary text after the copies
 PIECES = 8  # pieces of held-out text in one pass
 CASES = ("intact", "patched", "control")
-NORM = "norm of copies"
-ATTENTION = "attention to copies"
-NEXT = "one more copy"
-COST = "change of the perplexity"
-BROKEN = "not repaired"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +76,20 @@ class PatchResult(Result):
         words: Number of words that were repeated.
         repeats: How often each is repeated.
         proof: What is read in each spike of the first token at the words that need repair, or else at all words, and in
-            ordinary text: without a patch, under it, and under a patch of random neurons of the same layers. Empty:
-            there is no patch.
+            ordinary text: without a patch, under it, and under one of other neurons. Empty: there is no patch.
+        control: The other neurons. None: no other neuron of these layers writes anything.
     """
 
     kind = "patch"
-    columns = ("about", "name", "intact", "patched", "control", "note")
 
-    verdict: Verdict
+    verdict: PatchVerdict
     reason: str
     sites: tuple[Neuron, ...] = ()
     calibrated: tuple[float, ...] = ()
     words: int = 0
     repeats: int = 0
-    proof: tuple[Row, ...] = ()
+    proof: tuple[Patched, ...] = ()
+    control: OtherNeurons | None = None
 
     @property
     def exit_code(self) -> int:
@@ -109,24 +108,75 @@ class PatchResult(Result):
         calibrated = dict(zip(self.sites, self.calibrated, strict=True))
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
+    @property
+    def norm(self) -> Patched | None:
+        """What copies have of the patch's own spike; None where the first token has no spike."""
+        return next((row for row in self.proof if row.key is Reading.NORM), None)
+
     def conclusion(self) -> str:
-        """Say what the patch does to copies in its own spike, or why there is none."""
+        """Say what the patch does to copies in its own spike, beside the control, or why there is none."""
+        if self.verdict in NOTHING_TO_PATCH:
+            return f"Nothing to patch: {self.reason}"
         if self.exit_code:
             return f"No patch was made: {self.reason}"
-        norm = self.proof[0]
-        if norm.name != NORM:
+        norm = self.norm
+        if norm is None or norm.intact is None:
             return f"The patch of {word_list(self.sites, 3)} has nothing to repair: the first token has no spike."
-        before, after, random = (percent(norm.get(case)) for case in CASES)
-        words = f"{len(norm.texts)} of {count_of(self.words, 'word')}"
-        beside = f"(without it: {before}; random neurons: {random})"
-        return f"Under the patch, copies of {words} reach at most {after} of the spike of {norm.about} {beside}."
+        words = f"{len(norm.words)} of {count_of(self.words, 'word')}"
+        spike = f"the norm spike of {layers_words(*norm.layers or (0, 0))}"
+        return (
+            f"With the patch of {word_list(self.sites, 2)}, copies of {words} have at most {norm.text('patched')} of "
+            f"{spike}, and without it {norm.text('intact')}. {self.control_sentence(norm)}"
+        )
+
+    def control_sentence(self, norm: Patched) -> str:
+        """Return what a patch of other neurons does to copies; one that does as much is said first."""
+        if norm.control is None:
+            return "There is no control: no other neuron of these layers writes anything."
+        if self.control is None:  # of a file of an earlier version
+            return f"As a control, with random other neurons patched they have {norm.text('control')}."
+        if not self.control.is_fair:
+            return "There is no fair control: no other neurons of these layers write as much."
+        begin = "Not shown that it matters which neurons: as" if norm.control.value < HALF else "As"
+        return f"{begin} a control, with a patch of {self.control.words}, they have {norm.text('control')}."
+
+    def subjects(self) -> list[Subject]:
+        """Return what the patch does to copies in each spike, and to what is written."""
+        if not self.proof:
+            return []
+        trial = ": a trial, which was not saved" if self.exit_code else ""
+        words = [("patch", f"{word_list(self.sites, 3)}{trial}")]
+        words.append(("control", "none" if self.control is None else f"a patch of {self.control.words}"))
+        if self.words:
+            words.append(("words", f"{count_of(self.words, 'word')}, {self.repeats:,} copies of each"))
+        rows = [row for subject in self.compared() for row in subject.rows]
+        return [Subject("What the patch changes", tuple(rows), "patch", words=tuple(words))]
+
+    def compared(self) -> list[Subject]:
+        """Return the same with a subject for each spike, by which those of two models are paired."""
+        rows_of: dict[CopiesKey, list[Patched]] = {}
+        for row in self.proof:
+            rows_of.setdefault(CopiesKey(row.layers), []).append(row)
+        return [Subject(str(key), tuple(rows), key, rows[0].words) for key, rows in rows_of.items()]
+
+    def headlines(self) -> list[Headline]:
+        """Return how far copies go along the spike with the patch, beside other neurons."""
+        norm = self.norm
+        if self.exit_code or norm is None or norm.intact is None:
+            return []
+        subject, found = "copies' spike with the patch", f"{norm.text('patched')} ({norm.text('intact')} without)"
+        if self.control is None or norm.control is None or not self.control.is_fair:
+            return [Headline(subject, found, "no fair control", Verdict.NO_CONTROL)]
+        verdict = verdict_of(norm.control.value, norm.patched.value)
+        return [Headline(subject, found, f"{norm.text('control')} (others)", verdict)]
 
     def figure(self) -> go.Figure:
-        """Draw what is read at copies without the patch, with it, and with random neurons."""
+        """Draw what is read at copies without the patch, with it, and with the control."""
         fig = go.Figure()
-        rows = [replace(row, name=f"{row.name} {row.about}") for row in self.proof if row.table == "copies"]
+        rows = [row for row in self.proof if row.key is not Reading.PERPLEXITY]
+        names = {"intact": "without patch", "patched": "with the patch", "control": "other neurons patched"}
         for case, colour in zip(CASES, (GREY, BLUE, GREEN), strict=True):
-            bars(fig, rows, case, colour, case)
+            bars(fig, rows, case, colour, names[case])
         return figure_of(fig.update_yaxes(tickformat=".0%"), self, width=900, height=480)
 
 
@@ -155,8 +205,8 @@ def patch(
     a patch of another, which `file` evaluates. With the neurons patched, repeated words must not reach half of the
     first token's projection on the spike's direction, text after them must give them less than half of the attention
     that it gives them otherwise, and the perplexity of held-out text must not rise. Everything is read without the
-    patch, with it, and with a patch of as many random neurons of the same layers, also in the other spikes of the first
-    token. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    patch, with it, and, as a control, with a patch of other neurons of the same layers that write as much, also in the
+    other spikes of the first token. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
         file: A patch that exists, which is evaluated instead; from Python also a `SinkPatch`.
@@ -172,39 +222,48 @@ def patch(
         edit = file if isinstance(file, SinkPatch) else SinkPatch.load(file)
         edit.check(setup.target)
         setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
-        found = find_spikes(survey_of(setup), setup.tokenizer)
-        spikes = [spike for spike in found if spike.place.is_first]
-        return proof_of(setup, spikes, edit, most, held_out(setup, pieces, length))
+        survey = survey_of(setup)
+        spikes = [spike for spike in find_spikes(survey, setup.tokenizer) if spike.place.is_first]
+        others = control_of(survey, edit, setup.seed)
+        return proof_of(setup, spikes, edit, others, most, held_out(setup, pieces, length))
     if out is not None:
         check_output(out, ["sink-patch"])
     chosen = spike_of(setup)
     if chosen is None:
         return PatchResult(verdict="no-sink", reason=f"{NO_FIRST_SPIKE.lower()}, so there is nothing to patch.")
     edit = replace(chosen.patch, model=vars(setup.info()))
-    others = [circuit.spike for circuit in sinks_of(setup).at_first if circuit is not chosen]
-    found = proof_of(setup, [chosen.spike, *others], edit, most, held_out(setup, pieces, length))
-    verdict, reason = verdict_of(found, limit)
+    sinks = sinks_of(setup)
+    further = [circuit.spike for circuit in sinks.at_first if circuit is not chosen]
+    others = control_of(sinks.survey, edit, setup.seed)
+    found = proof_of(setup, [chosen.spike, *further], edit, others, most, held_out(setup, pieces, length))
+    verdict, reason = patch_verdict(found, limit)
     if out is not None and verdict == "made" and is_first():
         edit.save(out)
     return replace(found, verdict=verdict, reason=reason, calibrated=tuple(edit.calibrated.values()))
 
 
-def verdict_of(found: PatchResult, limit: float) -> tuple[Verdict, str]:
+def control_of(survey: Survey, patch: SinkPatch, seed: int) -> OtherNeurons | None:
+    """Return the other neurons of a patch's control, as `find_sinks` chooses them; None: no other writes anything."""
+    return other_neurons(survey, patch.sites, (), seed)
+
+
+def patch_verdict(found: PatchResult, limit: float) -> tuple[PatchVerdict, str]:
     """Return the verdict on the patch of the first spike of a proof, and its reason.
 
     Args:
         found: What the patch does.
         limit: Largest accepted relative increase of the perplexity.
     """
-    spike = found.proof[0].about
-    rise = found.proof[-1].get("patched")
-    if not found.proof[0].note:
+    first = found.proof[0]
+    spike = layers_words(*first.layers or (0, 0))
+    rise = found.proof[-1].patched.value
+    if first.outcome is not Outcome.REPAIRED and first.outcome is not Outcome.NOT_REPAIRED:
         tried = f"{found.repeats:,} copies of {count_of(found.words, 'word')}"
-        return "no-repeats", f"{tried} do not reach half of the first token in the spike of {spike}."
+        return "no-repeats", f"{tried} do not reach half of the first token in the norm spike of {spike}."
     for row in found.proof:
-        if row.about == spike and row.note == BROKEN:
-            read = f"{row.numbers['patched']} (without it: {row.numbers['intact']})"
-            return "not-repaired", f"under the patch, the {row.name} in the spike of {spike} is still {read}."
+        if row.layers == first.layers and row.outcome is Outcome.NOT_REPAIRED:
+            read = f"{row.text('patched')} (without it: {row.text('intact')})"
+            return "not-repaired", f"with the patch, the {row.short_label}, is still {read}."
     if not rise <= limit:
         return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
     return "made", f"repeated words no longer reach the spike of {spike}, and text no longer attends to them."
@@ -214,21 +273,31 @@ def verdict_of(found: PatchResult, limit: float) -> tuple[Verdict, str]:
 
 
 @torch.no_grad()
-def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: TokenRows) -> PatchResult:
+def proof_of(
+    setup: Setup,
+    spikes: Sequence[Spike],
+    patch: SinkPatch,
+    others: OtherNeurons | None,
+    limit: int,
+    pieces: TokenRows,
+) -> PatchResult:
     """Measure what a patch does to repeated words and to ordinary text.
 
     Args:
         setup: The whole model and its text.
         spikes: The spikes of the first token.
         patch: The patch.
+        others: The neurons of the control, held at their second token's values.
         limit: Largest number of repetitions.
         pieces: Held-out text.
     """
     target = setup.target
-    edits = (None, patch, random_patch(setup, patch))
+    edits = [None, patch]
+    if others is not None:
+        edits.append(SinkPatch(sites=others.neurons, site=patch.site))
     setup.record(pieces=len(pieces), length=pieces.shape[1])
     ordinary = ordinary_text(setup, edits, pieces)
-    found = PatchResult(verdict="given", reason="it was given.", sites=patch.sites, proof=(ordinary,))
+    found = PatchResult(verdict="given", reason="it was given.", sites=patch.sites, proof=(ordinary,), control=others)
     if not spikes:
         return found
     ids = pick_tokens(setup)
@@ -244,58 +313,81 @@ def proof_of(setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int
     texts = text_rows(setup.tokenizer, setup.halves.report, len(rows), rows.shape[1], setup.bos)
     behind_text = append_copy(texts[torch.arange(len(rows)) % len(texts)], rows)
     one_copy = torch.stack(along_spikes(target, spikes, behind_text))[:, :, -1]
-    copies = copies_rows(token_texts(target, ids), [spike.name for spike in spikes], torch.stack(cases), one_copy)
+    layers = [spike.layers for spike in spikes]
+    copies = copies_rows(token_texts(target, ids), layers, torch.stack(cases), one_copy)
     return replace(found, words=len(ids), repeats=count, proof=(*copies, ordinary))
 
 
 def copies_rows(
     words: Sequence[str],
-    spikes: Sequence[str],
+    spikes: Sequence[tuple[int, int]],
     read: Float[Tensor, "case reading word"],
     one_copy: Float[Tensor, "spike word"],
-) -> list[Row]:
+) -> list[Patched]:
     """Return what is read at the words that need repair in each spike, or at all others if none does.
 
-    Of a norm it is the most that a word reaches, of what else is read the mean.
+    Norms: the maximum over words. Other readings: the mean.
 
     Args:
         words: The words.
-        spikes: The spikes, by their layers.
+        spikes: The layers of the spikes.
         read: What `read_after` reads, in each case.
         one_copy: The norm of one copy behind ordinary text, without a patch.
     """
-    failing = (read[0, : len(spikes)] >= HALF) & (one_copy < HALF)
-    rows = list[Row]()
-    every = failing.any(0, keepdim=True)
-    names = [*((NORM, spike) for spike in spikes), *((ATTENTION, spike) for spike in spikes), (NEXT, "")]
-    for (name, about), own, values in zip(names, [*failing, *failing, *every], read.unbind(1), strict=True):
-        if (name != NORM and not bool(every.any())) or bool(values[0].isnan().all()):  # no head reads the spike
-            continue
-        shown = own if bool(own.any()) else ~own
-        by_case = dict[str, Tensor](zip(CASES, values, strict=True))
-        numbers = dict[str, Mean]()
-        if name == NORM:
-            by_case["one_copy"] = one_copy[len(rows)]
-        for case, of_words in by_case.items():
-            some = of_words[shown]
-            numbers[case] = Mean(
-                float(some.max() if name == NORM else some.mean()), None, tuple(some.tolist()), "share"
-            )
-        texts = tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
-        intact = numbers["intact"].value
-        patched = numbers["patched"].value
-        note = ""
-        if bool(own.any()) and not (name == NEXT and intact >= HALF):
-            repaired = {NORM: patched < HALF, ATTENTION: patched < HALF * intact, NEXT: patched >= HALF}
-            note = "repaired" if repaired[name] else BROKEN
-        rows.append(Row("copies", name, numbers, note, about, texts))
+    failing = (read[0, : len(spikes)] >= HALF) & (one_copy < HALF)  # the words that need repair, by spike
+    in_any_spike = failing.any(0)
+    rows: list[Patched] = []
+    for number, layers in enumerate(spikes):
+        row = copies_row(Reading.NORM, words, failing[number], read[:, number])
+        of_words = one_copy[number][shown_words(failing[number])]
+        largest = Mean(float(of_words.max()), by_text=tuple(of_words.tolist()))
+        rows.append(replace(row, layers=layers, one_copy=largest))
+    if not bool(in_any_spike.any()):
+        return rows
+    for number, layers in enumerate(spikes):
+        values = read[:, len(spikes) + number]
+        if not bool(values[0].isnan().all()):  # else no head reads the spike
+            rows.append(replace(copies_row(Reading.ATTENTION, words, failing[number], values), layers=layers))
+    rows.append(copies_row(Reading.NEXT, words, in_any_spike, read[:, 2 * len(spikes)]))
     return rows
 
 
-def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
-    """Make a patch of as many random neurons of the same layers and experts, held at their second token's values."""
-    neurons = patch.sites
-    return SinkPatch(sites=random_neurons(setup.target, setup.ids, neurons, setup.seed), site=patch.site)
+def shown_words(failing: Bool[Tensor, " word"]) -> Bool[Tensor, " word"]:
+    """Return the words that need repair, or all of them if none does."""
+    return failing if bool(failing.any()) else ~failing
+
+
+def copies_row(
+    reading: Reading, words: Sequence[str], failing: Bool[Tensor, " word"], values: Float[Tensor, "case word"]
+) -> Patched:
+    """Return one reading at the words that need repair, or at all others, and what the patch does to it."""
+    shown = shown_words(failing)
+    numbers: dict[str, Mean] = {}
+    for case, of_words in zip(CASES, values, strict=False):
+        chosen = of_words[shown]
+        value = chosen.max() if reading is Reading.NORM else chosen.mean()
+        numbers[case] = Mean(float(value), by_text=tuple(chosen.tolist()))
+    intact = numbers["intact"].value
+    patched = numbers["patched"].value
+    outcome = Outcome.NOTHING
+    if bool(failing.any()) and not (reading is Reading.NEXT and intact >= HALF):
+        match reading:
+            case Reading.NEXT:
+                is_repaired = patched >= HALF
+            case Reading.ATTENTION:
+                is_repaired = patched < HALF * intact
+            case _:
+                is_repaired = patched < HALF
+        outcome = Outcome.REPAIRED if is_repaired else Outcome.NOT_REPAIRED
+    names = tuple(word for word, is_shown in zip(words, shown.tolist(), strict=True) if is_shown)
+    return Patched(
+        key=reading,
+        words=names,
+        outcome=outcome,
+        intact=numbers["intact"],
+        patched=numbers["patched"],
+        control=numbers.get("control"),
+    )
 
 
 def read_after(
@@ -335,19 +427,22 @@ def read_after(
     return torch.stack([*along, *attention, torch.cat(chances).gather(1, rows[:, -1:])[:, 0]])
 
 
-def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRows) -> Row:
-    """Read how a patch and a random one change the perplexity of held-out text, as shares of it."""
+def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], ids: TokenRows) -> Patched:
+    """Read how a patch and that of its control change the perplexity of held-out text, as shares of it."""
     losses = list[Tensor]()
     changes = list[Mean]()
     positions = torch.arange(1, ids.shape[1] - 1)  # texts begin alike
     for edit in edits:
         with under(edit, setup.target):
-            read = [losses_at(setup.target, some, positions).mean(1) for some in ids.split(PIECES)]
+            read = [losses_at(setup.target, batch, positions).mean(1) for batch in ids.split(PIECES)]
         losses.append(torch.cat(read).double())
         rise = losses[-1] - losses[0]
         ratio = float(rise.mean().exp())
         margin = margin_of(rise.numpy())
-        changes.append(Mean(ratio - 1, None if margin is None else ratio * margin, kind="share"))
-    perplexity = float(losses[0].mean().exp())
-    control = "random neurons"
-    return row_of("held-out text", COST, control, patched=changes[1], control=changes[2], perplexity=perplexity)
+        changes.append(Mean(ratio - 1, None if margin is None else ratio * margin))
+    return Patched(
+        key=Reading.PERPLEXITY,
+        patched=changes[1],
+        control=changes[2] if len(changes) > 2 else None,
+        perplexity=Mean(float(losses[0].mean().exp())),
+    )

@@ -48,7 +48,7 @@ def test_a_text_is_read_as_the_model_reads_it_and_the_planted_neurons_make_the_s
     before, after, beside = (one.norm[found.layer, 0] for one in (intact, zeroed, random))
     assert after < 0.5 * before and beside == pytest.approx(before, rel=0.1) == read["patched"].norm[found.layer, 0]
     before, after, beside = (f"{float(f'{norm:.4g}'):,g}" for norm in (before, after, beside))
-    assert f"from {before} to {after} (random control: {beside})" in zeroed.sentence
+    assert f"from {before} to {after} (control: {beside})" in zeroed.sentence
 
 
 def test_a_model_without_a_sink_offers_no_switch_and_says_so():
@@ -112,7 +112,7 @@ def test_the_live_page_answers_only_under_its_address(bundled):
     inner.remove()
     assert len(passes) == 2  # the edited model and the control: the text is not read intact again
     (own,) = off["texts"][0]["variants"]
-    assert own["name"] == "without L1.N338" and "from 6" in own["sentence"] and "random" in own["sentence"]
+    assert own["name"] == "without L1.N338" and "from 6" in own["sentence"] and "(control: " in own["sentence"]
     for wrong, reason in WRONG.items():
         assert re.search(reason, client.post("/secret/view", content=wrong).json()["error"]), wrong
 

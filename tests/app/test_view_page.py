@@ -13,7 +13,7 @@ from sample_results import sample_find_sinks
 
 import sinkscope as ss
 from sinkscope.app.view.page import serve, view_page
-from sinkscope.app.view.switches import RANDOM_SWITCH
+from sinkscope.app.view.switches import OTHERS_SWITCH
 
 TEXT = "A class is a block. A block is a piece of text."
 BAD = "<img src=x onerror=alert(1)>"
@@ -63,7 +63,7 @@ def test_the_circuit_has_the_attention_of_the_model_and_markup_is_text(bundled, 
 def test_the_page_says_which_heads_look_elsewhere_and_a_link_opens_it_again(bundled, opened):
     (text,) = bundled.view(TEXT).texts
     zeroed = text.variants[1]
-    random = next(one for one in text.variants if one.name == RANDOM_SWITCH)
+    random = next(one for one in text.variants if one.name == OTHERS_SWITCH)
     share, *others = (one.received.array()[..., text.spikes[0]] for one in (text.variants[0], zeroed, random))
     readers = share > 0.3
     gone, control = (int((readers & (other < share / 2)).sum()) for other in others)
@@ -92,7 +92,7 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(bundled, o
     opened(390)
     names = [variant.name for variant in bundled.view(TEXT).texts[0].variants]
     readers = []
-    for number, name in enumerate(["intact", "intact", names[1], RANDOM_SWITCH, *names[-2:], "intact", "intact"], 1):
+    for number, name in enumerate(["intact", "intact", names[1], OTHERS_SWITCH, *names[-2:], "intact", "intact"], 1):
         chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 8')")
         assert chrome.run("document.querySelector('.switches :checked').parentNode.textContent") == name
         readers.append(chrome.run("document.querySelectorAll('.head.strong').length"))

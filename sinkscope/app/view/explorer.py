@@ -30,7 +30,7 @@ from sinkscope.app.view.result import (
     ViewedText,
     codes_of,
 )
-from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, moved_names, switch_named, switch_without, switches_of
+from sinkscope.app.view.switches import OTHERS_SWITCH, Switch, moved_names, switch_named, switch_without, switches_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import other_measurements
 from sinkscope.files.plain import check_encodable
@@ -143,7 +143,7 @@ class Explorer(ModelSink):
             marks=tuple(map(str, self.marks)),
             switches=tuple(switch.name for switch in switches),
             meanings=tuple(switch.meaning for switch in switches),
-            control=RANDOM_SWITCH,
+            control=OTHERS_SWITCH,
             texts=(self.viewed(text, shown),),
             circuit=self.column,
             circuit_sentence=self.circuit.conclusion(),
@@ -195,7 +195,7 @@ class Explorer(ModelSink):
             site = f"blocks.{layer}.hook_resid_post"
             with under(switch.control, self.setup.target):
                 states = trace(self.setup.target, [intact.ids], site)[site]
-            chance = f" (random control: {short(float(states[0, position].float().norm()))})"
+            chance = f" (control: {short(float(states[0, position].float().norm()))})"
         moved = f"from {short(before[position])} to {short(after[position])}{chance}"
         return (
             f"{switch.name[:1].upper()}{switch.name[1:]}: after layer {layer}, the norm changes most at token "

@@ -11,7 +11,7 @@ function tourSteps(data) {
     [".heads", "intact", "Each square is a head: for each token it decides which earlier tokens are read, and with which shares, its attention. Blue heads give nearly all of it to the sink."],
   ];
   if (made) steps.push([".heads", made, `The tour pressed "${made}": the neurons that give the sink its norm are set to 0. The squares lose their blue: these heads look elsewhere, and the line at the top counts them.`]);
-  if (made && random) steps.push([".heads", random, `Now "${random}": as many random neurons are set to 0, and the squares are blue again. This is the control: not any neurons make the sink, but these.`]);
+  if (made && random) steps.push([".heads", random, `Now "${random}": other neurons are set to 0, and the squares are blue again. This is the control: not any neurons make the sink, but these.`]);
   for (const name of data.switches.filter((one) => one.startsWith("token "))) steps.push(["#strip", name, (view) => movedWords(view, name)]);
   steps.push([".circuit", "intact", "The circuit: a block for each spike, with the neurons that write the large norm and the heads that read it."]);
   if (data.purpose) steps.push([".circuit", "intact", `What the sink is for: ${data.purpose} The circuit has the other ways to take it away.`]);

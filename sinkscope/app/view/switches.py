@@ -1,4 +1,4 @@
-"""The edits of a model that a view can switch on, each with the same edit of random neurons or heads as its control."""
+"""The edits that a view can switch on, each with its control: other neurons that write as much, or other heads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
 from sinkscope.results.notation import Head, Neuron, word_list
-from sinkscope.sinks.spikes.needs import random_neurons
+from sinkscope.sinks.spikes.needs import OtherNeurons, other_neurons
 
 FEWEST_TOKENS = 8  # of a text whose middle one can be switched
-RANDOM_SWITCH = "random neurons zeroed"
+OTHERS_SWITCH = "other neurons zeroed"
 """The switch that is the control of the sink neurons."""
 
 
@@ -32,7 +32,8 @@ class Switch:
     Attributes:
         name: What is edited.
         edit: The edit.
-        control: The same of random neurons or heads. None if there are too few heads, or a token is changed.
+        control: The same of other neurons that write as much, and of random heads. None if there are too few, or a
+            token is changed.
         meaning: What the edit does, in a sentence.
         first_at: The position that gets the id of the first token. None: no token changes.
     """
@@ -60,9 +61,11 @@ def switches_of(sink: ModelSink) -> list[Switch]:
         if sink.circuit.first_spikes and sink.circuit.first_spikes[0] is sink.circuit.spike:
             meaning = f"Set to an ordinary value at each token but the first, which keeps its own: {names}."
             switches.append(Switch("patched", SinkPatch.from_result(sink.circuit), zeroed.control, meaning))
-        if zeroed.control is not None:
-            meaning = f"Set to 0 at each token: as many random neurons of the layers of {names}. This is the control."
-            switches.append(Switch(RANDOM_SWITCH, zeroed.control, meaning=meaning))
+        others = others_of(sink, sink.neurons)
+        if zeroed.control is not None and others is not None:
+            fair = "This is the control." if others.is_fair else "This is no fair control: they write too little."
+            meaning = f"Set to 0 at each token: {others.words}. {fair}"
+            switches.append(Switch(OTHERS_SWITCH, zeroed.control, meaning=meaning))
     if sink.marks:
         meaning = f"Replaced by their mean output at each token: {word_list(sink.marks)}."
         switches.insert(1, switch_off(sink, "marking heads replaced", (), sink.marks, meaning))
@@ -72,16 +75,26 @@ def switches_of(sink: ModelSink) -> list[Switch]:
 def switch_off(
     sink: ModelSink, name: str, neurons: tuple[Neuron, ...], heads: Sequence[Head], meaning: str = ""
 ) -> Switch:
-    """Zero some neurons and replace some heads by their mean; the control does the same to random ones."""
+    """Zero some neurons and replace some heads by their mean; the control does the same to others."""
     setup, edit = sink.setup, _off(neurons, heads)
     every = starmap(Head, product(sorted({head.layer for head in heads}), range(setup.target.n_heads)))
     others = [head for head in every if head not in (*heads, *sink.marks)]
     if len(others) < len(heads):
         return Switch(name, edit, meaning=meaning)
     other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
-    draw = partial(random_neurons, setup.target, setup.ids, neurons, setup.seed, sink.neurons)
-    other_neurons = setup.once((random_neurons, neurons), draw)
-    return Switch(name, edit, _off(other_neurons, other_heads), meaning)
+    control = others_of(sink, neurons)
+    if neurons and control is None:
+        return Switch(name, edit, meaning=meaning)
+    return Switch(name, edit, _off(() if control is None else control.neurons, other_heads), meaning)
+
+
+def others_of(sink: ModelSink, neurons: tuple[Neuron, ...]) -> OtherNeurons | None:
+    """Return other neurons of the same layers that write as much, none of the sink; None: no other writes anything."""
+    if not neurons:
+        return None
+    setup = sink.setup
+    draw = partial(other_neurons, sink.sinks.survey, neurons, sink.neurons, setup.seed)
+    return setup.once((other_neurons, neurons), draw)
 
 
 MOVED = re.compile(r"token (\d+) (isolated|with the first id)")

@@ -36,7 +36,7 @@ from sinkscope.models.arithmetic import product
 from sinkscope.models.draws import draws
 from sinkscope.models.neurons import LayerView, columns, neuron_at, number_of, view_layer
 from sinkscope.models.target import Target
-from sinkscope.results.notation import Component, Neuron
+from sinkscope.results.notation import Component, Neuron, count_of, percent
 from sinkscope.sinks.spikes.edited import left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey, rows_at_once
@@ -51,7 +51,6 @@ from sinkscope.sinks.spikes.writers import (
     writing_of,
 )
 from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, REMOVED
-from sinkscope.sinks.tokens import TokenRows
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
 PAIRED = 4  # components that are tried in pairs
@@ -359,43 +358,51 @@ def norms_of(target: Target, view: LayerView, gain: Tensor, scale: Tensor) -> Fl
     return norms
 
 
-# --- random parts ---
+@dataclass(frozen=True)
+class OtherNeurons:
+    """Other neurons of the same layers, with which some neurons are compared.
+
+    Attributes:
+        neurons: The neurons: those that write most, as many as write as much together.
+        norm: The norm of what they write, over that of the neurons that are compared.
+        as_many: Whether no others write as much, and these are only as many.
+    """
+
+    neurons: tuple[Neuron, ...]
+    norm: float
+    as_many: bool
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether they write enough to be compared with."""
+        return not self.as_many or self.norm >= COUNTS
+
+    @property
+    def words(self) -> str:
+        """What they are: "580 other neurons of these layers, which write as much"."""
+        verb = "writes" if len(self.neurons) == 1 else "write"
+        much = f"which {verb} as much"
+        if self.as_many:
+            much = f"the busiest, which {verb} {percent(self.norm)} as much"
+        return f"{count_of(len(self.neurons), 'other neuron')} of these layers, {much}"
 
 
-@torch.no_grad()
-def random_neurons(
-    target: Target, ids: TokenRows, neurons: Sequence[Neuron], seed: int, excluded: Sequence[Neuron] = ()
-) -> tuple[Neuron, ...]:
-    """Draw as many other neurons of the same MLPs or experts; none of these or `excluded` if there are enough.
-
-    A draw goes by how much neurons write in the first text, mean over its tokens; silent ones are left out.
+def other_neurons(
+    survey: Survey, neurons: Sequence[Neuron], excluded: Iterable[Neuron], seed: int
+) -> OtherNeurons | None:
+    """Choose the control of some neurons, as `equal_sets` does: the busiest others. None: no other writes anything.
 
     Args:
-        target: The model.
-        ids: The texts.
-        neurons: The neurons that are compared with the random ones.
-        seed: Seed of the measurement.
-        excluded: Other neurons that are not drawn.
+        survey: The survey, whose texts tell what neurons write.
+        neurons: The neurons that are compared.
+        excluded: Neurons that are no controls, beside these.
+        seed: Seed of the random sets.
     """
-    ranked = dict[tuple[int, int | None], list[Neuron]]()
-    text = ids[:1]
-    one = torch.ones(1)
-    for layer, expert in dict.fromkeys((neuron.layer, neuron.expert) for neuron in neurons):
-        view = view_layer(target, layer, text, torch.ones_like(text, dtype=torch.bool))
-        first = number_of(target, Neuron(layer, expert, 0))
-        own = norms_of(target, view, one, one)[first : first + target.width(layer, expert)]
-        order = own.argsort(descending=True, stable=True)
-        numbers = order[own[order] > 0].tolist() or order.tolist()
-        ranked[layer, expert] = [Neuron(layer, expert, number) for number in numbers]
-    generator = draws(seed, "random neurons, draw 0")
-    drawn = list[Neuron]()
-    taken = {*excluded, *neurons}
-    for neuron in neurons:
-        every = ranked[neuron.layer, neuron.expert]
-        others = [other for other in every if other not in taken] or every
-        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
-        taken.add(drawn[-1])
-    return tuple(drawn)
+    sets = equal_sets(survey, [(neuron,) for neuron in neurons], {*neurons, *excluded}, seed)
+    for done in (Done.BUSIEST, Done.AS_MANY):
+        for members, norm in sets.get(done, {}).items():
+            return OtherNeurons(members, norm, done is Done.AS_MANY)
+    return None
 
 
 def other_components(order: Sequence[Component], needed: Parts) -> list[Parts]:
