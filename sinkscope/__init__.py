@@ -5,7 +5,6 @@ each of them lives, for Python and for type checkers; measurements of other pack
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -46,20 +45,22 @@ def __getattr__(name: str) -> Any:
         return globals().setdefault(name, _measurements()[name].load())
     if name.startswith("__"):  # Python asks for names of its own, and the remedy may import torch
         raise AttributeError(f"module 'sinkscope' has no attribute {name!r}")
-    from sinkscope.errors import NoSuchNameError
+    from sinkscope.errors import NoSuchNameError, no_such_name
 
-    raise NoSuchNameError(f"module 'sinkscope' has no attribute {name!r}; {_elsewhere(name)}")
+    elsewhere = _elsewhere(name)
+    if elsewhere is None:
+        raise no_such_name("sinkscope", name, __dir__())
+    raise NoSuchNameError(f"module 'sinkscope' has no attribute {name!r}; {elsewhere}")
 
 
-def _elsewhere(name: str) -> str:
-    """What to use instead of a name that is not here."""
+def _elsewhere(name: str) -> str | None:
+    """What to use instead of a name that left, or where it is."""
     if name in LEFT:
         return LEFT[name]
     for room in ROOMS:
         if name in getattr(import_module(f"sinkscope.{room}"), "__all__", ()):
             return f"it is sinkscope.{room}.{name}"
-    near = get_close_matches(name, __dir__(), 1)
-    return f"did you mean {near[0]}?" if near else f"it has: {', '.join(__dir__())}"
+    return None
 
 
 def __dir__() -> list[str]:

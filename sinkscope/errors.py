@@ -6,6 +6,8 @@ import inspect
 import site
 import sysconfig
 import warnings
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 LONGEST = 600
@@ -37,6 +39,22 @@ class UnsupportedError(SinkscopeError):
 
 class NoSuchNameError(SinkscopeError, AttributeError):
     """The package has no such name; the message names what has its work."""
+
+
+def no_such_name(module: str, name: str, names: Sequence[str]) -> NoSuchNameError:
+    """Return the error for a name that a module does not have, with the nearest one that it has.
+
+    Args:
+        module: Name of the module.
+        name: The name that was asked for.
+        names: The public names of the module.
+    """
+    by_lowercase = {known.lower(): known for known in names}
+    nearest = get_close_matches(name.lower(), by_lowercase, 1)
+    remedy = f"it has: {', '.join(names)}"
+    if nearest:
+        remedy = f"did you mean {by_lowercase[nearest[0]]}?"
+    return NoSuchNameError(f"module {module!r} has no attribute {name!r}; {remedy}")
 
 
 class SinkscopeWarning(UserWarning):

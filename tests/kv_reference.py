@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from kv_kit import masks_of_run
 from torch import Tensor
@@ -156,6 +157,17 @@ REFERENCES: dict[str, Callable[[Any, Seen], Tensor]] = {
 }
 
 
+def reference_of(name: str) -> Callable[[Any, Seen], Tensor]:
+    """The function of a policy; one that has none fails and says where it belongs."""
+    if name not in REFERENCES:
+        pytest.fail(
+            f"policy {name!r} has no reference: write a function of its settings and of Seen that gives what it keeps "
+            "into tests/kv_reference.py, as `tova` is, and its row in REFERENCES",
+            pytrace=False,
+        )
+    return REFERENCES[name]
+
+
 def is_due(policy: Any, step: int) -> bool:
     """Whether a policy chooses before the generated token of this number: at the first, and then every so often."""
     return step == 0 or (policy.every != "prefill" and step % policy.every == 0)
@@ -177,6 +189,7 @@ def check_run(
         prompt: Columns of the prompts.
     """
     logits, kept = found
+    reference = reference_of(name)
     tokens = mask[:, :prompt].sum(1).tolist()
     budgets = [policy.budget if isinstance(policy.budget, int) else int(policy.budget * n + 1e-6) for n in tokens]
     with attending(model, masks_of_run(model, kept, mask, prompt)):
@@ -191,6 +204,6 @@ def check_run(
                 real = mask[:, :now].bool()
                 keys = whole.past_key_values.layers[layer].keys[:, :, :now]
                 seen = Seen(grouped[..., :now, :now], keys, held[..., :now], real, budgets, tokens, layer, len(kept[0]))
-                held[..., :now] &= REFERENCES[name](policy, seen)
+                held[..., :now] &= reference(policy, seen)
             step = now - prompt
             assert torch.equal(kept[step][layer][..., :now], held[..., :now]), f"step {step}, layer {layer}"

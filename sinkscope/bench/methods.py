@@ -22,6 +22,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import PAPER, policies, read_named
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.results.notation import word_list
 from sinkscope.sparse.progressive import Progressive
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
@@ -117,3 +118,33 @@ def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[st
     if not texts:
         raise SinkscopeError(f"no method is given: choose from {', '.join(method_classes())}")
     return tuple(dict.fromkeys(read_method(text, budget) for text in texts))
+
+
+def uneven_budgets(methods: Sequence[str]) -> str | None:
+    """Return what the budgets of a table mean, where some policies keep every generated token beside theirs.
+
+    Args:
+        methods: The methods of the table. One that cannot be made here is not judged.
+
+    Returns:
+        A sentence; None if budgets mean the same in all methods.
+    """
+    beside: list[str] = []
+    within: list[str] = []
+    for method in dict.fromkeys(methods):
+        try:
+            edit = make_method(method)
+        except SinkscopeError:
+            continue
+        if not isinstance(edit, Policy) or isinstance(edit, Progressive):  # nothing leaves the cache
+            continue
+        if edit.every == "prefill":
+            beside.append(method)
+        else:
+            within.append(method)
+    if not beside or not within:
+        return None
+    return (
+        f"Every generated token stays beside the budget of {word_list(beside)}, and counts towards that of "
+        f"{word_list(within)}: {beside[0]}:every=1 makes them alike."
+    )

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.bench.methods import FULL
+from sinkscope.bench.methods import FULL, uneven_budgets
 from sinkscope.bench.record import BenchRecord, BenchRun, read_run
 from sinkscope.bench.scored import NOT_RANKED, RANDOM, MethodKey, Scored, difference_text, score_text
 from sinkscope.bench.task import task_class
@@ -236,6 +236,11 @@ class BenchTable(Result):
                 verdict = verdict_of(sign * best.score, sign * group.score, margin)
                 break
         return [Headline(f"{task.unit} ({better} better)", found, control, verdict)]
+
+    def details(self) -> list[str]:
+        """Return what budgets mean where they mean two things."""
+        about_budgets = uneven_budgets([group.method for group in self.groups])
+        return [about_budgets] if about_budgets else []
 
     def figure(self) -> Any:
         """Draw the score of each method with its interval, a colour for each set."""

@@ -273,7 +273,7 @@ class Run(Calls):
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of events of each kind, of values that edits changed, and of masks in which a knockout hid keys.
+        """Number of events of each kind, of values that edits changed, and of cells of attention that a knockout hid.
 
         Reading them waits for the device.
 

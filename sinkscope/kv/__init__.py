@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from sinkscope.engine.attention import AttentionRows
+from sinkscope.errors import no_such_name
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import KeptPerRow, LayerMoment, Policy
 from sinkscope.kv.published import H2O, TOVA, AdaKV, Full, Pyramid, SnapKV, StreamingLLM
@@ -30,3 +33,9 @@ __all__ = [
     "policy_named",
     "register_policy",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        """Refuse a name that is not here, with the nearest one."""
+        raise no_such_name(__name__, name, __all__)

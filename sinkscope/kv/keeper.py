@@ -100,6 +100,10 @@ class CacheKeeper(Actor):
         self.meters: WeakKeyDictionary[Any, Meter] = WeakKeyDictionary()
         self._counted: list[Meter] = []  # of all caches
 
+    def __repr__(self) -> str:
+        """Return who asked for it, and how many caches it has counted."""
+        return f"CacheKeeper(policy={self._policy_name}, anchors={self.anchors}, caches={len(self._counted)})"
+
     @classmethod
     def of(cls, run: Run, policy: str | None = None, first: int = 0) -> CacheKeeper:
         """Return the keeper of a block, which from now on replaces the layers of the caches in use by ours.

@@ -69,6 +69,10 @@ class LayerMoment:
     step: Step
     rows: KeptPerRow
 
+    def __repr__(self) -> str:
+        """Return what it is, without its numbers."""
+        return f"LayerMoment(layer={self.layer}, keys={[*self.kv.keys.shape]}, rows={self.rows})"
+
     @property
     def layer(self) -> int:
         """Index of the decoder layer."""

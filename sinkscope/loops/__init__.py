@@ -3,6 +3,9 @@
 Nothing here loads torch; `sinkscope.loops.guard` has what acts on a model.
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
+from sinkscope.errors import no_such_name
 from sinkscope.loops.text.answers import Piece
 from sinkscope.loops.text.check import LoopCheck, check, check_file
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, PaperSettings
@@ -33,3 +36,9 @@ __all__ = [
     "tail_period",
     "type_token_ratio",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        """Refuse a name that is not here, with the nearest one."""
+        raise no_such_name(__name__, name, __all__)

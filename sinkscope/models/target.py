@@ -173,6 +173,10 @@ class Target:
     name: str = "model"
     store: Any = None
 
+    def __repr__(self) -> str:
+        """Return what it is, without its modules."""
+        return f"Target(name={self.name!r}, kind={self.kind!r}, hf={type(self.hf).__name__})"
+
     def __post_init__(self) -> None:
         self.resident = self.store is None
         self.shards = Shards(split_weight(self.hf))

@@ -107,7 +107,7 @@ def target_of(model: Any, tokenizer: Any = None, store: LayerStore | None = None
         store: Reads its layers when they are called, if it is not in memory.
 
     Raises:
-        SinkscopeError: `model` is no model, or holds no weights.
+        SinkscopeError: `model` is no model, or holds no weights, or the tokenizer belongs to another model.
         UnsupportedError: It is split over processes in an unserved way, or of an architecture that is not known.
     """
     if isinstance(model, Target):
@@ -126,6 +126,8 @@ def target_of(model: Any, tokenizer: Any = None, store: LayerStore | None = None
     own_name = getattr(hf, "sinkscope_name", None)
     name = Path(own_name or getattr(hf.config, "_name_or_path", "") or type(hf).__name__).name
     embedding = hf.get_input_embeddings()
+    if hasattr(tokenizer, "vocab_size"):
+        check_vocabulary(tokenizer, embedding)
     if next(embedding.parameters()).is_meta and not hasattr(embedding, "_hf_hook"):
         raise UnsupportedError(
             f"{name} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "

@@ -59,6 +59,10 @@ class SinkCallback(TrainerCallback):
         self._opening: dict[str, Any] = {"bos": bos, "text": text}
         self._is_on = False
 
+    def __repr__(self) -> str:
+        """Return how often it measures."""
+        return f"SinkCallback(every={self.every})"
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure the model before its first step."""
         self._is_on = state.is_world_process_zero

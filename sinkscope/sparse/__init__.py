@@ -12,6 +12,9 @@ LoopServe, section 3.1; Jiang et al. 2024, MInference).
 | in a model | `sparse_prompts`, `progressive` (algorithm 6), `serve` (LoopServe) |
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
+from sinkscope.errors import no_such_name
 from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Lines
 from sinkscope.sparse.choice import select_bands
@@ -32,3 +35,9 @@ __all__ = [
     "select_bands",
     "select_lines",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        """Refuse a name that is not here, with the nearest one."""
+        raise no_such_name(__name__, name, __all__)

@@ -37,6 +37,10 @@ class Scores:
     softcap: float | None = None
     sinks: Float[Tensor, " head"] | None = None
 
+    def __repr__(self) -> str:
+        """Return what it is, without its numbers."""
+        return f"Scores(query={[*self.query.shape]}, key={[*self.key.shape]}, scaling={self.scaling:.4g})"
+
     @property
     def heads(self) -> int:
         """Number of query heads."""

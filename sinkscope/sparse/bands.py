@@ -157,6 +157,11 @@ class Lines:
     grid: BlockGrid
     dense_rows: int = 0
 
+    def __repr__(self) -> str:
+        """Return how many lines are chosen, over all heads."""
+        columns, offsets = int(self.columns.sum()), int(self.offsets.sum())
+        return f"Lines(columns={columns}, offsets={offsets}, grid={self.grid}, dense_rows={self.dense_rows})"
+
     @classmethod
     def of(cls, columns: Tensor, offsets: Tensor, queries: int, dense_rows: int = 0) -> Lines:
         """Return the vertical and slash lines at these positions and offsets, of as many keys, in blocks of 1."""

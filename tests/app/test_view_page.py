@@ -142,6 +142,22 @@ DRAWN = """(async () => {
 })()"""
 
 
+COVERED = """(() => {
+  const covered = [];
+  for (const plot of document.querySelectorAll('.js-plotly-plot')) {
+    const bar = plot.querySelector('.modebar').getBoundingClientRect();
+    const frame = plot.getBoundingClientRect();
+    for (const title of plot.querySelectorAll('.annotation-text')) {
+      const box = title.getBoundingClientRect();
+      const meets = box.right > bar.left && box.top < bar.bottom;
+      if (meets || box.left < frame.left || box.right > frame.right) covered.push(title.textContent);
+    }
+  }
+  return covered;
+})()"""
+"""Titles of panels that stand below the buttons of a figure, or leave it; both are measured after all is opened."""
+
+
 def test_figures_of_a_report_are_drawn_in_a_browser_and_nothing_is_fetched(tmp_path, chrome):
     chrome.open("about:blank")
     chrome.errors.clear()
@@ -152,7 +168,12 @@ def test_figures_of_a_report_are_drawn_in_a_browser_and_nothing_is_fetched(tmp_p
     for width in (1400, 360):
         chrome.open(tmp_path / "report.html", width)
         assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
-    assert chrome.run(DRAWN) == 2
+        assert chrome.run(DRAWN) == 2
+        assert chrome.run(COVERED) == []
+    conclusion = sample_find_sinks().conclusion()
+    assert chrome.run(f"document.body.innerText.split({json.dumps(conclusion)}).length - 1") == 2, (
+        "once for each result"
+    )
     assert chrome.run("document.querySelectorAll('[onerror], img:not([src^=data])').length") == 0
     assert chrome.errors == []
     assert {address.partition(":")[0] for address in chrome.asked} <= {"file", "data", "blob"}

@@ -10,6 +10,7 @@ import pytest
 from bench_kit import SETTINGS, made_record
 from refusals import refused
 
+from sinkscope.bench.methods import uneven_budgets
 from sinkscope.bench.record import BenchRun
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import task_class
@@ -132,3 +133,13 @@ def test_any_two_methods_are_compared_on_the_same_prompts():
         scored(answers, beside="c")
     with refused(r"measured under other settings \(chat was False, now True\): show them in a table"):
         tabulate_records([BenchRun([], SETTINGS | {"chat": chat}) for chat in (False, True)])
+
+
+def test_a_table_says_where_generated_tokens_stay_beside_a_budget():
+    said = scored(["snapkv:8 1", "pyramid:0.25 1", "h2o:8 1", "full 1", "loopserve 1"]).details()
+    assert said == [
+        "Every generated token stays beside the budget of snapkv:8 and pyramid:0.25, and counts towards that of h2o:8: "
+        "snapkv:8:every=1 makes them alike."
+    ]
+    for alike in (["snapkv:8", "full", "progressive:8"], ["snapkv:8:every=1", "h2o:8"], ["not_here:Policy", "h2o:8"]):
+        assert uneven_budgets(alike) is None

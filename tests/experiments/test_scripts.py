@@ -94,6 +94,13 @@ SLOW = {
     "bench_memory": Case(
         "bundled --out {out}/x.json", "x.json", lambda made: 1e8 < made["rows"][0]["peak_bytes"] < 3e9
     ),
+    "layer_cost": Case(
+        "bundled --out {out}/x.json",
+        "x.json",
+        lambda made: (
+            made["rows"][0]["seconds_of_7b"] > 20 * made["rows"][0]["seconds"] > 0 < made["rows"][0]["tokens_of_head"]
+        ),
+    ),
     "make_recall": Case("--out {out}/m", "m/config.json", lambda made: made == RECALL),
 }
 

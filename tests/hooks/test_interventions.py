@@ -109,7 +109,8 @@ def test_a_knockout_in_a_head_by_its_name_or_its_numbers():
     for one in (Knockout("first", heads=[(1, 2)]), Knockout("first", heads="L1.H2"), Knockout([3], queries=[3])):
         with one.on(model) as run:
             found.append(logits(model, IDS))
-        assert run.summary() == f"Knockout hid {'nothing' if one.queries else 'keys'}."
+        later_queries = IDS.shape[0] * (IDS.shape[1] - 1)
+        assert run.summary() == f"Knockout hid {'no cell' if one.queries else f'{later_queries} cells'} of attention."
     plain = logits(model, IDS)
     assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], plain, atol=1e-4)
     assert_close(found[2], plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -57,8 +58,14 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused():
     """Of a live model, and where only tokens that were added have no row."""
     model, tokenizer = tiny_model("llama")
     small = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "vocab_size": 40, "pad_token_id": 3}))
-    with refused("the tokenizer has 96 tokens and the embedding 40 rows: they belong to different models"):
-        ss.find_sinks(small, tokenizer=tokenizer)
+    for use in (
+        ss.find_sinks,
+        ss.Conversation,
+        partial(ss.generate, prompts="a"),
+        partial(ss.trace, tokens="a", sites="*"),
+    ):
+        with refused("the tokenizer has 96 tokens and the embedding 40 rows: they belong to different models"):
+            use(small, tokenizer=tokenizer)
     added = copy.deepcopy(tokenizer)
     added.add_tokens(["zebra"])
     row = torch.tensor([[1, 5, added.convert_tokens_to_ids("zebra"), 7]])

@@ -28,6 +28,10 @@ class Intervention(ABC):
     ACTS: ClassVar[bool] = True
     """Whether it changes anything; what only reads sees several texts in a row, too."""
 
+    def __repr__(self) -> str:
+        """Return its name; a dataclass has its settings as well."""
+        return f"{type(self).__name__}()"
+
     @abstractmethod
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""

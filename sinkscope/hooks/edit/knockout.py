@@ -30,6 +30,7 @@ from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head
 from sinkscope.models.inputs import attending_layers, check_site
 from sinkscope.models.layers import layers_with_states
 from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +74,8 @@ class Knockout(Intervention):
             self.store(layers=layers)
 
     def summary(self, run: Run) -> str:
-        """Return whether keys were hidden."""
-        what = "keys" if run.counts["hidden"] else "nothing"
-        return f"Knockout hid {what}." if run.passes else ""
+        """Return how many cells of attention were hidden: a query, a key and a head of a layer each."""
+        return f"Knockout hid {count_of(run.counts['hidden'], 'cell')} of attention." if run.passes else ""
 
     def enter(self, run: Run, key: int) -> None:
         """Hide the keys in the attention of every call.
@@ -98,7 +98,7 @@ class _KnockoutActor(Actor):
 
     Attributes:
         knockout: What is hidden.
-        run: The run, which counts masks in which something is hidden.
+        run: The run, which counts hidden cells.
         heads: Heads of each layer in which it is; an empty list stands for all of them.
     """
 
@@ -129,10 +129,12 @@ class _KnockoutActor(Actor):
                 in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
                 in_head[chosen] = True
                 gone = gone & in_head[None, :, None, None]
-            self.run.count("hidden", gone.any().int())
             return gone
 
         attention.hide(cells)
+        hidden_before = keys.cumsum(-1) - keys.int()
+        of_new_queries = (hidden_before * queries)[:, -step.new :]
+        self.run.count("hidden", of_new_queries.sum() * (len(chosen) or n_heads))
 
 
 def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:

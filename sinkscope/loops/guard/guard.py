@@ -147,8 +147,9 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        rows = word_list(sorted({event.row for event in cuts}))
-        return f"{event_in_words(cuts[0], self.act)} It gave {count_of(len(cuts), 'alarm')} in all, in rows {rows}."
+        numbers = sorted({event.row for event in cuts})
+        rows = f"{'row' if len(numbers) == 1 else 'rows'} {word_list(numbers)}"
+        return f"{event_in_words(cuts[0], self.act)} It gave {count_of(len(cuts), 'alarm')} in all, in {rows}."
 
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """Return what is kept of a row of `prompt` prompt tokens, if a policy in the run keeps the `first` ones."""

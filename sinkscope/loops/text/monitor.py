@@ -52,6 +52,10 @@ class Monitor:
         self.rule = self.settings.new_rule(words_of, asked, asked_items)
         self._rests_until = 0
 
+    def __repr__(self) -> str:
+        """Return the rule, and how many tokens it has read."""
+        return f"Monitor({type(self.settings).__name__}, step={self.last.step}, trigger={self.last.trigger})"
+
     def update(self, token: int, p_max: float | None = None) -> Step:
         """Process the next token, and decide whether to intervene: Trigger(t), Eq. 9.
 

@@ -177,6 +177,10 @@ class Watch:
         self.checked: list[CheckedOutput] = []
         self.problems: list[str] = []
 
+    def __repr__(self) -> str:
+        """Return how many answers are open and checked."""
+        return f"Watch(open={len(self.open)}, checked={len(self.checked)}, problems={len(self.problems)})"
+
     def take(self, piece: Piece) -> Iterator[CheckedOutput]:
         """Take a piece of an answer; yield the answer once it loops, and before that once it is suspicious."""
         if not piece.said and not piece.ends:

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,7 +51,6 @@ _NAMING = re.compile(".*_files?|transformers_weights|weight_map")
 """Fields of settings that name other files."""
 
 
-@cache
 def list_models() -> dict[str, str]:
     """Return the id on the Hugging Face hub of every model with a short name, family by family."""
     content = tomllib.loads(Path(__file__).with_name("names.toml").read_text("utf-8"))

@@ -2,6 +2,9 @@
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const LEAST = 330; // pixels of a panel
 const BETWEEN = 95; // pixels between panels of a column: labels of an axis, and a title
+const TOOLBAR = 30; // pixels above the titles of panels, for plotly's buttons
+const LINE = 18; // pixels of a line of a title
+const LETTER = 7.5; // pixels of a letter of it
 const TURNED = 45; // more of them for labels that stand upright
 
 const GROUND = "#24272c"; // of a figure on a dark page
@@ -47,6 +50,23 @@ function broken(text, letters) {
   return lines.join("<br>");
 }
 
+// Titles as wide as their panels, below the buttons.
+function titled(layout, width) {
+  const inside = width - layout.margin.l - layout.margin.r;
+  const panels = panelsOf(layout);
+  let lines = 1;
+  for (const one of layout.annotations || []) {
+    if (one.xref !== "paper" || one.yref !== "paper" || one.textangle) continue;
+    const panel = panels.find(({ at }) => near(one.x, (at[0] + at[1]) / 2));
+    if (!panel) continue;
+    one.text = broken(one.text, (panel.at[1] - panel.at[0]) * inside / LETTER);
+    lines = Math.max(lines, one.text.split("<br>").length);
+  }
+  const more = TOOLBAR + LINE * (lines - 1);
+  layout.margin.t += more;
+  layout.height += more;
+}
+
 function arranged(home, width) {
   const panels = panelsOf(home);
   const perRow = new Set(panels.map((one) => one.at[0].toFixed(2))).size;
@@ -83,9 +103,9 @@ function arranged(home, width) {
   for (const one of layout.annotations || []) {
     if (dark.matches && one.bgcolor) one.bgcolor = GROUND; // its letters are light then
     if (width < 600 && (one.bgcolor || (one.textangle && one.xref !== "paper"))) one.font.size = 8; // side by side
-    if (width < 600 && one.xref === "paper" && !one.textangle) one.text = broken(one.text, width / 9);
   }
   if (width < 600) Object.assign(layout.margin, { l: 52, r: 12 });
+  titled(layout, width);
   return layout;
 }
 
