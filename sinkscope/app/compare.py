@@ -44,7 +44,7 @@ from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
 from sinkscope.results.row import Mean
 from sinkscope.results.style import BLUE, figure_of
-from sinkscope.results.table import Cell, Column, Kind, Row, Subject, detail, optional, whole
+from sinkscope.results.table import SIGNED, Cell, Column, Kind, Row, Subject, detail, optional, whole
 
 OF_THE_MODEL = {"revision", "model", "device", "dtype", "sinkscope", "decoding", "text", "text_said"}
 """Settings that say which model was measured and where, or what a text is called, not what was asked of the model."""
@@ -119,9 +119,13 @@ class Change(Row, table="changes", title="what changed"):
         """Return a number with the digits of its own kind, and a change with its sign."""
         if column.key in ("texts", "words"):
             return super().cell(column)
-        found = replace(column, kind=self.kind).cell(getattr(self, column.key))
-        rises = column.key == "change" and self.change is not None and self.change.value > 0
-        return found._replace(value=f"+{found.value}") if rises else found
+        if column.key != "change":
+            return replace(column, kind=self.kind).cell(getattr(self, column.key))
+        kind: Kind = "points" if self.kind in ("share", "fine share") else self.kind
+        found = replace(column, kind=kind).cell(self.change)
+        if kind in SIGNED or self.change is None or self.change.value <= 0:
+            return found
+        return found._replace(value=f"+{found.value}")
 
 
 @dataclass(frozen=True)
