@@ -24,7 +24,15 @@ LINE_OF_TITLE = 18
 """Pixels."""
 
 
-def bars(fig: Any, rows: Iterable[Any], number: str, colour: str, name: str = "", **where: int) -> None:
+def bars(
+    fig: Any,
+    rows: Iterable[Any],
+    number: str,
+    colour: str,
+    name: str = "",
+    pattern: str = "",
+    **where: int,
+) -> None:
     """Draw a number of rows as bars, with its margins, controls in grey; rows without it are left out.
 
     Args:
@@ -33,6 +41,7 @@ def bars(fig: Any, rows: Iterable[Any], number: str, colour: str, name: str = ""
         number: The number.
         colour: The colour.
         name: What a legend calls them. Empty: they are in none.
+        pattern: What fills the bars beside their colour, as plotly names it: "/", "x" and others. Empty: nothing.
         where: The panel: row and col.
     """
     names: list[str] = []
@@ -46,7 +55,8 @@ def bars(fig: Any, rows: Iterable[Any], number: str, colour: str, name: str = ""
             colours.append(GREY if isinstance(row, Row) and row.is_control else colour)
     margins = {"type": "data", "array": [mean.margin or 0.0 for mean in means]}
     values = [mean.value for mean in means]
-    fig.add_bar(x=names, y=values, error_y=margins, marker_color=colours, name=name, showlegend=bool(name), **where)
+    fills = {"color": colours, "pattern": {"shape": pattern}}
+    fig.add_bar(x=names, y=values, error_y=margins, marker=fills, name=name, showlegend=bool(name), **where)
 
 
 def figure_of(

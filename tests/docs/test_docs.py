@@ -157,4 +157,6 @@ def test_a_conclusion_that_a_page_quotes_is_that_of_a_figure_that_it_shows(page)
         if json.loads(file.read_text())["kind"] in kinds():  # figures of scripts are no results
             result = Result.load(file)
             said |= {f"Conclusion: {result.conclusion()}", *result.details()}
-    assert quoted <= said and bool(quoted) == bool(said)
+    remedy = "python -m tools.figures makes figures again; then quote what their conclusions say now"
+    assert quoted <= said, f"{page.name} quotes what is no longer said: {quoted - said}: {remedy}"
+    assert bool(quoted) == bool(said), f"{page.name} shows a figure and quotes no conclusion of it"

@@ -36,3 +36,16 @@ def test_answers_are_bars_of_rows_with_their_controls_in_grey_and_no_text_is_mar
     assert drawn[labels[3]] == (0.5, 0.2, BLUE)
     assert drawn[labels[4]] == (0.01, 0, GREY)
     assert figure.layout.title.text.startswith("&lt;b&gt;: ")
+
+
+def test_spikes_and_norms_differ_by_more_than_their_colour():
+    found = sample_find_sinks()
+    (first, _) = found.spikes
+    figure = replace(found, spikes=(first, replace(first, layers=(3, 5), effects=()))).figure()
+    bars = [trace for trace in figure.data if trace.type == "bar" and trace.name]
+    assert [bar.marker.pattern.shape for bar in bars] == ["", "/"]
+    assert [bar.name for bar in bars] == ["layers 1-5", "layers 3-5"]
+    words = [shape.text for shape in figure.layout.annotations if shape.text.startswith("layers")]
+    assert words == ["layers 1-5", "layers 3-5"], "beside their shades"
+    norms = [trace for trace in figure.data if trace.type == "scatter"]
+    assert len({trace.line.dash for trace in norms}) == len(norms)

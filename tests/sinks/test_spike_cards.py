@@ -80,3 +80,11 @@ def test_effects_without_a_control_are_refused():
     spike = sample_find_sinks().spikes[0]
     with refused("have no control: give its rows"):
         replace(spike, effects=tuple(row for row in spike.effects if not row.is_control))
+
+
+@pytest.mark.parametrize("done", Done)
+def test_each_edit_of_a_spike_has_its_words(done):
+    effect = Effect(key=Edit(done, part=Neuron(1, None, 2)), since=3, left=Mean(1.0), norm=Mean(1.0), size=Mean(2.0))
+    remedy = f"Effect in sinkscope/sinks/spikes/tables.py: what {done} is called in label, short_label and group"
+    assert None not in (effect.label, effect.short_label, effect.group), remedy
+    assert (effect.label == "nothing") == (done is Done.INTACT), remedy

@@ -265,7 +265,7 @@ class Effect(
                 return "one of them zeroed, at this place alone"
             case Done.NEEDED:
                 return f"{parts_names(self.parts)} {verb_of(self.parts)}"
-            case _:
+            case Done.INTACT | Done.HIDDEN:
                 return ""
 
     @property
@@ -280,7 +280,7 @@ class Effect(
                 return f"place hidden from layer {self.since} on"
             case Done.BUSIEST | Done.AS_MANY | Done.RANDOM:
                 return self.others
-            case _:
+            case Done.INTACT:
                 return "nothing"
 
     @property
@@ -293,7 +293,7 @@ class Effect(
                 return "random others"
             case Done.BUSIEST | Done.AS_MANY:
                 return "busiest others"
-            case _:
+            case Done.INTACT | Done.NEEDED | Done.PART:
                 return self.label
 
     @property
