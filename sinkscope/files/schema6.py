@@ -329,6 +329,33 @@ def patch(result: Data) -> Data:
     return {**result, "proof": proof, "control": None}
 
 
+# --- compare and view ---
+
+
+def comparison(result: Data) -> Data:
+    """Return a result of `compare`; the verdict of a row was its table."""
+    compared: list[Data] = []
+    for other in result["results"]:
+        rows: list[Data] = []
+        for row in other["rows"]:
+            numbers = row["numbers"]
+            key = {"about": row["about"], "row": row["name"], "column": ""}
+            kind = numbers["before"]["kind"] if numbers else "word"
+            words = None if numbers else row["note"]
+            rows.append({"key": key, "verdict": row["table"], "kind": kind, "words": words, **numbers})
+        compared.append({**other, "rows": rows})
+    return {**result, "results": compared}
+
+
+def view(result: Data) -> Data:
+    """Return a view, whose circuit had cards."""
+    circuit: list[Data] = []
+    for entry in result["circuit"]:
+        new = {name: value for name, value in entry.items() if name != "card"}
+        circuit.append({**new, "found": spike(entry["found"]), "lines": entry["card"]["rows"]})
+    return {**result, "circuit": circuit}
+
+
 # --- the card of a scan ---
 
 
@@ -352,6 +379,8 @@ CONVERTED: dict[str, Callable[[Data], Data]] = {
     "find-sinks": find_sinks,
     "why-sink": find_sinks,
     "why-loop": why_loop,
+    "compare": comparison,
+    "view": view,
     "patch": patch,
     "sink-card": sink_card,
     "attack": attack,
