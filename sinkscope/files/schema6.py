@@ -36,6 +36,7 @@ READINGS = {
     "one more copy": "next",
     "change of the perplexity": "perplexity",
 }
+FILLED = {"one copy": "one_copy", "other tokens": "others"}
 OUTCOMES = ("repaired", "not repaired")
 NO_EQUAL = "no set of other neurons writes as much"
 """The note of a control that wrote less than the needed neurons."""
@@ -329,6 +330,23 @@ def patch(result: Data) -> Data:
     return {**result, "proof": proof, "control": None}
 
 
+# --- repeat ---
+
+
+def repeat(result: Data) -> Data:
+    """Return a result of `repeat`; the controls of an effect were rows beside it."""
+    effects: list[Data] = []
+    spikes: list[list[int]] = []
+    for row in result["effects"]:
+        layers = [int(number) for number in re.findall(r"\d+", row["about"])]
+        spike_layers = [layers[0], layers[-1]] if layers else None
+        key = FILLED.get(row["name"], "copies")
+        effects.append({"key": key, "layers": spike_layers, "share": row["numbers"]["share"]})
+        if spike_layers is not None and spike_layers not in spikes:
+            spikes.append(spike_layers)
+    return {**result, "effects": effects, "spikes": spikes, "below_again": None}
+
+
 # --- compare and view ---
 
 
@@ -379,6 +397,7 @@ CONVERTED: dict[str, Callable[[Data], Data]] = {
     "find-sinks": find_sinks,
     "why-sink": find_sinks,
     "why-loop": why_loop,
+    "repeat": repeat,
     "compare": comparison,
     "view": view,
     "patch": patch,

@@ -35,8 +35,9 @@ from sinkscope.results.headline import Headline, Verdict, verdict_of
 from sinkscope.results.notation import Neuron, count_of, word_list
 from sinkscope.results.style import BLUE, GREEN, GREY, bars, figure_of
 from sinkscope.results.table import Subject
-from sinkscope.sinks.patch_tables import CopiesKey, Outcome, Patched, Reading
+from sinkscope.sinks.patch_tables import Outcome, Patched, Reading
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
+from sinkscope.sinks.repeat_tables import CopiesKey
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
 from sinkscope.sinks.spikes.needs import OtherNeurons, other_neurons

@@ -27,27 +27,6 @@ class Outcome(StrEnum):
     NOTHING = "nothing to do"
 
 
-@dataclass(frozen=True)
-class CopiesKey:
-    """What is read of copies in a spike, or, without layers, of what the model writes.
-
-    Attributes:
-        layers: First and last layer of the spike.
-    """
-
-    layers: tuple[int, int] | None = None
-
-    def __str__(self) -> str:
-        return "text" if self.layers is None else f"copies, {layers_words(*self.layers)}"
-
-    def shared(self, other: CopiesKey) -> int:
-        """Return how many layers it has in common with another spike."""
-        if self.layers is None or other.layers is None:
-            return 0
-        last = min(self.layers[1], other.layers[1])
-        return max(0, last + 1 - max(self.layers[0], other.layers[0]))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Patched(
     Row,

@@ -32,12 +32,25 @@ from sinkscope.models.arithmetic import without_autocast
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
-from sinkscope.results.notation import percent, word_list
-from sinkscope.results.row import Row
+from sinkscope.results.headline import Headline, verdict_of
+from sinkscope.results.notation import word_list
 from sinkscope.results.style import GREY, figure_of
-from sinkscope.results.tables import Table, long_table
+from sinkscope.results.table import Row, Subject, whole
+from sinkscope.results.tables import long_table
+from sinkscope.sinks.repeat_tables import (
+    AtLastCopy,
+    CopiesKey,
+    Filled,
+    Given,
+    GivenKey,
+    LikelyToken,
+    Places,
+    RepeatedToken,
+    Text,
+    TokenKey,
+)
 from sinkscope.sinks.spikes.find import sinks_of
-from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.spike import Spike, layers_words
 from sinkscope.sinks.spikes.survey import rows_at_once
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit, token_texts
@@ -45,12 +58,6 @@ from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
-SENTENCES = {
-    "norm": "Half of the first token's spike is reached by {reached} within {copies:,} copies ({control} of it).",
-    "attention": "{copies:,} copies of a token get {share} of the attention in layer {layer} ({control}).",
-    "probability": "After {copies:,} copies of a token, it comes next with a probability of {share} ({control}).",
-}
-"""What is said of the last copy."""
 Quantity = Literal["norm", "attention", "probability"]
 
 
@@ -63,7 +70,7 @@ class Repeat(Result):
             "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
             would get if all tokens got the same; "probability": probability that the token comes once more.
         copies: Number of copies of each token.
-        effects: What the last copy has in each condition, or which share of the attention the copies get, mean over
+        effects: What the last copy has in each spike, or which share of the attention the copies get, mean over
             tokens; beside one copy at the position of the last, and other tokens there.
         ids: Ids of the repeated tokens.
         conditions: The spikes; of attention the sequences; of probabilities "intact".
@@ -73,11 +80,13 @@ class Repeat(Result):
         shown: Which of `at` the table and the effects are about.
         repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
             first from which on the probability stays below a half. NaN if never.
+        spikes: Layers of the spikes; empty with "probability".
+        below_again: First number of repetitions after that which has less than half again. NaN if none has.
     """
 
     quantity: Quantity
     copies: int
-    effects: tuple[Row, ...]
+    effects: tuple[AtLastCopy, ...]
     ids: tuple[int, ...]
     conditions: tuple[str, ...]
     tokens: tuple[str, ...]
@@ -85,21 +94,123 @@ class Repeat(Result):
     values: Float[np.ndarray, "condition token n"]
     shown: int = -1
     repeats: Float[np.ndarray, "condition token"] | None = None
+    spikes: tuple[tuple[int, int], ...] = ()
+    below_again: Float[np.ndarray, "condition token"] | None = None
+
+    def effect(self, filled: Filled, layers: tuple[int, int] | None) -> AtLastCopy:
+        """Return what is read of a spike after copies, or after what a control has instead."""
+        return next(row for row in self.effects if (row.key, row.layers) == (filled, layers))
+
+    def nearest_control(self) -> tuple[AtLastCopy, AtLastCopy]:
+        """Return what the last copy has of the first spike, and the control that comes nearest to it."""
+        copies = self.effects[0]
+        controls = [self.effect(filled, copies.layers) for filled in (Filled.ONE_COPY, Filled.OTHERS)]
+        return copies, min(controls, key=lambda row: abs(copies.share.value - row.share.value))
 
     def conclusion(self) -> str:
-        """Say how many words converge in each spike, how much attention copies get, or how likely one more is."""
-        effect = self.effects[0]
-        reached: list[str] = []
-        for condition, repeats in zip(self.conditions, () if self.repeats is None else self.repeats, strict=False):
-            reached.append(f"{int((repeats > 1).sum())} of {len(self.tokens)} tokens in {condition}")
-        control = f"{effect.note}: {percent(effect.get('control'))}"
-        words = {"copies": self.copies, "layer": self.shown, "reached": word_list(reached)}
-        return SENTENCES[self.quantity].format(**words, control=control, share=effect.numbers["share"])
+        """Say how many tokens reach a spike, how much attention copies get, or how likely one more is."""
+        copies, control = self.nearest_control()
+        beside = f"as a control, after {control.label}: {control.text('share')}"
+        match self.quantity:
+            case "norm":
+                share = f"The last copy has {copies.text('share')} of it on average ({beside})."
+                return f"{self.reached_words()} {share}"
+            case "attention":
+                return (
+                    f"{self.copies:,} copies of a token get {copies.text('share')} of the attention of later text in "
+                    f"layer {self.shown} ({beside})."
+                )
+            case "probability":
+                return (
+                    f"After {self.copies:,} copies of a token, it comes next with a probability of "
+                    f"{copies.text('share')} ({beside})."
+                )
 
-    def rows(self) -> Table:
-        """Return a row per condition and token."""
-        columns = {self.quantity: self.values[:, :, self.shown], "repeats": self.repeats}
-        return long_table(columns, condition=self.conditions, token=self.tokens)
+    def reached_words(self) -> str:
+        """Return how many tokens reach half of each spike, which have it at once, and which fall below it again."""
+        reached: list[str] = []
+        for layers in self.spikes:
+            tokens = [row for row in self.by_token() if isinstance(row, RepeatedToken) and row.key.layers == layers]
+            counted = [row for row in tokens if row.apart is None and row.repeats is not None]
+            words = f"{len(counted)} of {len(tokens)} tokens in {layers_words(*layers)}"
+            apart = sum(row.apart is not None for row in tokens)
+            again = sum(row.below is not None for row in counted)
+            more: list[str] = []
+            if again:
+                more.append(f"{again} of them fall{'s' * (again == 1)} below it again")
+            if apart:
+                more.append(f"{apart} more ha{'s' if apart == 1 else 've'} it with the first copy")
+            reached.append(f"{words} ({'; '.join(more)})" if more else words)
+        return (
+            f"Within {self.copies:,} copies, half of the first token's norm spike is reached by {word_list(reached)}."
+        )
+
+    def by_token(self) -> list[Row]:
+        """Return what each token does, in each spike; nothing where attention is read."""
+        rows: list[Row] = []
+        if self.repeats is None:
+            return rows
+        for number, repeats in enumerate(self.repeats):
+            layers = self.spikes[number] if self.spikes else None
+            for token, reached in enumerate(repeats.tolist()):
+                first, last = (Mean(float(self.values[number, token, at])) for at in (0, -1))
+                key = TokenKey(self.tokens[token], layers)
+                count = whole(int(reached)) if np.isfinite(reached) else None
+                if layers is None:
+                    rows.append(LikelyToken(key=key, first=first, last=last, repeats=count))
+                    continue
+                below = np.nan if self.below_again is None else self.below_again[number, token]
+                rows.append(
+                    RepeatedToken(
+                        key=key,
+                        first=first,
+                        last=last,
+                        repeats=count,
+                        below=whole(int(below)) if np.isfinite(below) else None,
+                        apart="first copy" if first.value >= HALF else None,
+                    )
+                )
+        return rows
+
+    def given(self) -> list[Given]:
+        """Return the attention that later text gives in the layer that is shown; nothing of other quantities."""
+        rows: list[Given] = []
+        if self.quantity != "attention":
+            return rows
+        for number, text in enumerate(Text):
+            for place, places in enumerate(Places):
+                times = Mean(float(self.values[number, place, self.shown]))
+                rows.append(Given(key=GivenKey(text, places), times=times))
+        return rows
+
+    def subjects(self) -> list[Subject]:
+        """Return what the last copy has beside its controls, and what each token does."""
+        titles = {
+            "norm": "% of the first token's norm spike",
+            "attention": f"Share of the attention of later text, layer {self.shown}",
+            "probability": "Probability that the token comes once more",
+        }
+        title = f"{titles[self.quantity]}; {self.copies:,} copies of each of {len(self.ids)} tokens"
+        return [Subject(title, (*self.effects, *self.by_token(), *self.given()), "repeat")]
+
+    def compared(self) -> list[Subject]:
+        """Return a subject for each spike, by which those of two models are paired."""
+        subjects: list[Subject] = []
+        for layers in dict.fromkeys(row.layers for row in self.effects):
+            effects = [row for row in self.effects if row.layers == layers]
+            tokens = [row for row in self.by_token() if row.key.layers == layers]
+            key = CopiesKey(layers)
+            names = self.tokens if self.quantity != "attention" else ()
+            subjects.append(Subject(str(key), (*effects, *tokens, *self.given()), key, names))
+        return subjects
+
+    def headlines(self) -> list[Headline]:
+        """Return what the last copy has beside the nearest control."""
+        copies, control = self.nearest_control()
+        words = {"norm": "spike of the last copy", "attention": "attention on copies", "probability": "one more copy"}
+        beside = f"{control.text('share', margin=False)} (no copies)"
+        verdict = verdict_of(copies.share.value, control.share.value, copies.share.margin)
+        return [Headline(words[self.quantity], copies.text("share"), beside, verdict)]
 
     def figure(self) -> go.Figure:
         """Draw a line per token and a panel per condition."""
@@ -155,7 +266,8 @@ def repeat(
     if not spikes:
         raise UnsupportedError("the first token has no norm spike with which copies could be compared: see `why_sink`")
     names = [spike.name for spike in spikes]
-    return read_copies(setup, about, rows, names, partial(along_spikes, target, spikes), half_reached)
+    layers = [spike.layers for spike in spikes]
+    return read_copies(setup, about, rows, names, partial(along_spikes, target, spikes), half_reached, layers)
 
 
 # --- readings ---
@@ -176,23 +288,19 @@ def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
     return torch.cat([others[:, :-1], rows[:, -1:]], 1)
 
 
-def effect_of_copies(values: Float[Tensor, "kind token"], name: str, about: str, words: tuple[str, ...]) -> list[Row]:
-    """Return what copies have, mean over tokens, beside the nearer of two controls, and the rows of both.
+def effect_of_copies(values: Float[Tensor, "kind token"], layers: tuple[int, int] | None) -> list[AtLastCopy]:
+    """Return what copies have, mean over tokens, and the two controls.
 
     Args:
         values: What copies have, and one copy at the position of the last, and other tokens there.
-        name: What that is, in a few words.
-        about: The spike or the condition.
-        words: The tokens.
+        layers: The spike. None: it is about no spike.
     """
-    share = mean_of(values[0], "share")
-    rows = list[Row]()
-    for control, own in zip(("one copy", "other tokens"), values[1:].mean(1).tolist(), strict=True):
-        rows.append(Row("controls", control, {"share": Mean(own, kind="share")}, name, about))
+    share = mean_of(values[0])
     assert share is not None
-    nearest = min(rows, key=lambda row: abs(row.get("share") - share.value))
-    numbers = {"share": share, "control": nearest.numbers["share"]}
-    return [Row("findings", name, numbers, nearest.name, about, words), *rows]
+    rows = [AtLastCopy(key=Filled.COPIES, layers=layers, share=share)]
+    for filled, of_control in zip((Filled.ONE_COPY, Filled.OTHERS), values[1:].mean(1).tolist(), strict=True):
+        rows.append(AtLastCopy(key=filled, layers=layers, share=Mean(of_control)))
+    return rows
 
 
 def chances_of(target: Target, words: list[int], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
@@ -219,6 +327,7 @@ def read_copies(
     conditions: Sequence[str],
     read: Callable[[TokenRows], list[Float[Tensor, "row pos"]]],
     turn: Callable[[Float[Tensor, " n"]], int | None],
+    spikes: Sequence[tuple[int, int]] = (),
 ) -> Repeat:
     """Read the copies, and what one copy and other tokens have at the position of the last.
 
@@ -229,17 +338,17 @@ def read_copies(
         conditions: Names of what is read.
         read: Reads sequences, in each condition.
         turn: The number of repetitions after which a token turns; None if it does not.
+        spikes: The layers of the spikes that are read; none of probabilities.
     """
     count: int = about["copies"]
     texts = token_texts(setup.target, about["ids"])
     values = torch.stack(read(rows))[..., -count:]
-    effects: list[Row] = []
+    effects: list[AtLastCopy] = []
     setup.progress("repetitions", 1, 2)
     controls = [torch.stack(read(others))[..., -1] for others in contrasts(setup, rows, count)]
     last = torch.stack([values[..., -1], *controls])
-    for number, condition in enumerate(conditions):
-        name = f"{about['quantity']} with copies of a token"
-        effects += effect_of_copies(last[:, number], name, condition, texts)
+    for number in range(len(conditions)):
+        effects += effect_of_copies(last[:, number], spikes[number] if spikes else None)
     counts = np.unique(np.geomspace(1, count, CURVE_POINTS).round().astype(int))
     return Repeat(
         **about,
@@ -249,6 +358,12 @@ def read_copies(
         at=counts,
         values=values[:, :, counts - 1].numpy(),
         repeats=np.array([[turn(row) for row in of_condition] for of_condition in values], dtype=float),
+        spikes=tuple(spikes),
+        below_again=np.array(
+            [[below_again(row) for row in of_spike] for of_spike in values[: len(spikes)]], dtype=float
+        )
+        if spikes
+        else None,
     )
 
 
@@ -281,10 +396,10 @@ def read_attention(setup: Setup, about: dict[str, Any], rows: TokenRows, spike: 
     layer = next((number for number in target.attending if number > spike.layers[0]), target.attending[-1])
     usual, copies, one_copy = received[:, 1, layer].split(parts)
     shares = torch.stack([copies, one_copy, usual.expand(count)])
-    texts = token_texts(target, about["ids"])
     return Repeat(
         **about,
-        effects=tuple(effect_of_copies(shares, "attention with copies of a token", spike.name, texts)),
+        effects=tuple(effect_of_copies(shares, spike.layers)),
+        spikes=(spike.layers,),
         conditions=("natural text", "copies", "one copy"),
         values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),
         tokens=(place.label.words, "the copies' positions"),
@@ -351,6 +466,15 @@ def half_reached(along: Float[Tensor, " copy"]) -> int | None:
     reaches[:-1] &= reaches[1:].clone()
     reached = reaches.nonzero().flatten()
     return int(reached[0]) + 1 if len(reached) else None
+
+
+def below_again(along: Float[Tensor, " copy"]) -> int | None:
+    """Return the first number of copies with less than half of the spike after half was reached; None: none has."""
+    reached = half_reached(along)
+    if reached is None:
+        return None
+    below = (along[reached:] < HALF).nonzero().flatten()
+    return reached + int(below[0]) + 1 if len(below) else None
 
 
 def copies_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,10 @@ from organisms import Organism, organism
 from plain_hooks import attention, residuals
 
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.repeat import TAIL, contrasts, half_reached, repeat, stopped_after
+from sinkscope.results.headline import Verdict
+from sinkscope.results.row import Mean
+from sinkscope.sinks.repeat import TAIL, Repeat, below_again, contrasts, half_reached, repeat, stopped_after
+from sinkscope.sinks.repeat_tables import AtLastCopy, Filled, Places
 from sinkscope.sinks.spikes.find import spike_of
 
 pytestmark = pytest.mark.few_texts
@@ -31,9 +36,56 @@ def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it():
         alone = spike.along(residuals(o.model, o.repeated(count, result.ids[0]))[spike.peak])[0]
         assert (alone[-1] >= 0.5 * alone[0]) == (count == marked)
     assert result.values[0, 1].max() < 0.1
-    assert [row["repeats"] for row in result.rows()] == [marked, None]
-    said = f"by 1 of 2 tokens in {result.conditions[0]} within {4 * expected:,} copies ({result.effects[0].note}: "
-    assert said in result.conclusion()
+    first, second = result.by_token()
+    assert (first["repeats"].value, second.repeats) == (marked, None)
+    assert result.conclusion().startswith(
+        f"Within {4 * expected:,} copies, half of the first token's norm spike is reached by 1 of 2 tokens in "
+        f"{result.conditions[0]}. The last copy has "
+    )
+
+
+def of_tokens(*curves: list[float]) -> Repeat:
+    """A result of tokens whose copies have these shares of the spike."""
+    values = torch.tensor([curves])
+    return Repeat(
+        quantity="norm",
+        copies=len(curves[0]),
+        effects=(
+            AtLastCopy(key=Filled.COPIES, layers=(1, 5), share=Mean(0.6, 0.1)),
+            AtLastCopy(key=Filled.ONE_COPY, layers=(1, 5), share=Mean(0.2)),
+            AtLastCopy(key=Filled.OTHERS, layers=(1, 5), share=Mean(0.1)),
+        ),
+        ids=tuple(range(len(curves))),
+        conditions=("layers 1-5",),
+        tokens=tuple("abcdefgh"[: len(curves)]),
+        at=np.arange(1, len(curves[0]) + 1),
+        values=values.numpy(),
+        repeats=np.array([[half_reached(curve) for curve in values[0]]], dtype=float),
+        spikes=((1, 5),),
+        below_again=np.array([[below_again(curve) for curve in values[0]]], dtype=float),
+    )
+
+
+def test_a_word_whose_first_copy_has_the_spike_is_counted_apart_and_one_that_falls_again_is_said():
+    apart, falls, stays, never = [0.8, 0.2, 0.6, 0.7], [0.1, 0.6, 0.7, 0.4], [0.1, 0.2, 0.6, 0.7], [0.1] * 4
+    result = of_tokens(apart, falls, stays, never)
+    assert result.conclusion() == (
+        "Within 4 copies, half of the first token's norm spike is reached by 2 of 4 tokens in layers 1-5 (1 of them "
+        "falls below it again; 1 more has it with the first copy). The last copy has 60% (± 10%) of it on average (as "
+        "a control, after other tokens, and one copy at the end: 20%)."
+    )
+    rows = result.by_token()
+    assert [row.apart for row in rows] == ["first copy", None, None, None]
+    assert [row.below and row.below.value for row in rows] == [None, 4, None, None]
+
+
+@pytest.mark.parametrize(("control", "verdict"), [(0.2, Verdict.SHOWN), (0.55, Verdict.NOT_SHOWN)])
+def test_a_control_that_has_as_much_is_no_finding(control, verdict):
+    result = of_tokens([0.1, 0.6, 0.7, 0.8])
+    copies, one_copy, others = result.effects
+    result = replace(result, effects=(copies, replace(one_copy, share=Mean(control)), others))
+    (headline,) = result.headlines()
+    assert (headline.verdict, headline.control) == (verdict, f"{control:.0%} (no copies)")
 
 
 def test_a_single_position_that_stands_out_is_not_made_by_repetition():
@@ -57,9 +109,10 @@ def test_attention_of_each_place_is_that_of_whole_matrices(tmp_path):
     own = torch.stack([every[..., 0].mean(-1), there / count]).permute(2, 0, 1).numpy() / fair
     assert result.values == pytest.approx(own, rel=1e-3, abs=1e-5)
     layer = o.truth.sink_layer + 1
-    assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
-    controls = {row.name: row.get("share") for row in result.effects if row.table == "controls"}
-    values = [controls["other tokens"], result.effects[0].get("share"), controls["one copy"]]
+    on_copies = [row.times.value for row in result.given() if row.key.places is Places.COPIES]
+    assert on_copies == result.values[:, 1, layer].tolist()
+    share = {row.key: row.share.value for row in result.effects}
+    values = [share[Filled.OTHERS], share[Filled.COPIES], share[Filled.ONE_COPY]]
     assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 
 
