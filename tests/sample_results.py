@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from repository import FIGURES
 
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.record import SpikeResult
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.spike import PlaceKey, PlaceKind, PlaceWords

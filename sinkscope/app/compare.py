@@ -40,9 +40,9 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import DIFFERENCES, margin_of
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.table import SIGNED, Cell, Column, Kind, Row, Subject, detail, optional, whole
 

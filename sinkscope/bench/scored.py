@@ -8,7 +8,7 @@ from functools import cache
 
 from sinkscope.bench.methods import FULL
 from sinkscope.measure.margin import Interval
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.results.table import Cell, Column, Kind, Row, column, detail, optional
 
 RANDOM, SAMPLING = "random", "sampling"

@@ -31,11 +31,10 @@ from sinkscope.files.output import PathName
 from sinkscope.files.store import differing
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, interval_of
 from sinkscope.results.headline import Headline, Verdict, verdict_of
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import count_of
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean
 from sinkscope.results.table import Subject, whole
-from sinkscope.results.tables import Table
 
 COSTS = ("read", "time")
 """The metrics that stand beside the score."""
@@ -316,7 +315,7 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
         for record in run:
             records.setdefault(record.key, record)
     names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
-    answers: Table = []
+    answers: list[dict[str, Any]] = []
     for record in records.values():
         about = {"set": record.set, "method": record.method, "prompt": record.prompt, "tokens": len(record.tokens)}
         answers.append(record.metrics | about)

@@ -8,9 +8,9 @@ from sinkscope.measure.margin import mean_of
 from sinkscope.measure.measurement import Measurement, measurement
 from sinkscope.measure.setup import Setup
 from sinkscope.models.text import typical_text
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Component, Head, Neuron
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean
 from sinkscope.results.table import Row, Subject, column, detail, optional
 
 __all__ = [

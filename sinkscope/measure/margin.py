@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import stdtrit
 
-from sinkscope.results.row import Kind, Mean
+from sinkscope.results.mean import Mean, MeanKind
 
 RESAMPLED = 1000  # bootstrap samples of a margin
 FEWEST_VALUES = 3  # fewer values give no margin
@@ -72,7 +72,7 @@ def margin_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] 
     return None if interval is None else interval.margin
 
 
-def mean_of(values: Float[Any, " sample"], kind: Kind = "number") -> Mean | None:
+def mean_of(values: Float[Any, " sample"], kind: MeanKind = "number") -> Mean | None:
     """Return the mean over texts with its margin and the value of each text; None if nothing was read.
 
     Args:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import visible
 
 _NUMBER = r"(\d{1,9})"
 _NEURON = re.compile(
@@ -125,3 +126,17 @@ class Component:
 
     def __str__(self) -> str:
         return self.kind if self.layer is None else f"{self.kind} {self.layer}"
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting as text: four digits, yes or no, a dash for None; outer spaces stand in quotes."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(setting_text, value))
+    text = visible(str(value)).replace("\n", "\\n")
+    return text if text == text.strip() else f'"{text}"'

@@ -7,24 +7,18 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any, ClassVar
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.console import WIDTH
 from sinkscope.results.headline import Headline
-from sinkscope.results.older import rows_of, subjects_of
 from sinkscope.results.pages import Section, document, plot, render
 from sinkscope.results.printed import WIDEST, subject_text
-from sinkscope.results.row import WORDS, Card, Row, table_of
-from sinkscope.results.table import Row as TableRow
-from sinkscope.results.table import Subject, flat, measured
-from sinkscope.results.tables import Grid, Table, strings
+from sinkscope.results.table import Row, Subject, flat, measured
 
 TOP = 40  # pixels above the panels of a figure, for their titles
-FEW_ROWS = 6
-"""Rows of most tables that are printed; pages show more, and files all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +34,6 @@ class Result(Envelope):
         settings: The arguments that produced the result.
         provenance: How, when and on which device it was made.
     """
-
-    percent: ClassVar[tuple[str, ...]] = ()  # columns of its own rows that tables show in per cent
-    most_rows: ClassVar[int] = FEW_ROWS  # rows of a table that is printed
-    columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -73,22 +63,18 @@ class Result(Envelope):
                 return f"{row.label}: {', '.join(cells)}."
         return f"{self.kind} on {self.model.name}."
 
-    def cards(self) -> list[Card]:
-        """Return labels with numbers that stand above tables and lines."""
-        return []
-
     def subjects(self) -> list[Subject]:
         """Return what was measured, in declared tables: by default one subject with the rows among its fields."""
-        rows: list[TableRow] = []
+        rows: list[Row] = []
         for value in self.own_fields().values():
             for member in value if isinstance(value, tuple) else (value,):
-                if isinstance(member, TableRow):
+                if isinstance(member, Row):
                     rows.append(member)
         return [Subject("", tuple(rows), self.kind)] if rows else []
 
     def compared(self) -> list[Subject]:
-        """Return what `compare` reads: the tables, or rows of the older form as such."""
-        return self.subjects() or subjects_of(self.findings())
+        """Return the tables that `compare` reads; by default all."""
+        return self.subjects()
 
     def headlines(self) -> list[Headline]:
         """Return what a scan says of it: each finding beside what it has to beat; none by default."""
@@ -97,17 +83,6 @@ class Result(Envelope):
     def details(self) -> list[str]:
         """Return the sentences that stand with the conclusion; a subclass overrides it."""
         return []
-
-    def findings(self) -> list[Row]:
-        """Return what was measured, by which results are compared: by default the rows among its fields."""
-        found: list[Row] = []
-        if self.subjects():
-            return rows_of(self.subjects())
-        for value in self.own_fields().values():
-            for member in value if isinstance(value, tuple) else (value,):
-                if isinstance(member, Row):
-                    found.append(member)
-        return found
 
     def lines(self) -> list[str]:
         """Return the model, the details and warnings: what stands between tables and the conclusion."""
@@ -118,19 +93,9 @@ class Result(Envelope):
 
     # Its table
 
-    def rows(self) -> Table:
-        """Return the result as a table, one dict per row: its findings; a subclass with another table overrides it."""
-        return flat(self.subjects()) or table_of(self.findings())
-
-    def grid(self) -> Grid:
-        """Return the table that is shown, that of `rows`."""
-        if self.subjects():
-            return Grid({})
-        if type(self).rows is Result.rows:  # each number with its margin
-            rows = [{name: getattr(row, name) for name in WORDS} | row.numbers for row in self.findings()]
-        else:
-            rows = self.rows()
-        return Grid(strings(rows, self.percent), self.columns)
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all rows of all tables, one dict per row: what each is about, then its numbers with their margins."""
+        return flat(self.subjects())
 
     def to_frame(self) -> Any:
         """Return `rows` as a pandas data frame."""
@@ -162,13 +127,10 @@ class Result(Envelope):
         """Return the conclusion, then the tables, and last what their words mean.
 
         Args:
-            width: Characters per line of the tables. None: every column is shown.
+            width: Characters of a line. None: as many as it takes.
         """
         parts = [fill(f"Conclusion: {self.conclusion()}", width or WIDEST, break_on_hyphens=False)]
         parts += [subject_text(subject, width) for subject in self.subjects() if subject.is_shown]
-        parts += [card.text(width) for card in self.cards()]
-        if len(parts) == 1:  # below cards, the table stands on a page and in a file
-            parts.append(self.grid().text(width, self.most_rows))
         lines: list[str] = []
         for line in self.lines():  # one that has lines of its own, such as code, stays as it is
             lines.append(line if "\n" in line else fill(line, width or WIDEST, break_on_hyphens=False))

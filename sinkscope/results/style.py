@@ -10,8 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.results.row import Mean
-from sinkscope.results.row import Row as OldRow
+from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
@@ -26,7 +25,7 @@ LINE_OF_TITLE = 18
 
 def bars(
     fig: Any,
-    rows: Iterable[Any],
+    rows: Iterable[Row],
     number: str,
     colour: str,
     name: str = "",
@@ -48,11 +47,11 @@ def bars(
     means: list[Mean] = []
     colours: list[str] = []
     for row in rows:
-        mean = row.numbers.get(number) if isinstance(row, OldRow) else row.values().get(number)
-        if mean is not None:
+        mean = row.values().get(number)
+        if isinstance(mean, Mean):
             means.append(mean)
-            names.append(html.escape(row.name if isinstance(row, OldRow) else row.short_label))
-            colours.append(GREY if isinstance(row, Row) and row.is_control else colour)
+            names.append(html.escape(row.short_label))
+            colours.append(GREY if row.is_control else colour)
     margins = {"type": "data", "array": [mean.margin or 0.0 for mean in means]}
     values = [mean.value for mean in means]
     fills = {"color": colours, "pattern": {"shape": pattern}}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Head
-from sinkscope.results.row import Mean
 from sinkscope.results.table import Row, column, detail
 
 

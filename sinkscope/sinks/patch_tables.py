@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, column, detail, optional
 from sinkscope.sinks.spikes.spike import layers_words
 

@@ -36,7 +36,6 @@ from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import word_list
 from sinkscope.results.style import GREY, figure_of
 from sinkscope.results.table import Row, Subject, whole
-from sinkscope.results.tables import long_table
 from sinkscope.sinks.repeat_tables import (
     AtLastCopy,
     CopiesKey,
@@ -216,8 +215,10 @@ class Repeat(Result):
         """Draw a line per token and a panel per condition."""
         x = "layer" if self.quantity == "attention" else "repetitions"
         conditions = [*map(escape, self.conditions)]
-        axes: dict[str, Any] = {"condition": conditions, "token": [*map(escape, self.tokens)], x: self.at.tolist()}
-        rows = long_table({self.quantity: self.values}, **axes)
+        rows: list[dict[str, Any]] = []
+        for condition, token, number in np.ndindex(self.values.shape):
+            about = {"condition": conditions[condition], "token": escape(self.tokens[token])}
+            rows.append({**about, x: int(self.at[number]), self.quantity: self.values[condition, token, number]})
         shown: dict[str, Any] = {"x": x, "y": self.quantity, "color": "token", "facet_col": "condition"}
         fig: Any = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
         fig.update_yaxes(exponentformat="power")

@@ -17,9 +17,9 @@ from sinkscope.app.card import CardPart, SinkCard
 from sinkscope.app.compare import Compared, Comparison, Verdict, expanded, merge
 from sinkscope.results.headline import Headline
 from sinkscope.results.headline import Verdict as Shown
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean
 from sinkscope.results.table import Row, Subject, optional, whole
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.spike import PlaceKey, PlaceKind

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.tables import Role
 
 

@@ -15,7 +15,7 @@ from sinkscope.hooks.edit import Knockout
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import Cause, LoopedText, Tried, WhyLoop, causes_of, why_loop
 from sinkscope.opening.load import load
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 
 CYCLE = [5, 6, 7]
 CONTINUED = 18  # three periods of the planted loops

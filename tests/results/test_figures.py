@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sample_results import sample_find_sinks
 
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.results.style import BLUE, GREY
 from sinkscope.sinks.spikes.result import WhySink
 from sinkscope.sinks.spikes.why_tables import AS_IT_IS, ONE_OTHER, Cause, Condition, Conditioned, Purpose, PurposeKey

@@ -15,7 +15,7 @@ from organisms import Organism
 from organisms import organism as new_organism
 
 from sinkscope.hooks.edit.base import under
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.sinks.attack import ClusterAttack, attack, draw_sequences, pools_of
 from sinkscope.sinks.attack_tables import AttemptKey, HeadsKept, Sequences
 from sinkscope.sinks.spikes.find import spike_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.sinks.spikes.find import find_sinks
 from sinkscope.sinks.spikes.record import SpikeResult
 from sinkscope.sinks.spikes.tables import Done

@@ -18,8 +18,8 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import text_rows
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import Mean
 from sinkscope.sinks.patch import AFTER, PatchResult, control_of, copies_rows, patch_verdict
 from sinkscope.sinks.patch import patch as measured
 from sinkscope.sinks.patch_tables import Outcome, Patched, Reading

@@ -8,8 +8,8 @@ import pytest
 from refusals import refused
 from sample_results import sample_find_sinks
 
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import Mean
 from sinkscope.results.table import whole
 from sinkscope.sinks.spikes.sentences import needed_sentence
 from sinkscope.sinks.spikes.tables import Done, Edit, Effect

@@ -20,7 +20,7 @@ from torch import Tensor
 from sinkscope.files.store import json_lines
 from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.sparse.head_lines import top_lines
 from sinkscope.sparse.lines import LineWeights, Mass, On, lines
 

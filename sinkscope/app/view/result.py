@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from sinkscope.measure import Result
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, Subject, column, whole
 from sinkscope.sinks.spikes.result import SpikeResult
 from sinkscope.sinks.spikes.tables import SpikeKey, parts_names

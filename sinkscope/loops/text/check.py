@@ -19,9 +19,9 @@ from sinkscope.loops.text.answers import TEXT, Piece, is_ids
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.signals import Ids, id_list
 from sinkscope.loops.text.watch import WORST, CheckedOutput, TextVerdict, Watch
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
-from sinkscope.results.row import Mean
 from sinkscope.results.table import Row, Subject, column, detail, optional, whole
 
 LOOP_FOUND, NO_TEXT = 3, 1  # exit statuses

@@ -15,8 +15,8 @@ from typing import Any
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
+from sinkscope.results.notation import setting_text
 from sinkscope.results.table import in_line, measured
-from sinkscope.results.tables import cell
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src 'unsafe-inline'"
 """What a browser lets a page of results do."""
@@ -68,7 +68,7 @@ def _templates() -> Any:
     made: Any = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.globals.update(source=source, cell=cell, measured=measured, in_line=in_line)
+    made.globals.update(source=source, setting_text=setting_text, measured=measured, in_line=in_line)
     made.filters.update(groupby_in_order=lambda rows, name: groupby(rows, attrgetter(name)))
     return made
 

@@ -28,8 +28,8 @@ from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.models.draws import draws
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
-from sinkscope.results.row import Mean
 from sinkscope.results.table import whole
 from sinkscope.sinks.spikes.edited import (
     Batch,

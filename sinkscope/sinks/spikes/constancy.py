@@ -22,7 +22,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.arithmetic import product
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.layers import per_query_head
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions, rows_at
 from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike

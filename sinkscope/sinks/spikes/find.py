@@ -25,7 +25,7 @@ from sinkscope.engine.tap import check_attention_visible
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import count_above, mean_of
-from sinkscope.results.row import Mean
+from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, whole
 from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, effects_of, purpose_of
 from sinkscope.sinks.spikes.constancy import constancy_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Component, Neuron, word_list
-from sinkscope.results.row import Mean
 from sinkscope.results.table import NOT_MEASURED, Cell, Column, Row, column, detail, optional
 from sinkscope.sinks.spikes.spike import Part, Parts, PlaceKey, layers_words
 

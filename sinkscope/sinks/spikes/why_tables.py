@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Component, Head, word_list
-from sinkscope.results.row import Mean
 from sinkscope.results.table import Row, column, detail, optional
 from sinkscope.sinks.spikes.tables import parts_names
 

@@ -33,8 +33,8 @@ from sinkscope.models.neurons import (
     view_layer,
 )
 from sinkscope.models.target import LayerInput, Target
+from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Component, Head, Neuron
-from sinkscope.results.row import Mean
 from sinkscope.sinks.spikes.spike import Part, Spike, mean_by_row
 from sinkscope.sinks.spikes.survey import MOST_NUMBERS, rows_at_once
 from sinkscope.sinks.spikes.tables import Erased, Written
