@@ -144,7 +144,7 @@ def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
                 continue
             missing = {*source.splitlines()} - {*shell(["bash", "-c", command]).stdout.splitlines(), "..."}
             assert not missing, f"{name}: {command} does not print {missing}"
-    assert {"llama", "sinkscope-demo", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
+    assert {"llama", "view.html", "sinks.json", "answer.txt", "answers"} <= {*os.listdir()}
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/measure").glob("*.md")), ids=lambda page: page.stem)

@@ -263,7 +263,8 @@ def norm_words(spike: SpikeResult) -> str:
     ratio = f"{size.text('ratio')} times other tokens"
     if size.norm_at_ratio is None:  # results of earlier versions
         return f"{start}, {size.text('norm_after')} after layer {spike.peak}; {ratio} after layer {spike.highest}"
-    there = f"{size.text('norm_at_ratio')} after layer {spike.highest}: {ratio} ({size.text('typical')})"
+    other = f"{size.text('ratio')} times that of other tokens ({size.text('typical')})"
+    there = f"{size.text('norm_at_ratio')} after layer {spike.highest}, {other}"
     if spike.peak == spike.highest or size.text("norm_after") == size.text("norm_at_ratio"):
         return f"{start}, {there}"
     return f"{start}, {there}; largest after layer {spike.peak}: {size.text('norm_after')}"
