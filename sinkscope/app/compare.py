@@ -36,15 +36,17 @@ from sinkscope.files.envelope import UNKNOWN_MODEL, measurements, provenance
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.store import differing
-from sinkscope.measure import Setup
+from sinkscope.measure import Measurement, Setup
 from sinkscope.measure.margin import DIFFERENCES, margin_of
 from sinkscope.measure.measurement import TEXT_READ
-from sinkscope.results.console import note
+from sinkscope.results.console import ProgressBar, note
 from sinkscope.results.mean import Mean
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.table import SIGNED, Cell, Column, Kind, Row, Subject, detail, optional, whole
+from sinkscope.sinks.spikes.kept import Kept, fates_of, with_one_set
+from sinkscope.sinks.spikes.result import FindSinks
 
 OF_THE_MODEL = {"revision", "model", "device", "dtype", "sinkscope", "decoding", "text", "text_said"}
 """Settings that say which model was measured and where, or what a text is called, not what was asked of the model."""
@@ -111,6 +113,13 @@ class Change(Row, table="changes", title="what changed"):
         return self.verdict
 
     @property
+    def in_words(self) -> str:
+        """What became of something that is no number: "went: share 20%"."""
+        if self.verdict is Verdict.CHANGED and self.words:
+            return self.words
+        return f"{self.verdict}: {self.words}" if self.words else str(self.verdict)
+
+    @property
     def margin(self) -> float | None:
         """The margin of the change; None: it is not judged."""
         return None if self.change is None else self.change.margin
@@ -128,6 +137,11 @@ class Change(Row, table="changes", title="what changed"):
         return found._replace(value=f"+{found.value}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class InWords(Change, table="words", title="what changed in words", form="title"):
+    """What became of a word or a whole row, which stands in words above the table."""
+
+
 @dataclass(frozen=True)
 class Compared:
     """What differs between the first result and another one.
@@ -136,11 +150,15 @@ class Compared:
         name: Name of the other result.
         rows: Both merged.
         same_texts: Whether both read the same texts. False: numbers are compared by both intervals.
+        fates: What became of the spikes of the first model, where the results are about spikes.
+        measured_again: Whether what the first model's needed neurons do was measured in the other model.
     """
 
     name: str
     rows: tuple[Change, ...]
     same_texts: bool = True
+    fates: tuple[Kept, ...] = ()
+    measured_again: bool = False
 
     @property
     def judged(self) -> list[Change]:
@@ -172,6 +190,8 @@ class Comparison(Result):
     def conclusion(self) -> str:
         """Return how many numbers of the last result changed, beside what chance gives, and the first that did."""
         last = self.results[-1]
+        if last.fates:
+            return self.fate_words(last)
         how = "text by text" if last.same_texts else "by both intervals (other texts)"
         compared = f"{last.name} against {self.first}, {how}"
         if not last.judged:
@@ -181,25 +201,53 @@ class Comparison(Result):
         first = last.judged[0]
         return f"{compared}: {counted} ({chance}); {first.key} {first.text('change')}."
 
+    def fate_words(self, compared: Compared) -> str:
+        """Return what became of the spike that most heads read, then how many numbers changed."""
+        how = "text by text" if compared.same_texts else "by both intervals (other texts)"
+        counted = f"{len(compared.moved)} of {len(compared.judged)} judged numbers changed"
+        chance = f"{BY_CHANCE * len(compared.judged):.1g} by chance"
+        first = compared.fates[0].sentence
+        return f"{compared.name} against {self.first}: {first}. In all, {counted} {how} ({chance})."
+
     def subjects(self) -> list[Subject]:
-        """Return a table for each thing that is compared: what changed, then the names of what did not."""
+        """Return what became of spikes, then a table for each thing that is compared, and the names of what stayed."""
         subjects: list[Subject] = []
         for compared in self.results:
+            if compared.fates:
+                title = f"The norm spikes of {self.first} in {compared.name}"
+                subjects.append(Subject(title, compared.fates, f"{compared.name}: spikes"))
             for about in dict.fromkeys(row.key.about for row in compared.rows):
                 rows = [row for row in compared.rows if row.key.about == about]
                 same = dict.fromkeys(row.key.row for row in rows if row.verdict is Verdict.SAME)
-                words = (("no change", word_list([*same])),) if same else ()
+                shown: list[Change] = []
+                words: list[tuple[str, str]] = []
+                for row in rows:
+                    if row.verdict is Verdict.SAME:
+                        continue
+                    if row.before is None:
+                        words.append((str(row.key), row.in_words))
+                        row = InWords(key=row.key, verdict=row.verdict, words=row.words)
+                    shown.append(row)
+                if same:
+                    words.append(("no change", word_list([*same], 6)))
                 title = f"{about or self.of}: {compared.name}, compared with {self.first}"
-                shown = tuple(row for row in rows if row.verdict is not Verdict.SAME)
-                subjects.append(Subject(title, shown, about, words=words))
+                subjects.append(Subject(title, tuple(shown), about, words=tuple(words)))
         return subjects
 
     def details(self) -> list[str]:
         """Return the rule by which a number counts as changed."""
+        lines = [RULE]
         other_texts = [compared.name for compared in self.results if not compared.same_texts]
-        if not other_texts:
-            return [RULE]
-        return [RULE, f"{word_list(other_texts)} read other texts than {self.first}, so each margin is that of both."]
+        if other_texts:
+            lines.append(
+                f"{word_list(other_texts)} read other texts than {self.first}, so each margin is that of both."
+            )
+        for compared in self.results:
+            for fate in compared.fates:
+                before, after = fate.needed
+                if before != after and fate.now is not None:
+                    lines.append(set_words(compared, self.first, fate))
+        return lines
 
     def figure(self) -> Any:
         """Draw how far the number of the conclusion moved from the first result to each other."""
@@ -216,6 +264,15 @@ class Comparison(Result):
             fig.add_bar(x=names, y=[change.value for change in changes], error_y=margins, marker_color=BLUE)
             fig.update_yaxes(title_text=f"change of {html.escape(str(last.key))}")
         return figure_of(fig, self, width=960, height=440)
+
+
+def set_words(compared: Compared, first: str, fate: Kept) -> str:
+    """Return that another set of neurons was chosen, and of which set effects are compared."""
+    before, after = fate.needed
+    chosen = f"At {fate.key}, {first} needs {before} and {compared.name} needs {after}"
+    if compared.measured_again:
+        return f"{chosen}: effects are those of {before} in both models."
+    return f"{chosen}: their effects are not compared. Give the model in place of its file to zero {before} in it, too."
 
 
 # --- what is compared ---
@@ -258,8 +315,7 @@ def compare(
     by_name: dict[str, Known] = {}
     for number, (thing, known) in enumerate(zip(things, all_known, strict=True)):
         if known is None:
-            found = measurement.load()(thing, **settings, progress=progress)
-            known = Known(Path(found.model.name).name, found, found.compared())
+            known = measured_model(thing, measurement.load(), settings, progress)
         name = known.name
         if name in by_name:
             name = f"{name} ({number + 1})"
@@ -289,20 +345,35 @@ class Known:
         name: What it is called.
         result: The result.
         subjects: Its tables; of a scan those of its parts.
+        setup: The open model. None: the result was there.
     """
 
     name: str
     result: Result
     subjects: Sequence[Subject]
+    setup: Setup | None = None
+
+
+def measured_model(thing: Any, measurement: Measurement, settings: dict[str, Any], progress: Any) -> Known:
+    """Return the result of a model that is measured now, with the open model."""
+    with ProgressBar() as bar:
+        setup = Setup.open(thing, **settings, progress=progress or bar, loading=measurement.loading)
+        found = measurement.on(setup)
+    return Known(Path(found.model.name).name, found, found.compared(), setup)
 
 
 def compare_pair(name: str, base: Known, other: Known) -> Compared:
     """Return what differs between two results: text by text if both read the same texts, else by both intervals."""
     before, after = base.subjects, other.subjects
+    fates: tuple[Kept, ...] = ()
+    if isinstance(base.result, FindSinks) and isinstance(other.result, FindSinks):
+        fates = tuple(fates_of(base.result, other.result))
+        before, after = (result.compared() for result in with_one_set(base.result, other.result, other.setup))
     same_texts = base.result.settings.get(TEXT_READ) == other.result.settings.get(TEXT_READ)
     if not same_texts:
         before, after = without_texts(before), without_texts(after)
-    return Compared(name, tuple(merge(before, after)), same_texts)
+    rows = tuple(merge(before, after))
+    return Compared(name, rows, same_texts, fates, measured_again=other.setup is not None)
 
 
 def without_texts(subjects: Sequence[Subject]) -> list[Subject]:
@@ -456,6 +527,8 @@ def of_subject(one: Subject, other: Subject) -> list[Change]:
             changes += of_row(one.name, old[key], new[key], texts)
         else:
             row = old.get(key) or new[key]
+            if row.is_control:  # what it is the control of is compared
+                continue
             share = row.values().get("share")
             if not isinstance(share, Mean) or abs(share.value) >= COMES:
                 verdict = Verdict.WENT if key in old else Verdict.CAME

@@ -145,8 +145,8 @@ def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(t
     (row,) = found.results[1].moved
     assert (row.key.row, row["texts"].value) == ("the first token", 6)
     said = found.conclusion()
-    assert said.startswith("step100 against step9, text by text: 1 of ")
-    assert said.endswith(f"; {row.key} {row.text('change')}.")
+    assert said.startswith("step100 against step9: the norm spike at the first token, layers 1-5 is kept: 20 heads ")
+    assert f" In all, 1 of {len(found.results[1].judged)} judged numbers changed text by text (" in said
     (line,) = found.figure().data
     assert [*line.x] == ["step20", "step100"] and [*line.y] == pytest.approx([0, -2.5])
     assert line.error_y.array[1] == row.margin
@@ -196,7 +196,8 @@ def test_other_seeds_are_paired_and_other_texts_are_compared_by_both_intervals(s
     assert (row.verdict, row["texts"].value) == ((Verdict.CHANGED, 6) if is_paired else (Verdict.SAME, 0))
     assert is_paired or row.margin == pytest.approx(14 * 2**0.5)
     how = "text by text" if is_paired else "by both intervals (other texts)"
-    assert found.conclusion().startswith(f"tuned against tiny, {how}: {int(is_paired)} of ")
+    assert f" In all, {int(is_paired)} of " in found.conclusion()
+    assert f" judged numbers changed {how} (" in found.conclusion()
     assert any("read other texts than tiny" in line for line in found.details()) != is_paired
 
 

@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.results.notation import Component, Neuron
 from sinkscope.sinks.spikes.find import find_sinks, why_sink
+from sinkscope.sinks.spikes.record import SpikeResult
+from sinkscope.sinks.spikes.tables import Done, Edit, Effect, Role
+from sinkscope.sinks.spikes.why_tables import ConstancyKey
 
 LENGTH, TEXTS, BESIDE = 64, 16, 8
 LATE = ((11, 1229), (11, 1487))
 """The neurons of SmolLM2 that write its late spike."""
-RELAY = ("L4.N84", "L5.N584", "L6.N1824", "L7.N1455", "L8.N188")
+RELAY = ((4, 84), (5, 584), (6, 1824), (7, 1455), (8, 188))
 """Those of Gemma that go on with what the first has begun."""
 
 
@@ -35,6 +39,12 @@ def of_smollm2(smollm2):
     return why_sink(smollm2.model, tokenizer=smollm2.tokenizer)
 
 
+def effect_of(spike: SpikeResult, key: Edit) -> Effect:
+    """What an edit does to a spike."""
+    (row,) = [row for row in spike.effects if row.key == key]
+    return row
+
+
 def compare(real, found, step: int) -> list[plain.PlainSpike]:
     """Hold a result against plain hooks on the same texts, where the loss of every so many tokens is read."""
     model, ids = real.model, pieces(real.tokenizer, "report")
@@ -47,19 +57,20 @@ def compare(real, found, step: int) -> list[plain.PlainSpike]:
     spikes = sorted(found.first_spikes, key=lambda spike: spike.layers)
     assert [(spike.layers, spike.peak) for spike in spikes] == [((one.first, one.last), one.peak) for one in own]
     for spike, one in zip(spikes, own, strict=True):
-        assert spike.named("spike", "norm").get("norm_after") == pytest.approx(one.norm, rel=1e-3)
+        assert spike.size["norm_after"].value == pytest.approx(one.norm, rel=1e-3)
         shares = plain.mlp_shares(one)
-        for name, row in spike.table("components").items():
-            if name.startswith("mlp "):
-                assert row.get("share") == pytest.approx(shares[int(name[4:])], abs=1e-3)
-        for name, at, texts in (("at place", 0, TEXTS), ("everywhere", None, BESIDE)):
+        written = {row.key.layer: row.share.value for row in spike.components if row.key.kind == "mlp"}
+        assert written
+        for layer, share in written.items():
+            assert share == pytest.approx(shares[layer], abs=1e-3)
+        for everywhere, at, texts in ((False, 0, TEXTS), (True, None, BESIDE)):
             with plain.zeroed(model, [neuron.site for neuron in spike.needed_neurons], at):
                 left = plain.left(model, ids[:texts], one, step)
-            row = spike.named("effects", name)
-            assert row.get("left") == pytest.approx(left.left, abs=1e-3)
-            assert row.get("loss") == pytest.approx(left.loss, abs=1e-3)
+            row = effect_of(spike, Edit(Done.NEEDED, everywhere))
+            assert row["left"].value == pytest.approx(left.left, abs=1e-3)
+            assert row["loss"].value == pytest.approx(left.loss, abs=1e-3)
             intact = plain.readers(seen, one, texts)
-            assert [row.get(number) for number in ("heads", "tokens", "intact")] == [left.heads, left.tokens, intact]
+            assert [row[number].value for number in ("heads", "tokens", "intact")] == [left.heads, left.tokens, intact]
     return own
 
 
@@ -67,11 +78,12 @@ def compare(real, found, step: int) -> list[plain.PlainSpike]:
 def test_every_number_of_smollm2_is_that_of_plain_hooks(smollm2, of_smollm2):
     """Also what is left of the late spike without its mark, and the heads, most of which stay."""
     late = compare(smollm2, of_smollm2, 1)[-1]
-    name, mark = next(iter(of_smollm2.first_spikes[0].table("marks").items()))
+    mark = of_smollm2.first_spikes[0].marks[0]
     ids = pieces(smollm2.tokenizer, "report")
     with plain.replaced(smollm2.model, ids, "mlp 8", late.ordinary):
         left = plain.left(smollm2.model, ids, late)
-    assert name == "mlp 8" and mark.get("left") == pytest.approx(left.left, abs=1e-3)
+    assert mark.key == (Component("mlp", 8),)
+    assert mark.left.value == pytest.approx(left.left, abs=1e-3)
     assert left.left < 0.25 and left.heads > 0.6 * of_smollm2.first_spikes[0].heads
 
 
@@ -81,24 +93,26 @@ def test_every_number_of_gemma3_is_that_of_plain_hooks(gemma3):
     found = find_sinks(gemma3.model, tokenizer=gemma3.tokenizer)
     compare(gemma3, found, 2)
     relay, start = found.first_spikes
-    assert (relay.layers, relay.dims, relay.needed) == ((3, 16), (163,), ("L3.N1414",))
+    assert (relay.layers, relay.dims, relay.needed) == ((3, 16), (163,), (Neuron(3, None, 1414),))
     assert (start.layers, start.dims) == ((0, 2), (400,))
-    writers = relay.table("writers")
-    assert all(0.1 < writers[name].get("share") < 0.2 for name in RELAY)
-    assert "L11.N163" not in writers or writers["L11.N163"].get("share") < 0.05  # a third before the norm behind
-    assert min(row.get("left") for row in writers.values() if row.note != "needed") > 0.75
+    shares = {row.key.site: row.share.value for row in relay.writers}
+    assert all(0.1 < shares[site] < 0.2 for site in RELAY)
+    assert shares.get((11, 163), 0.0) < 0.05  # a third before the norm behind
+    assert min(row.left.value for row in relay.writers if row.role is not Role.NEEDED) > 0.75
 
 
 def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smollm2):
     late, early = of_smollm2.first_spikes
     assert (late.layers, early.layers, late.dims) == ((11, 29), (1, 8), (507,))
-    assert {*late.needed} == {"L11.N1229", "L11.N1487"} and {*early.needed} == {"L1.N83", "L2.N90", "L2.N430"}
-    loss = late.named("effects", "at place").get("loss")
-    assert late.named("controls", "busiest").get("loss") < 0.2 * loss and loss > 1
-    assert late.named("controls", "random").get("reached") == 0
-    assert [*late.table("erasers")][:2] == ["mlp 28", "mlp 29"]
-    state, value = late.table("constant").values()  # why heads read it
-    assert state.get("after") > 0.999 > state.get("ordinary_after") and value.get("after") < 0.3
+    assert {neuron.site for neuron in late.needed_neurons} == {*LATE}
+    assert {neuron.site for neuron in early.needed_neurons} == {(1, 83), (2, 90), (2, 430)}
+    loss = late.effect["loss"].value
+    assert effect_of(late, Edit(Done.BUSIEST, everywhere=True))["loss"].value < 0.2 * loss and loss > 1
+    assert effect_of(late, Edit(Done.RANDOM, everywhere=True))["reached"].value == 0
+    assert [row.key for row in late.erasers[:2]] == [Component("mlp", 28), Component("mlp", 29)]
+    constant = {row.key: row for row in late.constant}  # why heads read it
+    state, value = constant[ConstancyKey.STATE], constant[ConstancyKey.VALUE]
+    assert state.after.value > 0.999 > state.ordinary_after.value and value.after.value < 0.3
 
 
 def test_the_patch_keeps_copies_from_becoming_sinks_and_leaves_nothing(smollm2):

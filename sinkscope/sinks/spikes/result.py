@@ -112,6 +112,10 @@ class FindSinks(Result):
         attention = Subject("", (*self.attention, self.largest), "attention")
         return [*subjects[:1], *([summary] if others else []), attention, *subjects[1:]]
 
+    def compared(self) -> list[Subject]:
+        """Return the same without the lines of other spikes, whose tables have their numbers."""
+        return [subject for subject in self.subjects() if not subject.is_summary]
+
     @property
     def shown_spike(self) -> SpikeResult | None:
         """The spike whose tables are printed."""
