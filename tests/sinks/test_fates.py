@@ -92,7 +92,7 @@ def test_of_open_models_what_the_first_set_does_is_measured_in_the_other():
     comparison = ss.compare(renamed, tuned)
     (line,) = (line for line in comparison.details() if line.startswith("At the first token"))
     assert line.endswith("effects are those of L1.N338 and L1.N5 in both models.")
-    (left,) = (row for row in comparison.results[0].rows if row.key.column == "spike left")
+    left = next(row for row in comparison.results[0].rows if row.key.column == "spike left" and row.before is not None)
     assert left.key.row == "L1.N338 and L1.N5 zeroed: at this place alone"
     assert left["before"].value == pytest.approx(spike.effect["left"].value)
     assert left["after"].value < 0.01, "the pair is zeroed in the other model, too"
