@@ -130,7 +130,7 @@ class Change(Row, table="changes", title="what changed"):
             return super().cell(column)
         if column.key != "change":
             return replace(column, kind=self.kind).cell(getattr(self, column.key))
-        kind: Kind = "points" if self.kind in ("share", "fine share") else self.kind
+        kind: Kind = "points" if self.kind in ("share", "fine_share") else self.kind
         found = replace(column, kind=kind).cell(self.change)
         if kind in SIGNED or self.change is None or self.change.value <= 0:
             return found

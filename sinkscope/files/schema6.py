@@ -271,7 +271,7 @@ def why_loop(result: Data) -> Data:
     """Return a result of `why_loop`, whose rows were called "goes on without copies"."""
     tried: list[Data] = []
     for row in result["tried"]:
-        cause = row["name"].removeprefix("goes on without ")
+        cause = row["name"].removeprefix("goes on without ").replace("sink, from the start", "sink_from_start")
         tried.append({"key": cause, "control": None, **row["numbers"]})
     return {**result, "tried": tried}
 

@@ -42,7 +42,7 @@ from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.style import BLUE, GREY, bars, figure_of
 from sinkscope.results.table import Row, Subject, column, optional
 
-Cause = Literal["copies", "sink", "context", "sink from the start"]
+Cause = Literal["copies", "sink", "context", "sink_from_start"]
 """What is taken away. The context is all tokens but the first, for reference. From the start, the first token is hidden
 from all others in the whole text, so that another may become the sink.
 """
@@ -82,7 +82,7 @@ class Tried(Row, table="removals", title="the loop without"):
                 return "the sink (the first token)"
             case "context":
                 return "all tokens but the first"
-            case "sink from the start":
+            case "sink_from_start":
                 return "the sink, hidden from the start"
 
 
@@ -372,7 +372,7 @@ def why_loop(
     if "sink" in kept_by and setup.edit is None:
         rows = [looped.ids[:position] for position in positions]
         hidden = [decode(target, [row], looped.new_tokens, Knockout([0]))[0][0] for row in rows]
-        tried.append(looped.effect_of("sink from the start", written | {"sink from the start": hidden}))
+        tried.append(looped.effect_of("sink_from_start", written | {"sink_from_start": hidden}))
     return replace(
         text,
         period=loop.period,

@@ -126,16 +126,16 @@ class HeadLines(Row, table="heads", title="each head, lowest first", most=6):
 
     key: HeadAt
 
-    mass: Mean = column("heaviest\nlines", "fine share", "Attention on the heaviest lines.")
-    other_mass: Mean | None = optional("another\ntext's", "fine share", "Attention on those of the text before.")
-    near_mass: Mean = column("nearest\nlines", "fine share", "On the first column and nearest diagonals.")
-    last_mass: Mean = column("last\nqueries'", "fine share", "On lines that the last 64 queries choose.")
-    cells: Mean = column("cells\ncovered", "fine share", "Share of all cells that the heaviest lines cover.")
-    inputs: Mean | None = optional("shared by\ntwo texts", "fine share", "Lines of both of two texts, of either's.")
-    inputs_random: Mean | None = optional("random of\ntwo texts", "fine share", "The same of random lines.")
-    segments: Mean = column("shared by\nhalves", "fine share", "Lines of both halves of a text, of the second's.")
-    segments_relative: Mean = column("shared within\nhalves", "fine share", "The same, counted within each half.")
-    segments_random: Mean = column("random of\nhalves", "fine share", "The same of random lines.")
+    mass: Mean = column("heaviest\nlines", "fine_share", "Attention on the heaviest lines.")
+    other_mass: Mean | None = optional("another\ntext's", "fine_share", "Attention on those of the text before.")
+    near_mass: Mean = column("nearest\nlines", "fine_share", "On the first column and nearest diagonals.")
+    last_mass: Mean = column("last\nqueries'", "fine_share", "On lines that the last 64 queries choose.")
+    cells: Mean = column("cells\ncovered", "fine_share", "Share of all cells that the heaviest lines cover.")
+    inputs: Mean | None = optional("shared by\ntwo texts", "fine_share", "Lines of both of two texts, of either's.")
+    inputs_random: Mean | None = optional("random of\ntwo texts", "fine_share", "The same of random lines.")
+    segments: Mean = column("shared by\nhalves", "fine_share", "Lines of both halves of a text, of the second's.")
+    segments_relative: Mean = column("shared within\nhalves", "fine_share", "The same, counted within each half.")
+    segments_random: Mean = column("random of\nhalves", "fine_share", "The same of random lines.")
 
     @property
     def group(self) -> str:

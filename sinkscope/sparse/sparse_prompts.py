@@ -123,14 +123,18 @@ class SparsePrompts(Intervention):
         """Why the model's own attention must be used or is better; None if lines are used."""
         device = prompt.query.device
         lack = lack_of_library(device)
-        reasons = {
-            f"on {device.type}: {lack}": lack is not None,
-            "sliding window": layer_window(prompt.module.config, prompt.layer) is not None,
-            "soft cap": prompt.softcap is not None,
-            "learned sinks": prompt.sinks is not None,
-        }
         short = self.too_short(prompt.queries, prompt.key.shape[2], device)
-        return short or next((reason for reason, holds in reasons.items() if holds), None)
+        if short:
+            return short
+        if lack is not None:
+            return f"on {device.type}: {lack}"
+        if layer_window(prompt.module.config, prompt.layer) is not None:
+            return "sliding window"
+        if prompt.softcap is not None:
+            return "soft cap"
+        if prompt.sinks is not None:
+            return "learned sinks"
+        return None
 
 
 class PromptReader(Actor):

@@ -55,7 +55,7 @@ def test_why_explains_a_given_answer():
     explain = partial(why_loop, made.model, tokenizer=made.tokenizer, cuts=3)
     given = explain(made.turn, answer=made.cycle * 4)
     assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
-    (hidden,) = (row for row in given.tried if row.key == "sink from the start")
+    (hidden,) = (row for row in given.tried if row.key == "sink_from_start")
     text, written = LoopedText(SETUP, list(given.ids), 1, Tail(6, 40, 9.0)), list[bool]()
     for cut in given.cuts:  # by `generate` with the first token hidden from the start
         with Knockout([0]).on(made.model):

@@ -104,8 +104,8 @@ def test_every_number_of_gemma3_is_that_of_plain_hooks(gemma3):
 def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smollm2):
     late, early = of_smollm2.first_spikes
     assert (late.layers, early.layers, late.dims) == ((11, 29), (1, 8), (507,))
-    assert {neuron.site for neuron in late.needed_neurons} == {*LATE}
-    assert {neuron.site for neuron in early.needed_neurons} == {(1, 83), (2, 90), (2, 430)}
+    assert {*late.needed} == {*map(Neuron.of, LATE)}
+    assert {*early.needed} == {*map(Neuron.of, [(1, 83), (2, 90), (2, 430)])}
     loss = late.effect["loss"].value
     assert effect_of(late, Edit(Done.BUSIEST, everywhere=True))["loss"].value < 0.2 * loss and loss > 1
     assert effect_of(late, Edit(Done.RANDOM, everywhere=True))["reached"].value == 0

@@ -97,7 +97,7 @@ def test_a_number_that_was_not_measured_is_refused_and_not_zero():
     ("kind", "value", "margin", "text"),
     [
         ("share", 0.123, 0.04, "12% (± 4%)"),
-        ("fine share", 0.1234, None, "12.3%"),
+        ("fine_share", 0.1234, None, "12.3%"),
         ("points", 0.444, 0.1, "+44.4 (± 10.0)"),
         ("count", 6152.4, 0.2, "6,152"),  # a margin that rounds to zero is not shown
         ("rise", 1.925, 0.38, "+1.93 (± 0.38)"),
