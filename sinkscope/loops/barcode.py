@@ -282,7 +282,7 @@ def barcode(
     max_new_tokens: Natural | None = None,
     heads: Sequence[str | tuple[int, int]] | None = None,
 ) -> Barcode:
-    """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
+    """Find the heads that lock onto a loop, and draw attention step by step while a model falls into it.
 
     At every position, the attention on the suffix is indexed by offset (distance back) and compared with the row one
     period earlier. The score is the share on the same offsets. A head that always looks one token back scores high in

@@ -332,7 +332,7 @@ def why_loop(
     max_new_tokens: Natural | None = None,
     cuts: Cuts = 3,
 ) -> WhyLoop:
-    """Take away, one after another, what may keep a loop going, and let the model continue.
+    """Find what keeps a loop going: remove one thing after another, and let the model continue.
 
     A loop needs a cause if at least half of the continuations no longer end in it without the cause, and more than if
     as many random tokens before the loop are removed. A loop that needs the sink is tried again with the first token

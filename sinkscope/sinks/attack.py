@@ -150,7 +150,7 @@ def attack(
     length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
 ) -> ClusterAttack:
-    """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
+    """Find the head of layer 0 that marks each token, and try whether different tokens of one head become sinks.
 
     First, every token stands alone, and all heads of layer 0 but one are held at their mean over ordinary positions of
     typical text: a token belongs to the cluster of the head that by itself gives it the spike. Then sequences of

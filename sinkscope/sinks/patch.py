@@ -200,17 +200,17 @@ def patch(
     length: Length = 64,
     out: str | Path | None = None,
 ) -> PatchResult:
-    """Make a patch of the neurons that write a spike, prove it, and say what it repairs and costs.
+    """Patch the neurons that make repeated words sinks, and measure what the patch repairs and what it costs.
 
-    The spike is that of the first token that most heads read, of those that need neurons; `SinkPatch.from_result` makes
-    a patch of another, which `file` evaluates. With the neurons patched, repeated words must not reach half of the
-    first token's projection on the spike's direction, text after them must give them less than half of the attention
+    The patch is for the spike at the first token that the most heads read. For another spike, make a patch in Python
+    (`SinkPatch.from_result`) and evaluate it with `file`. With the neurons patched, repeated words must not reach half
+    of the first token's projection on the spike's direction, text after them must give them less than half of the attention
     that it gives them otherwise, and the perplexity of held-out text must not rise. Everything is read without the
     patch, with it, and, as a control, with a patch of other neurons of the same layers that write as much, also in the
     other spikes of the first token. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
-        file: A patch that exists, which is evaluated instead; from Python also a `SinkPatch`.
+        file: Evaluate this patch file instead of making one; from Python also a `SinkPatch`.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
         limit: Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.
         pieces: Number of pieces of held-out text.

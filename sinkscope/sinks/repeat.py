@@ -235,7 +235,7 @@ def repeat(
     tokens: Sequence[str] | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
 ) -> Repeat:
-    """Measure what n repetitions of a token do to its norm, its attention or the next token's probability.
+    """Measure what repeating a token does to its norm, to attention, or to the probability that it comes again.
 
     One causal pass per token contains every number of repetitions. A sequence is BOS and the repetitions;
     without BOS, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6

@@ -285,11 +285,11 @@ def lines(
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,
 ) -> LineWeights:
-    """Measure how much attention the heaviest lines of every head carry, and how far they agree between texts.
+    """Measure how much attention lies on few columns and diagonals, and whether two texts share them.
 
     Attention is recomputed from queries and keys, some rows at a time, while the model runs normally. Memory grows
-    linearly with the length. A second pass corrects for cells where chosen lines cross. Texts are read in one call, in
-    which guards and policies that evict have no effect.
+    linearly with the length. A second pass corrects for cells where chosen lines cross. Texts are read in one call,
+    so guards and eviction policies have no effect.
 
     Args:
         texts: A text, or several texts or lists of ids. By default pieces of ordinary text.
