@@ -56,8 +56,8 @@ def find_sinks(setup: Setup) -> FindSinks:
     """Find the norm spikes of a model, the fewest neurons that make them, and the heads that attend to their places.
 
     A spike is a place, a direction in the residual stream and a run of layers. Half of the texts choose the neurons;
-    the other half measure what zeroing them does, against other neurons that write as much (Sun et al. 2024; Yona et al.
-    2025, section 4).
+    the other half measure what zeroing them does, against other neurons that write as much (Sun et al. 2024; Yona et
+    al. 2025, section 4).
     """
     return FindSinks(**fields_of(setup))
 
