@@ -205,9 +205,10 @@ def patch(
     The patch is for the spike at the first token that the most heads read. For another spike, make a patch in Python
     (`SinkPatch.from_result`) and evaluate it with `file`. With the neurons patched, repeated words must not reach half
     of the first token's projection on the spike's direction, text after them must give them less than half of the
-    attention that it gives them otherwise, and the perplexity of held-out text must not rise. Everything is read without the
-    patch, with it, and, as a control, with a patch of other neurons of the same layers that write as much, also in the
-    other spikes of the first token. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    attention that it gives them otherwise, and the perplexity of held-out text must not rise. Everything is read
+    without the patch, with it, and, as a control, with a patch of other neurons of the same layers that write as much,
+    also in the other spikes of the first token. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
+    hand.)
 
     Args:
         file: Evaluate this patch file instead of making one; from Python also a `SinkPatch`.

@@ -23,7 +23,7 @@ class Cause(StrEnum):
     @property
     def given(self) -> str:
         """What an ordinary position is or does that gets it."""
-        words = {Cause.TOKEN: "has its token", Cause.ALONE: "sees only itself", Cause.ID: "has position id 0"}
+        words = {Cause.TOKEN: "is the same token", Cause.ALONE: "sees only itself", Cause.ID: "has position id 0"}
         return words[self]
 
     @property
