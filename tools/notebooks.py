@@ -10,7 +10,6 @@ readers that run no scripts. No machine names and no times are stored, so the sa
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 import os
@@ -37,12 +36,6 @@ FOLDED = {"jupyter": {"source_hidden": True}, "tags": ["checks"]}  # of the last
 LARGEST = 300_000  # bytes of a notebook
 MODEL = 'MODEL = None  # or "../../real/smollm2-135m.gguf"'
 """The first code cell of a notebook, which chooses the model; None: the one in the package."""
-
-
-def digest(notebook: Any) -> str:
-    """Return a hash of the code, by which stored outputs are known to be those of this code."""
-    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def ran(path: Path, model: Path | None = None) -> Any:
@@ -77,7 +70,6 @@ def executed(path: Path) -> Any:
     notebook.metadata = {
         "kernelspec": kernel,
         "language_info": {"name": "python"},
-        "sinkscope": {"code": digest(notebook)},
     }
     return notebook
 
