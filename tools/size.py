@@ -1,7 +1,8 @@
 """Refuses a tree that is larger than `tools/ceilings.json` allows: python -m tools.size [--lower]
 
 Code is counted in syntax nodes without docstrings, pages in words without the tables that declarations make. `--lower`
-writes what was counted where it is less: ceilings only fall. Whoever needs more takes away elsewhere, or argues for it in a commit that changes the file alone.
+writes what was counted where it is less: ceilings only fall. Whoever needs more takes away elsewhere, or argues for it
+in a commit that changes the file alone.
 """
 
 from __future__ import annotations

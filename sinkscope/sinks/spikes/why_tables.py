@@ -36,6 +36,16 @@ class Cause(StrEnum):
         }
         return words[self]
 
+    @property
+    def short(self) -> str:
+        """What a figure calls it."""
+        return {Cause.TOKEN: "same token", Cause.ALONE: "sees itself", Cause.ID: "id 0"}[self]
+
+    @property
+    def short_taken(self) -> str:
+        """What a figure calls the place without it."""
+        return {Cause.TOKEN: "other token", Cause.ALONE: "sees 4 more", Cause.ID: "id 32"}[self]
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -104,6 +114,15 @@ class Conditioned(
     def is_control(self) -> bool:
         """Whether it is a control."""
         return self.key in (AS_IT_IS, ONE_OTHER)
+
+    @property
+    def short_label(self) -> str:
+        """What a figure calls it."""
+        if self.key.one_other:
+            return "sees one other"
+        if self.key.at_place:
+            return f"first token: {', '.join(cause.short_taken for cause in self.key.causes)}"
+        return ", ".join(cause.short for cause in self.key.causes) or "as it is"
 
 
 # --- why heads read it ---
