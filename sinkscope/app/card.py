@@ -55,7 +55,7 @@ class Finding(
     table="findings",
     title="what was measured",
     note=f"{Verdict.NOT_SHOWN}: the control is as strong as the finding, within its margin. In brackets: what the "
-    "control is. Loss: nats a token more. The page and the file of each part say it in full.",
+    "control is. No fair control: no other neurons write as much. Loss: nats a token more. The page says it in full.",
 ):
     """A finding of a scan, beside what it has to beat."""
 

@@ -229,7 +229,8 @@ class Comparison(Result):
                         row = InWords(key=row.key, verdict=row.verdict, words=row.words)
                     shown.append(row)
                 if same:
-                    words.append(("no change", word_list([*same], 6)))
+                    numbers = sum(row.verdict is Verdict.SAME for row in rows)
+                    words.append(("no change", f"{count_of(numbers, 'number')} in {count_of(len(same), 'row')}"))
                 title = f"{about or self.of}: {compared.name}, compared with {self.first}"
                 subjects.append(Subject(title, tuple(shown), about, words=tuple(words)))
         return subjects

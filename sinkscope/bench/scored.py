@@ -78,7 +78,8 @@ class Scored(
     table="methods",
     title="method",
     note="In brackets: 95% interval over prompts. Difference: prompt by prompt; with zero in its interval, too close "
-    "to rank. Tokens read: cached tokens that a step attends to, mean over layers and heads.",
+    "to rank. Tokens read: cached tokens that a step attends to, mean over layers and heads. Time: seconds of a new "
+    "token, its prompt included; answers of other lengths share the prompt's time otherwise.",
 ):
     """The score of a method on a set of prompts, and what it costs.
 
@@ -124,7 +125,7 @@ class Scored(
         """The heading under which it stands."""
         match self.key.name:
             case name if name == FULL:
-                return "reference: the full cache, and no guard"
+                return "reference: the full cache"
             case name if name == RANDOM:
                 return "control: random tokens are kept"
             case name if name == SAMPLING:

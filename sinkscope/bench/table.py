@@ -79,7 +79,7 @@ class BenchGroup:
 def reference_words(group: BenchGroup) -> str:
     """Return what a control is called in a sentence."""
     if group.name == FULL:
-        return f"the reference, {group.method} (all tokens cached, no guard)"
+        return f"the reference, {group.method} (all tokens stay cached)"
     if group.name == RANDOM:
         return f"the control, {group.method}"
     return f"the other control, {group.method}"

@@ -79,10 +79,13 @@ class CheckedBehaviour(
     Row,
     table="checks",
     title="check",
-    note="Worst: what came nearest to its limit. sd: largest error of the logits, in standard deviations of the right "
-    "ones; the limit is larger in half precision. bytes: kept in memory, where a step may read the budget and its own "
-    "token. nats: what later tokens would gain by seeing the first token again. Evicted: the most tokens evicted in a "
-    "run; with 0, a check says nothing of eviction.",
+    note="Worst: what came nearest to its limit, over all runs (prompts and orders of calls). Nothing left: no hook or "
+    "state stays on the model. Positions: the logits are those of a pass in which a mask hides what was evicted. sd: "
+    "largest error of logits, in standard deviations of the right ones; the limit is larger for a run in half "
+    "precision. "
+    "Budget: bytes in memory, at most twice those of the budget and the new tokens. nats: how much lower the "
+    "loss would "
+    "be if the first token were visible again. Evicted: the most tokens evicted in a run; 0: says nothing of eviction.",
 ):
     """What one promise is found to be, and what was tried.
 

@@ -95,7 +95,10 @@ class HeadScore(
     table="heads",
     title="heads",
     most=6,
-    note=f"A head locks onto the loop if it gains at least {100 * LOCK_GAIN:.0f} points. High is neither good nor bad.",
+    note="Same distances: of two queries one period apart, the attention that both give to keys at the same distance "
+    "behind them (the sum over distances of the smaller of both); mean over the second half of the loop, or over the "
+    f"same positions of ordinary text. A head locks if it gains at least {100 * LOCK_GAIN:.0f} points; high is neither "
+    "good nor bad.",
 ):
     """How far the attention of a head repeats itself from one period to the next."""
 
@@ -233,7 +236,8 @@ class Barcode(Result):
         return (
             f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of {self.period} tokens: {they} {put} "
             f"at least {100 * LOCK_GAIN:.0f} points more of their attention at the same distances as one period before "
-            f"than in ordinary text (control: {locked.text('opposite')} heads the other way round). The strongest, "
+            f"than in ordinary text (control: {locked.text('opposite')} heads have as much more in ordinary "
+            f"text). The strongest, "
             f"{best.label}, has {locked.text('strongest')} there in the loop and {locked.text('strongest_control')} in "
             "ordinary text."
         )

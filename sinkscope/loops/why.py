@@ -61,7 +61,14 @@ Continuations = dict[str, list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried(Row, table="removals", title="the loop without"):
+class Tried(
+    Row,
+    table="removals",
+    title="the loop without",
+    note="Tokens are removed from the cache at several points after the loop has begun, and the model continues "
+    "greedily. "
+    "Its copies: all rounds of the loop up to there; the last token is read again.",
+):
     """What becomes of the loop when something is taken away."""
 
     key: Cause

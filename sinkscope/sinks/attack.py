@@ -77,8 +77,16 @@ class ClusterAttack(Result):
 
     def subjects(self) -> list[Subject]:
         """Return what sequences of one cluster do, and what gives single tokens the spike."""
-        title = f"Norm spike of the first token, {self.spike}: {len(self.ids):,} tokens, sequences of {self.length}"
-        return [Subject(title, (*self.attempts, *self.having, *self.clusters), "attack")]
+        title = f"Tokens that become the first token's norm spike ({self.spike}) wherever they stand"
+        words = [
+            ("tokens", f"{len(self.ids):,} of the vocabulary were tried, each first and alone"),
+            ("cluster", "the tokens to which one head of layer 0 gives the spike by itself"),
+        ]
+        if any(row.key.patched for row in self.attempts):
+            words.append(
+                ("patch", "holds the neurons that write the spike at their ordinary values, but at position 0")
+            )
+        return [Subject(title, (*self.attempts, *self.having, *self.clusters), "attack", words=tuple(words))]
 
     def attempt(self, sequences: Sequences, *, patched: bool = False) -> Attempt | None:
         """Return what sequences do, intact or patched; None: they were not tried."""
@@ -104,7 +112,8 @@ class ClusterAttack(Result):
             patched = self.attempt(Sequences.ONE_CLUSTER, patched=True)
             if patched is None:
                 return words
-            return f"{words} With the patch of its neurons the former have it at {patched.text('share')}."
+            return f"{words} Under a patch of the neurons that write the spike the former have it at "
+            f"{patched.text('share')}."
         tried = f"{len(self.ids):,} tokens"
         if not self.heads:
             without = self.having_with(HeadsKept.NONE)

@@ -30,8 +30,9 @@ class Attempt(
     Row,
     table="attempts",
     title="sequences of different tokens",
-    note="Read without BOS. A position has the spike if it has at least half of the first token's; the first position "
-    "of a sequence does not count.",
+    note="Read without BOS. A position has the spike if its state has at least half of the first token's projection on "
+    "the direction of the spike; the first position of a sequence does not count. ±: half of the 95% interval over "
+    "sequences.",
 ):
     """How many positions of sequences have the spike."""
 
@@ -53,12 +54,12 @@ class Attempt(
     @property
     def group(self) -> str:
         """The heading under which it stands."""
-        return "control: tokens at random" if self.is_control else "of one cluster (one head marks them all)"
+        return "control: any of the tokens at random" if self.is_control else "all of one cluster"
 
     @property
     def label(self) -> str:
         """What it is called."""
-        return "with the patch of its neurons" if self.key.patched else "the model as it is"
+        return "under the patch" if self.key.patched else "the model as it is"
 
     @property
     def short_label(self) -> str:
@@ -81,7 +82,8 @@ class TokensWithSpike(
     Row,
     table="tokens",
     title="heads of layer 0 that are kept",
-    note="Each token is put first, alone; other heads of layer 0 are replaced by their mean output.",
+    note="Each token is put first, alone; other heads of layer 0 are replaced by their mean output. Its cluster's head "
+    "is the one that gives it the spike by itself; the control is the median over all heads.",
 ):
     """How many tokens that are put first have the spike while only some heads of layer 0 act."""
 
@@ -108,13 +110,13 @@ class TokensWithSpike(
             case HeadsKept.MARKING:
                 return "one: the head of the token's cluster"
             case HeadsKept.ANOTHER:
-                return "one: another head (median of all heads)"
+                return "one: another head (median)"
             case HeadsKept.NONE:
                 return "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Row, table="clusters", title="clusters, by their head", form="line", listed=("tokens",), most=6):
+class Cluster(Row, table="clusters", title="clusters", form="line", listed=("tokens",), most=6):
     """The tokens to which one head of layer 0 gives the spike by itself."""
 
     key: Head

@@ -126,8 +126,9 @@ class PatchResult(Result):
         words = f"{len(norm.words)} of {count_of(self.words, 'word')}"
         spike = f"the norm spike of {layers_words(*norm.layers or (0, 0))}"
         return (
-            f"With the patch of {word_list(self.sites, 2)}, copies of {words} have at most {norm.text('patched')} of "
-            f"{spike}, and without it {norm.text('intact')}. {self.control_sentence(norm)}"
+            f"{words} need repair, because copies of them reach half of {spike}: without a patch they have up to "
+            f"{norm.text('intact')} of it, and with that of {word_list(self.sites, 2)} {norm.text('patched')}. "
+            f"{self.control_sentence(norm)}"
         )
 
     def control_sentence(self, norm: Patched) -> str:
@@ -146,10 +147,14 @@ class PatchResult(Result):
         if not self.proof:
             return []
         trial = ": a trial, which was not saved" if self.exit_code else ""
-        words = [("patch", f"{word_list(self.sites, 3)}{trial}")]
+        held = "held at their ordinary values, but at position 0"
+        words = [("patch", f"{word_list(self.sites, 3)}, {held}{trial}")]
         words.append(("control", "none" if self.control is None else f"a patch of {self.control.words}"))
         if self.words:
-            words.append(("words", f"{count_of(self.words, 'word')}, {self.repeats:,} copies of each"))
+            words.append(
+                ("words", f"{count_of(self.words, 'word')}, {self.repeats:,} copies of each; below, those whose")
+            )
+            words[-1] = ("words", f"{words[-1][1]} copies reach half of the spike, or all if none does")
         rows = [row for subject in self.compared() for row in subject.rows]
         return [Subject("What the patch changes", tuple(rows), "patch", words=tuple(words))]
 

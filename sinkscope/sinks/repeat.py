@@ -164,7 +164,7 @@ class Repeat(Result):
                         key=key,
                         first=first,
                         last=last,
-                        repeats=count,
+                        repeats=None if first.value >= HALF else count,
                         below=whole(int(below)) if np.isfinite(below) else None,
                         apart="first copy" if first.value >= HALF else None,
                     )

@@ -43,8 +43,8 @@ class Filled(StrEnum):
 class AtLastCopy(
     Row,
     table="effects",
-    title="after as many tokens",
-    note="Mean over the repeated tokens. With other tokens instead, and with one copy at the end, it should be near 0.",
+    title="at the last of as many tokens",
+    note="Mean over the repeated tokens. Under controls it should be near 0.",
 ):
     """What is read at the position of the last copy.
 
@@ -56,7 +56,7 @@ class AtLastCopy(
     layers: tuple[int, int] | None = None
 
     share: Mean = column(
-        "what is\nread",
+        "mean\nshare",
         "share",
         "Of the norm: the projection on the direction of the spike, over that of the first token. Of the attention: "
         "the share that later text gives to the copies' positions. Of the probability: that of the token as the next.",
@@ -102,7 +102,7 @@ class RepeatedToken(
     title="repeated token",
     most=12,
     note="Reached: two copies in a row have at least half of the first token's spike. Counted apart: the first copy "
-    "has it already.",
+    "has it already, behind BOS or another token.",
 ):
     """What copies of one token have of a spike."""
 
@@ -112,7 +112,7 @@ class RepeatedToken(
     last: Mean = column("last\ncopy", "share", "What the last copy has of it.")
     repeats: Mean | None = optional("copies to\nreach half", "count", "First number of copies that has half of it.")
     below: Mean | None = optional(
-        "below half\nagain after", "count", "First number of copies after that with less than half of it."
+        "below half\nagain at", "count", "First number of copies after that with less than half of it."
     )
     apart: str | None = optional("apart", "word", "Whether the first copy has half of the spike already.")
 

@@ -64,7 +64,14 @@ class On(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mass(Row, table="mass", title="mean over heads"):
+class Mass(
+    Row,
+    table="mass",
+    title="mean over heads",
+    note="A line is a column (a key) or a diagonal (a distance) of a head's attention matrix; where two cross, "
+    "the cell "
+    "counts once. Heaviest: by the attention that they hold, in each head and text.",
+):
     """How much attention lies on lines, mean over heads and texts."""
 
     key: On
@@ -88,13 +95,20 @@ class Mass(Row, table="mass", title="mean over heads"):
             On.HEAVIEST: "the heaviest lines",
             On.OTHER_TEXT: "another text's heaviest",
             On.NEAREST: "first column, nearest diagonals",
-            On.LAST_QUERIES: "the last 64 queries' (MInference)",
+            On.LAST_QUERIES: "those that the last 64 queries choose",
         }
         return words[self.key]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement(Row, table="agreement", title="of the heaviest lines"):
+class Agreement(
+    Row,
+    table="agreement",
+    title="the heaviest lines",
+    note="Shared: lines of both texts over lines of either, mean over pairs of texts; of halves, the second "
+    "half's lines "
+    "that are the first half's. Random: as many lines of each kind, drawn at random.",
+):
     """How far the heaviest lines agree, beside random lines."""
 
     key: Literal["inputs", "segments"]
@@ -105,7 +119,7 @@ class Agreement(Row, table="agreement", title="of the heaviest lines"):
     @property
     def label(self) -> str:
         """What it is called."""
-        return {"inputs": "two texts have", "segments": "both halves of a text have"}[self.key]
+        return {"inputs": "of two texts", "segments": "of both halves of a text"}[self.key]
 
 
 @dataclass(frozen=True)
@@ -244,8 +258,10 @@ class LineWeights(Result):
         """Return the mass on the heaviest lines beside that on the strongest others."""
         mass, control, subject = self.strongest()
         words = (
-            f"he {subject.key} of lines hold {mass.text('share')} of the attention; as a control, other lines that "
-            f"cover as many cells hold at most {control.text('share')} ({control.label})."
+            f"he {subject.key} of lines (columns and diagonals of each head's attention) hold "
+            f"{mass.text('share')} of the "
+            f"attention; as a control, other lines that cover as many cells hold at most {control.text('share')} "
+            f"({control.label})."
         )
         if mass.share.value - control.share.value <= (mass.share.margin or 0.0):
             return f"Not shown that it matters which lines: t{words}"

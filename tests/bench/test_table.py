@@ -57,7 +57,7 @@ def test_a_group_is_recomputed_kept_and_drawn():
     assert "(" not in row, "one answer has no interval"
 
 
-FULL_HAS = "The reference, full (all tokens cached, no guard): "
+FULL_HAS = "The reference, full (all tokens stay cached): "
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_of_methods_that_cannot_do_a_task_nothing_is_told():
     conclusion = scored(["full 1*20", "h2o:4 0*20", "snapkv:4 1 0*19"]).conclusion()
     assert conclusion == (
         "Nothing can be told of the methods in s (score, higher is better, 20 prompts): the best, snapkv:4 has 5% (0% "
-        "to 22%); the reference, full (all tokens cached, no guard): 100%. Give larger budgets or easier prompts."
+        "to 22%); the reference, full (all tokens stay cached): 100%. Give larger budgets or easier prompts."
     )
 
 

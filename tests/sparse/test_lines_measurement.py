@@ -43,8 +43,9 @@ def test_the_conclusion_names_the_strongest_control_at_the_share_that_is_shown()
         assert made.strongest()[1].key is strongest
         label = Mass(key=strongest, share=Mean(0.8)).label
         assert made.conclusion() == (
-            "The heaviest 10% of lines hold 90% of the attention; as a control, other lines that cover as many cells "
-            f"hold at most 80% ({label})."
+            "The heaviest 10% of lines (columns and diagonals of each head's attention) hold 90% of the "
+            "attention; as a "
+            f"control, other lines that cover as many cells hold at most 80% ({label})."
         )
         assert replace(made, text_mass=made.text_mass + np.array([-0.4, 0, 0.4])).conclusion().startswith("Not shown")
 

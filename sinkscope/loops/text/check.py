@@ -43,8 +43,10 @@ class OutputRow(
     Row,
     table="outputs",
     title="output",
-    note="Tokens are words and marks of a text, or the ids that were given. loops: to its end. looped: it went on. "
-    "suspicious: copies that may be honest, or near copies.",
+    note="Tokens are words and marks of a text, or the ids that were given. Since: where the repetition begins. "
+    "Found at: "
+    "how many tokens had been read when it was certain. loops: to its end. looped: it went on. suspicious: copies that "
+    "may be meant, such as a list or a table, or copies with changes.",
 ):
     """What was found in one answer."""
 

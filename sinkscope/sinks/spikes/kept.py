@@ -71,13 +71,15 @@ class Kept(
         begin = f"the norm spike at {self.key} is {self.fate}"
         if self.now is not None and self.fate is Fate.MOVED:
             begin += f" to {self.now}"
-        words = [f"{self.text('heads_before')} heads attend to it before and {self.text('heads_after')} after"]
+        words = [
+            f"{self.text('heads_before')} heads attend to it in the first and {self.text('heads_after')} in the other"
+        ]
         if self.ratio_after is not None:
-            ratios = f"{self.text('ratio_before')} times that of other tokens before and {self.text('ratio_after')}"
-            words.append(f"its norm is {ratios} after")
+            ratios = f"{self.text('ratio_before')} and {self.text('ratio_after')} times that of other tokens"
+            words.append(f"its norm is {ratios}")
         if self.hidden_before is not None and self.hidden_after is not None:
             costs = [self.text(name).removeprefix("+") for name in ("hidden_before", "hidden_after")]
-            words.append(f"hiding it from later tokens adds {costs[0]} nats a token before and {costs[1]} after")
+            words.append(f"hiding it from later tokens adds {costs[0]} and {costs[1]} nats a token")
         return f"{begin}: {', '.join(words)}"
 
 

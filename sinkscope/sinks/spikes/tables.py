@@ -199,7 +199,7 @@ class Effect(
     table="effects",
     title="what is changed",
     note="Spike left: 100% unchanged, 0% as at other tokens. A head attends if the place has more than 0.3 of its "
-    "attention. Loss added: mean over the later tokens.",
+    "attention. Loss added: mean over the later tokens. As much: the same sum of norms, over all tokens.",
 ):
     """What an edit does to a spike, to the heads that read it, and to what the model predicts.
 
@@ -386,7 +386,9 @@ class Attention(
     Row,
     table="attention",
     title="attention, all layers",
-    note="Above 0.3: its mean over texts; for the sink rate (Gu et al. 2025), in each text of its own.",
+    note="Heads above 0.3: by their mean attention over texts. Sink rate (Gu et al. 2025): the share of heads "
+    "above 0.3 in "
+    "each text, then the mean over texts.",
 ):
     """How many heads attend to something."""
 

@@ -71,7 +71,7 @@ class Condition:
             return "sees one other token"
         if self.at_place:
             return word_list([cause.taken for cause in self.causes])
-        return word_list([cause.given for cause in self.causes]) if self.causes else "is as it is"
+        return word_list([cause.given for cause in self.causes]) if self.causes else "is left as it is"
 
 
 AS_IT_IS = Condition()
@@ -83,8 +83,9 @@ class Conditioned(
     Row,
     table="conditions",
     title="what makes the sink",
-    note="Spike there: 100% is that of the first token. A head attends if the position has more than 0.3 of its "
-    "attention.",
+    note="Spike there: 100% is that of the first token. Sees only itself: in all layers; one other: drawn at "
+    "random. A head "
+    "attends if the position has more than 0.3 of its attention.",
 ):
     """What a position has of a spike under a condition."""
 
@@ -140,7 +141,9 @@ class Constancy(
     Row,
     table="constant",
     title="why heads read it",
-    note="A cosine of 1 means that the state is the same vector in every text: a fixed key that heads can look for.",
+    note="Cosine 1: the state is the same vector in every text, a fixed key that heads can look for. Value: the "
+    "vector that "
+    "a head adds where it attends; small, it adds little.",
 ):
     """How constant the spike makes the place, beside an ordinary position.
 
@@ -167,7 +170,9 @@ class Constancy(
     def group(self) -> str:
         """The heading under which it stands."""
         return (
-            f"before: layer {self.beside}; after: layer {self.since}, where the first of {self.readers} heads reads it"
+            f"before: at layer {self.beside}, without the spike; after: at layer {self.since}, the first in "
+            f"which heads "
+            f"read it ({self.readers} heads in all)"
         )
 
     @property
@@ -199,7 +204,9 @@ class Purpose(
     Row,
     table="purpose",
     title="what attention to it does",
-    note="A head is on a token that has more than 0.3 of its attention. Loss added: over tokens from the 16th on.",
+    note="A head is on a token that has more than 0.3 of its attention, in all layers. Loss added: over tokens "
+    "from the "
+    "16th on. Mean value: that of other tokens, in each head.",
 ):
     """What later tokens lose without the place.
 
@@ -259,7 +266,8 @@ class Mark(
     Row,
     table="marks",
     title="without its mark",
-    note="Each is replaced at the place by its mean output at other tokens.",
+    note="The mark is what earlier parts write at the first token by which the needed neurons know it. Each part is "
+    "replaced there by its mean output at other tokens; control: the median of other components.",
 ):
     """Components before the writers without which the spike is not written."""
 
@@ -299,7 +307,10 @@ class Marking(
     Row,
     table="marking",
     title="heads replaced by their mean",
-    note="Many tokens are put first, each alone; spike left: mean over those that have at least half of the spike.",
+    note="Many tokens are put first, each alone; spike left: mean over those that have at least half of the "
+    "spike. The set "
+    "is the fewest heads that take nine tenths of what all take; a single head is listed if a token loses half "
+    "without it.",
 ):
     """What is left of a spike at many tokens that are put first, without heads.
 
