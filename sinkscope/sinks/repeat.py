@@ -32,7 +32,7 @@ from sinkscope.models.arithmetic import without_autocast
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
-from sinkscope.results.headline import Headline, verdict_of
+from sinkscope.results.headline import Headline, Verdict, verdict_of
 from sinkscope.results.notation import word_list
 from sinkscope.results.style import GREY, figure_of
 from sinkscope.results.table import Row, Subject, whole
@@ -100,37 +100,73 @@ class Repeat(Result):
         """Return what is read of a spike after copies, or after what a control has instead."""
         return next(row for row in self.effects if (row.key, row.layers) == (filled, layers))
 
+    def copies_shown(self) -> AtLastCopy:
+        """Return what the last copy has of the spike that most tokens reach; of several, the first."""
+        shown = self.effects[0]
+        for row in self.effects:
+            if row.key is Filled.COPIES and len(self.reaching(row.layers)) > len(self.reaching(shown.layers)):
+                shown = row
+        return shown
+
     def nearest_control(self) -> tuple[AtLastCopy, AtLastCopy]:
-        """Return what the last copy has of the first spike, and the control that comes nearest to it."""
-        copies = self.effects[0]
+        """Return what the last copy has, and the control that comes nearest to it in the same spike."""
+        copies = self.copies_shown()
         controls = [self.effect(filled, copies.layers) for filled in (Filled.ONE_COPY, Filled.OTHERS)]
         return copies, min(controls, key=lambda row: abs(copies.share.value - row.share.value))
 
+    def verdict(self) -> Verdict:
+        """Return whether the last copy has more than what the nearest control has."""
+        copies, control = self.nearest_control()
+        return verdict_of(copies.share.value, control.share.value, copies.share.margin)
+
     def conclusion(self) -> str:
-        """Say how many tokens reach a spike, how much attention copies get, or how likely one more is."""
+        """Say how many tokens reach a spike, how much attention copies get, or from where on one more is unlikely."""
         copies, control = self.nearest_control()
         beside = f"as a control, after {control.label}: {control.text('share')}"
+        not_shown = self.verdict() is Verdict.NOT_SHOWN
         match self.quantity:
             case "norm":
-                share = f"The last copy has {copies.text('share')} of it on average ({beside})."
-                return f"{self.reached_words()} {share}"
+                begin = "Not shown to come of repetition: " if not_shown and self.reaching(copies.layers) else ""
+                words = self.reached_words()
+                words = f"{begin}{words[0].lower()}{words[1:]}" if begin else words
+                of_several = f"In {layers_words(*copies.layers)} the" if copies.layers and self.spikes[1:] else "The"
+                return f"{words} {of_several} last copy has {copies.text('share')} of it on average ({beside})."
             case "attention":
+                begin = "Not shown to come of repetition: " if not_shown else ""
                 return (
-                    f"{self.copies:,} copies of a token get {copies.text('share')} of the attention of later text in "
-                    f"layer {self.shown} ({beside})."
+                    f"{begin}{self.copies:,} copies of a token get {copies.text('share')} of the attention of later "
+                    f"text in layer {self.shown} ({beside})."
                 )
             case "probability":
-                return (
-                    f"After {self.copies:,} copies of a token, it comes next with a probability of "
-                    f"{copies.text('share')} ({beside})."
-                )
+                return f"{self.stopped_words()} After {self.copies:,} copies it is {copies.text('share')} ({beside})."
+
+    def stopped_words(self) -> str:
+        """Return from how many copies on one more is unlikely, and for how many tokens."""
+        counts = self.stopping()
+        begin = "The probability that a token comes once more falls below 50% and stays there"
+        tokens = f"for {len(counts)} of {len(self.ids)} tokens"
+        if not counts:
+            return f"{begin} {tokens} within {self.copies:,} copies."
+        first, last = min(counts), max(counts)
+        span = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        return f"{begin} {tokens}, from {span} copies on."
+
+    def stopping(self) -> list[int]:
+        """Return the numbers of copies from which on one more is unlikely, of the tokens that stop."""
+        rows = [row for row in self.by_token() if isinstance(row, LikelyToken)]
+        return [int(row.repeats.value) for row in rows if row.repeats is not None]
+
+    def reaching(self, layers: tuple[int, int] | None) -> list[RepeatedToken]:
+        """Return the tokens whose copies reach half of a spike that the first of them has not."""
+        rows = [row for row in self.by_token() if isinstance(row, RepeatedToken) and row.key.layers == layers]
+        return [row for row in rows if row.apart is None and row.repeats is not None]
 
     def reached_words(self) -> str:
         """Return how many tokens reach half of each spike, which have it at once, and which fall below it again."""
         reached: list[str] = []
         for layers in self.spikes:
             tokens = [row for row in self.by_token() if isinstance(row, RepeatedToken) and row.key.layers == layers]
-            counted = [row for row in tokens if row.apart is None and row.repeats is not None]
+            counted = self.reaching(layers)
             words = f"{len(counted)} of {len(tokens)} tokens in {layers_words(*layers)}"
             apart = sum(row.apart is not None for row in tokens)
             again = sum(row.below is not None for row in counted)
@@ -204,12 +240,14 @@ class Repeat(Result):
         return subjects
 
     def headlines(self) -> list[Headline]:
-        """Return what the last copy has beside the nearest control."""
+        """Return what the last copy has beside the nearest control; that tokens stop has none."""
+        if self.quantity == "probability":
+            found = f"below 50% for {len(self.stopping())} of {len(self.ids)} tokens"
+            return [Headline("one more copy", found, "none", Verdict.NO_CONTROL)]
         copies, control = self.nearest_control()
-        words = {"norm": "spike of the last copy", "attention": "attention on copies", "probability": "one more copy"}
+        words = {"norm": "spike of the last copy", "attention": "attention on copies"}
         beside = f"{control.text('share', margin=False)} (no copies)"
-        verdict = verdict_of(copies.share.value, control.share.value, copies.share.margin)
-        return [Headline(words[self.quantity], copies.text("share"), beside, verdict)]
+        return [Headline(words[self.quantity], copies.text("share"), beside, self.verdict())]
 
     def figure(self) -> go.Figure:
         """Draw a line per token and a panel per condition."""

@@ -86,6 +86,49 @@ def test_a_control_that_has_as_much_is_no_finding(control, verdict):
     result = replace(result, effects=(copies, replace(one_copy, share=Mean(control)), others))
     (headline,) = result.headlines()
     assert (headline.verdict, headline.control) == (verdict, f"{control:.0%} (no copies)")
+    wins = verdict is Verdict.NOT_SHOWN
+    assert result.conclusion().startswith("Not shown to come of repetition: within 4 copies, half of ") == wins
+    attention = replace(result, quantity="attention", repeats=None, shown=2)
+    assert attention.conclusion().startswith("Not shown to come of repetition: 4 copies of a token get 60%") == wins
+
+
+def test_the_last_copy_is_read_in_the_spike_that_most_tokens_reach():
+    """Nothing reaches the first spike, so its number beside its control says nothing of the second."""
+    result = of_tokens([0.1, 0.6, 0.7, 0.8])
+    low = replace(result.effects[0], layers=(0, 0), share=Mean(0.01, 0.02))
+    controls = [replace(row, layers=(0, 0), share=Mean(0.0)) for row in result.effects[1:]]
+    result = replace(
+        result,
+        effects=(low, *controls, *result.effects),
+        conditions=("layer 0", "layers 1-5"),
+        values=np.concatenate([result.values * 0, result.values]),
+        repeats=np.concatenate([result.repeats * np.nan, result.repeats]),
+        below_again=np.concatenate([result.below_again * np.nan, result.below_again]),
+        spikes=((0, 0), (1, 5)),
+    )
+    assert result.conclusion().endswith(
+        "is reached by 0 of 1 tokens in layer 0 and 1 of 1 tokens in layers 1-5. In layers 1-5 the last copy has 60% "
+        "(± 10%) of it on average (as a control, after other tokens, and one copy at the end: 20%)."
+    )
+    assert result.headlines()[0].verdict is Verdict.SHOWN
+
+
+@pytest.mark.parametrize(
+    ("repeats", "words"),
+    [
+        ([94.0, 92.0], "for 2 of 2 tokens, from 92 to 94 copies on."),
+        ([np.nan, 92], "for 1 of 2 tokens, from 92 copies on."),
+        ([np.nan, np.nan], "for 0 of 2 tokens within 4 copies."),
+    ],
+)
+def test_a_probability_is_said_with_where_tokens_stop(repeats, words):
+    result = replace(of_tokens([0.9] * 4, [0.9] * 4), quantity="probability", spikes=(), repeats=np.array([repeats]))
+    result = replace(result, effects=tuple(replace(row, layers=None, share=Mean(0.0)) for row in result.effects))
+    assert result.conclusion() == (
+        f"The probability that a token comes once more falls below 50% and stays there {words} After 4 copies it is 0% "
+        "(as a control, after other tokens, and one copy at the end: 0%)."
+    )
+    assert result.headlines()[0].verdict is Verdict.NO_CONTROL
 
 
 def test_a_single_position_that_stands_out_is_not_made_by_repetition():
