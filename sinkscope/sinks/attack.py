@@ -112,8 +112,8 @@ class ClusterAttack(Result):
             patched = self.attempt(Sequences.ONE_CLUSTER, patched=True)
             if patched is None:
                 return words
-            return f"{words} Under a patch of the neurons that write the spike the former have it at "
-            f"{patched.text('share')}."
+            share = patched.text("share")
+            return f"{words} Under a patch of the neurons that write the spike the former have it at {share}."
         tried = f"{len(self.ids):,} tokens"
         if not self.heads:
             without = self.having_with(HeadsKept.NONE)
