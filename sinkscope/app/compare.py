@@ -3,33 +3,27 @@
 1. Read: each thing given is a result, a file of one, a folder of results or checkpoints, or a model that is measured.
 2. Refuse: results of another kind or with other settings than the first have no common numbers. What can be refused is
    refused before a model is measured.
-3. Merge: rows of one subject, table and key are one row. Two subjects are one if their keys are equal, or share most:
-   spikes at one place, layers.
-4. Judge: a number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the
-   mean of the differences over the texts that both have; without values for each text, the margin is that of both
-   together (the root of the sum of their squares). A number without a margin is not judged. A word changed if it is
-   another.
+3. Merge and judge (`changes.py`): rows of one subject, table and key are one row, and a number changed if it moved by
+   more than the margin of its change, and by 1 % of its value.
+4. Say: how many numbers changed, beside what chance gives; for spikes, first what became of that which most heads read.
 """
 
 from __future__ import annotations
 
 import html
-import math
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
-from math import hypot
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 
 from sinkscope.app.card import CARD, SinkCard, subjects_beside
+from sinkscope.app.changes import Change, InWords, Verdict, merge, without_texts
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.envelope import UNKNOWN_MODEL, measurements, provenance
@@ -37,14 +31,13 @@ from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.store import differing
 from sinkscope.measure import Measurement, Setup
-from sinkscope.measure.margin import DIFFERENCES, margin_of
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import ProgressBar, note
 from sinkscope.results.mean import Mean
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.result import Result
 from sinkscope.results.style import BLUE, figure_of
-from sinkscope.results.table import SIGNED, Cell, Column, Kind, Row, Subject, detail, optional, whole
+from sinkscope.results.table import Subject
 from sinkscope.sinks.spikes.kept import Kept, fates_of, with_one_set
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -52,94 +45,11 @@ OF_THE_MODEL = {"revision", "model", "device", "dtype", "sinkscope", "decoding",
 """Settings that say which model was measured and where, or what a text is called, not what was asked of the model."""
 OF_THE_TEXTS = {TEXT_READ, "texts", "seed"}
 """Settings that say on which texts and draws a number rests; results of others are compared by both intervals."""
-SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
-COMES = 0.05  # share of a whole, under which the coming or going of a row is left to the search that found it
 BY_CHANCE = 0.05  # of judged numbers seem to change where none does
 RULE = (
     "A number changed if it moved by more than the margin of its change, and by 1 % of its value. The change is the "
     "mean of the differences text by text, and without values for each text the margin is that of both together."
 )
-
-
-class Verdict(StrEnum):
-    """What became of a number, a word or a row, in the order in which it is read."""
-
-    CHANGED = "changed"
-    CAME = "came"
-    WENT = "went"
-    UNJUDGED = "not judged"
-    SAME = "no change"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where something stands in both results.
-
-    Attributes:
-        about: The name of the subject.
-        row: What the row is called.
-        column: What the column is called; empty: the whole row.
-    """
-
-    about: str
-    row: str
-    column: str = ""
-
-    def __str__(self) -> str:
-        return ": ".join(filter(None, [self.row, self.column]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change(Row, table="changes", title="what changed"):
-    """What became of a number, a word or a row.
-
-    Attributes:
-        kind: What the number is.
-    """
-
-    key: Place
-    verdict: Verdict
-    kind: Kind = "word"
-
-    before: Mean | None = optional("before", "number", "The number of the first result.")
-    after: Mean | None = optional("after", "number", "The number of the other result.")
-    change: Mean | None = optional("change", "number", "The mean difference over the texts that both have.")
-    texts: Mean | None = detail("texts", "count", "Texts over which the difference is taken.")
-    words: str | None = optional("in words", "word", "What a word was, and is.")
-
-    @property
-    def group(self) -> str:
-        """The heading under which it stands."""
-        return self.verdict
-
-    @property
-    def in_words(self) -> str:
-        """What became of something that is no number: "went: share 20%"."""
-        if self.verdict is Verdict.CHANGED and self.words:
-            return self.words
-        return f"{self.verdict}: {self.words}" if self.words else str(self.verdict)
-
-    @property
-    def margin(self) -> float | None:
-        """The margin of the change; None: it is not judged."""
-        return None if self.change is None else self.change.margin
-
-    def cell(self, column: Column) -> Cell:
-        """Return a number with the digits of its own kind, and a change with its sign."""
-        if column.key in ("texts", "words"):
-            return super().cell(column)
-        if column.key != "change":
-            return replace(column, kind=self.kind).cell(getattr(self, column.key))
-        kind: Kind = "points" if self.kind in ("share", "fine_share") else self.kind
-        found = replace(column, kind=kind).cell(self.change)
-        if kind in SIGNED or self.change is None or self.change.value <= 0:
-            return found
-        return found._replace(value=f"+{found.value}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class InWords(Change, table="words", title="what changed in words", form="title"):
-    """What became of a word or a whole row, which stands in words above the table."""
 
 
 @dataclass(frozen=True)
@@ -188,26 +98,18 @@ class Comparison(Result):
     results: tuple[Compared, ...]
 
     def conclusion(self) -> str:
-        """Return how many numbers of the last result changed, beside what chance gives, and the first that did."""
+        """Return how many numbers of the last result changed, beside what chance gives, and what changed most."""
         last = self.results[-1]
-        if last.fates:
-            return self.fate_words(last)
         how = "text by text" if last.same_texts else "by both intervals (other texts)"
-        compared = f"{last.name} against {self.first}, {how}"
-        if not last.judged:
-            return f"{compared}: no number has a margin."
         counted = f"{len(last.moved)} of {len(last.judged)} judged numbers changed"
-        chance = f"{BY_CHANCE * len(last.judged):.1g} by chance"
+        chance = f"({BY_CHANCE * len(last.judged):.1g} by chance)"
+        between = f"{last.name} against {self.first}"
+        if last.fates:  # what became of the spike that most heads read comes first
+            return f"{between}: {last.fates[0].sentence}. In all, {counted} {how} {chance}."
+        if not last.judged:
+            return f"{between}, {how}: no number has a margin."
         first = last.judged[0]
-        return f"{compared}: {counted} ({chance}); {first.key} {first.text('change')}."
-
-    def fate_words(self, compared: Compared) -> str:
-        """Return what became of the spike that most heads read, then how many numbers changed."""
-        how = "text by text" if compared.same_texts else "by both intervals (other texts)"
-        counted = f"{len(compared.moved)} of {len(compared.judged)} judged numbers changed"
-        chance = f"{BY_CHANCE * len(compared.judged):.1g} by chance"
-        first = compared.fates[0].sentence
-        return f"{compared.name} against {self.first}: {first}. In all, {counted} {how} ({chance})."
+        return f"{between}, {how}: {counted} {chance}; {first.key} {first.text('change')}."
 
     def subjects(self) -> list[Subject]:
         """Return what became of spikes, then a table for each thing that is compared, and the names of what stayed."""
@@ -377,21 +279,6 @@ def compare_pair(name: str, base: Known, other: Known) -> Compared:
     return Compared(name, rows, same_texts, fates, measured_again=other.setup is not None)
 
 
-def without_texts(subjects: Sequence[Subject]) -> list[Subject]:
-    """Return subjects whose numbers hold nothing of single texts."""
-    changed: list[Subject] = []
-    for subject in subjects:
-        rows: list[Row] = []
-        for row in subject.rows:
-            numbers: dict[str, Mean] = {}
-            for name, value in row.values().items():
-                if isinstance(value, Mean):
-                    numbers[name] = replace(value, by_text=())
-            rows.append(replace(row, **numbers))
-        changed.append(replace(subject, rows=tuple(rows), texts=()))
-    return changed
-
-
 def refuse_known(results: Sequence[Known | None], measure: str) -> None:
     """Refuse results that do not go together, or not with what models will be measured with.
 
@@ -473,107 +360,3 @@ def known_result(thing: Any) -> Known | None:
             result = Result.load(path)
             return Known(path.stem, result, result.compared())
     return None
-
-
-# --- merging ---
-
-
-def merge(before: Sequence[Subject], after: Sequence[Subject]) -> list[Change]:
-    """Return what became of each number and word that both have, and of each row and subject that came or went."""
-    pairs = partners(before, after)
-    went = [Change(key=Place("", one.name), verdict=Verdict.WENT) for one in before if one.name not in pairs]
-    known = {other.name for other in pairs.values()}
-    came = [Change(key=Place("", other.name), verdict=Verdict.CAME) for other in after if other.name not in known]
-    changes = [*went, *came]
-    for one in before:
-        if one.name in pairs:
-            changes += of_subject(one, pairs[one.name])
-    order = [*Verdict]
-    return sorted(changes, key=lambda row: order.index(row.verdict))
-
-
-def partners(before: Sequence[Subject], after: Sequence[Subject]) -> dict[str, Subject]:
-    """Return the later subject of each earlier one that has a partner, by the earlier one's name."""
-    pairs: list[tuple[float, str, Subject]] = []
-    for one in before:
-        for other in after:
-            common = common_of(one.key, other.key)
-            if common:
-                pairs.append((-common, one.name, other))
-    found: dict[str, Subject] = {}
-    for _, name, other in sorted(pairs, key=lambda pair: pair[:2]):  # those that share most first
-        if name not in found and other not in found.values():
-            found[name] = other
-    return found
-
-
-def common_of(one: Any, other: Any) -> float:
-    """Return how much the keys of two subjects share; equal keys share everything."""
-    if one == other:
-        return math.inf
-    return one.shared(other) if type(one) is type(other) and hasattr(one, "shared") else 0
-
-
-def of_subject(one: Subject, other: Subject) -> list[Change]:
-    """Return what became of a subject, and of its rows."""
-    changes: list[Change] = []
-    if other.key != one.key:
-        words = f"{one.name} -> {other.name}"
-        changes.append(Change(key=Place(one.name, "where it is"), verdict=Verdict.CHANGED, words=words))
-    old = {(row.table, row.key): row for row in one.rows}
-    new = {(row.table, row.key): row for row in other.rows}
-    for key in dict.fromkeys([*old, *new]):
-        if key in old and key in new:
-            texts = one.texts, other.texts
-            changes += of_row(one.name, old[key], new[key], texts)
-        else:
-            row = old.get(key) or new[key]
-            if row.is_control:  # what it is the control of is compared
-                continue
-            share = row.values().get("share")
-            if not isinstance(share, Mean) or abs(share.value) >= COMES:
-                verdict = Verdict.WENT if key in old else Verdict.CAME
-                said = ", ".join(f"{row.column(name).name} {row.text(name)}" for name in row.values())
-                changes.append(Change(key=Place(one.name, row.full_label), verdict=verdict, words=said or row.table))
-    return changes
-
-
-def of_row(about: str, first: Row, second: Row, texts: tuple[Sequence[str], Sequence[str]]) -> list[Change]:
-    """Return what became of the words and numbers of a row that both have."""
-    changes: list[Change] = []
-    later = second.values()
-    for name, before in first.values().items():
-        after = later.get(name)
-        column = first.column(name)
-        key = Place(about, first.full_label, column.name)
-        if isinstance(before, str):
-            verdict = Verdict.SAME if after == before else Verdict.CHANGED
-            changes.append(Change(key=key, verdict=verdict, words=f"{before} -> {after or 'none'}"))
-        elif isinstance(after, Mean) and name != "control":
-            changes.append(moved(key, column.kind, before, after, texts))
-    return changes
-
-
-def moved(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Change:
-    """Return how far a number moved, text by text where both have one of each, and the verdict."""
-    old = dict(zip(texts[0] or range(len(before.by_text)), before.by_text, strict=False))
-    new = dict(zip(texts[1] or range(len(after.by_text)), after.by_text, strict=False))
-    pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
-    pairs = pairs[np.isfinite(pairs).all(1)]
-    scores = kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
-    margin = margin_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if scores else None)
-    start, end = before.value, after.value
-    count = 0
-    if margin is not None:
-        start, end = pairs.mean(0).tolist()
-        count = len(pairs)
-    elif before.margin is not None and after.margin is not None:
-        margin = hypot(before.margin, after.margin)
-    verdict = Verdict.UNJUDGED if end != start else Verdict.SAME
-    if margin is not None:
-        far = abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value))
-        verdict = Verdict.CHANGED if far else Verdict.SAME
-    change = Mean(end - start, margin)
-    return Change(
-        key=key, verdict=verdict, kind=kind, before=Mean(start), after=Mean(end), change=change, texts=whole(count)
-    )

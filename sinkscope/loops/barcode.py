@@ -205,18 +205,16 @@ class Barcode(Result):
     def subjects(self) -> list[Subject]:
         """Return how many heads lock onto the loop, and the score of every head."""
         heads = self.by_head()
-        title = f"Attention at the same distances as one period ({self.period} tokens) before"
+        title = "Attention at the same distances as one"
         if self.onset is None:
-            return [
-                Subject(title="Attention at the same distances as one token before", rows=tuple(heads), key="heads")
-            ]
+            return [Subject(f"{title} token before", tuple(heads), "heads")]
         locked = Locked(
             share=Mean(len(self.locked) / self.score.size),
             opposite=whole(int((-self.gain >= LOCK_GAIN).sum())),
             strongest=heads[0].score,
             strongest_control=heads[0].control_score,
         )
-        return [Subject(title, (locked, *heads), "loop")]
+        return [Subject(f"{title} period ({self.period} tokens) before", (locked, *heads), "loop")]
 
     def compared(self) -> list[Subject]:
         """Return how many heads lock: single heads have no margin."""
@@ -232,24 +230,27 @@ class Barcode(Result):
         (subject,) = self.subjects()
         locked, best = subject.rows[:2]
         assert isinstance(locked, Locked)
-        lock, they, put = ("locks", "it", "puts") if len(self.locked) == 1 else ("lock", "they", "put")
+        heads = len(self.locked)
+        lock, they, put = ("locks", "it", "puts") if heads == 1 else ("lock", "they", "put")
         return (
-            f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of {self.period} tokens: {they} {put} "
+            f"{heads} of {self.score.size} heads {lock} onto the loop of {self.period} tokens: {they} {put} "
             f"at least {100 * LOCK_GAIN:.0f} points more of their attention at the same distances as one period before "
-            f"than in ordinary text (control: {locked.text('opposite')} heads have as much more in ordinary "
-            f"text). The strongest, "
-            f"{best.label}, has {locked.text('strongest')} there in the loop and {locked.text('strongest_control')} in "
-            "ordinary text."
+            f"than in ordinary text (control: {locked.text('opposite')} heads have as much more in ordinary text). "
+            f"The strongest, {best.label}, has {locked.text('strongest')} there in the loop and "
+            f"{locked.text('strongest_control')} in ordinary text."
         )
 
     def headlines(self) -> list[Headline]:
         """Return how many heads lock onto the loop, beside the heads that gain the other way round."""
         if self.onset is None:
             return []
-        opposite = int((-self.gain >= LOCK_GAIN).sum())
-        found = f"{len(self.locked)} of {self.score.size}"
-        verdict = verdict_of(len(self.locked), opposite)
-        return [Headline("heads that lock", found, f"{opposite} (reversed gain)", verdict)]
+        (subject,) = self.subjects()
+        locked = subject.rows[0]
+        assert isinstance(locked, Locked)
+        heads = len(self.locked)
+        verdict = verdict_of(heads, locked.opposite.value)
+        found = f"{heads} of {self.score.size}"
+        return [Headline("heads that lock", found, f"{locked.opposite.value:.0f} (reversed gain)", verdict)]
 
     def figure(self) -> go.Figure:
         """Draw what the loop adds to every head, and below the attention of heads in the last steps.

@@ -151,10 +151,8 @@ class PatchResult(Result):
         words = [("patch", f"{word_list(self.sites, 3)}, {held}{trial}")]
         words.append(("control", "none" if self.control is None else f"a patch of {self.control.words}"))
         if self.words:
-            words.append(
-                ("words", f"{count_of(self.words, 'word')}, {self.repeats:,} copies of each; below, those whose")
-            )
-            words[-1] = ("words", f"{words[-1][1]} copies reach half of the spike, or all if none does")
+            shown = "below, those whose copies reach half of the spike, or all if none does"
+            words.append(("words", f"{count_of(self.words, 'word')}, {self.repeats:,} copies of each; {shown}"))
         rows = [row for subject in self.compared() for row in subject.rows]
         return [Subject("What the patch changes", tuple(rows), "patch", words=tuple(words))]
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, column, optional
-from sinkscope.sinks.spikes.spike import layers_words
+from sinkscope.sinks.spikes.spike import common_layers, layers_words
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class CopiesKey:
         """Return how many layers it has in common with another spike."""
         if self.layers is None or other.layers is None:
             return 0
-        last = min(self.layers[1], other.layers[1])
-        return max(0, last + 1 - max(self.layers[0], other.layers[0]))
+        return common_layers(self.layers, other.layers)
 
 
 class Filled(StrEnum):

@@ -14,7 +14,8 @@ from scipy import stats
 
 import sinkscope as ss
 from sinkscope.app.card import CardPart, SinkCard
-from sinkscope.app.compare import Compared, Comparison, Verdict, expanded, merge
+from sinkscope.app.changes import Verdict, merge
+from sinkscope.app.compare import Compared, Comparison, expanded
 from sinkscope.results.headline import Headline
 from sinkscope.results.headline import Verdict as Shown
 from sinkscope.results.mean import Mean

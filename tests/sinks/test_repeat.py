@@ -14,7 +14,8 @@ from plain_hooks import attention, residuals
 from sinkscope.models.text import text_rows
 from sinkscope.results.headline import Verdict
 from sinkscope.results.mean import Mean
-from sinkscope.sinks.repeat import TAIL, Repeat, below_again, contrasts, half_reached, repeat, stopped_after
+from sinkscope.sinks.repeat import TAIL, below_again, contrasts, half_reached, repeat, stopped_after
+from sinkscope.sinks.repeat_result import Repeat
 from sinkscope.sinks.repeat_tables import AtLastCopy, Filled, Places
 from sinkscope.sinks.spikes.find import spike_of
 

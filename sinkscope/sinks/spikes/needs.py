@@ -40,7 +40,7 @@ from sinkscope.results.notation import Component, Neuron, count_of, percent
 from sinkscope.sinks.spikes.edited import left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey, rows_at_once
-from sinkscope.sinks.spikes.tables import Done, Role
+from sinkscope.sinks.spikes.tables import Done, Role, writes_enough
 from sinkscope.sinks.spikes.writers import (
     Unit,
     components,
@@ -375,7 +375,7 @@ class OtherNeurons:
     @property
     def is_fair(self) -> bool:
         """Whether they write enough to be compared with."""
-        return not self.as_many or self.norm >= COUNTS
+        return writes_enough(self.norm, as_many=self.as_many)
 
     @property
     def words(self) -> str:

@@ -16,9 +16,10 @@ from sinkscope.sinks.spikes.tables import (
     Effect,
     Largest,
     parts_names,
+    writes_enough,
 )
 from sinkscope.sinks.spikes.why_tables import AS_IT_IS, ONE_OTHER, Cause, Condition, Conditioned
-from sinkscope.sinks.thresholds import COUNTS, HALF
+from sinkscope.sinks.thresholds import HALF
 
 NOT_SHOWN = "Not shown"
 """How a sentence begins whose control did as much."""
@@ -137,7 +138,8 @@ def needed_headlines(spike: SpikeResult) -> list[Headline]:
 
 def is_fair(control: Effect) -> bool:
     """Return whether a control writes enough to be compared with: all but others that write hardly anything."""
-    return control.key.done is not Done.AS_MANY or (control.norm is not None and control.norm.value >= COUNTS)
+    norm = 0.0 if control.norm is None else control.norm.value
+    return writes_enough(norm, as_many=control.key.done is Done.AS_MANY)
 
 
 # --- what makes a position the place, and what the place is for ---

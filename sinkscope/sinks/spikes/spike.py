@@ -237,6 +237,11 @@ def span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
+def common_layers(one: tuple[int, int], other: tuple[int, int]) -> int:
+    """Return how many layers two spikes have in common, each given by its first and last layer."""
+    return max(0, min(one[1], other[1]) + 1 - max(one[0], other[0]))
+
+
 def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
     """Return the spikes of each place, first layers first.
 

@@ -8,7 +8,8 @@ from enum import StrEnum
 from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Component, Neuron, word_list
 from sinkscope.results.table import NOT_MEASURED, Cell, Column, Row, column, detail, optional
-from sinkscope.sinks.spikes.spike import Part, Parts, PlaceKey, layers_words
+from sinkscope.sinks.spikes.spike import Part, Parts, PlaceKey, common_layers, layers_words
+from sinkscope.sinks.thresholds import COUNTS
 
 SHOWN = 3
 """Parts that a label names."""
@@ -51,6 +52,16 @@ def verb_of(parts: Parts) -> str:
     return "zeroed" if any(isinstance(part, Neuron) for part in parts) else "replaced by their mean"
 
 
+def writes_enough(norm: float, *, as_many: bool) -> bool:
+    """Return whether other neurons write enough to be a fair control.
+
+    Args:
+        norm: The norm of what they write, over that of the neurons that are compared with them.
+        as_many: Whether no others write as much, and these are only as many.
+    """
+    return not as_many or norm >= COUNTS
+
+
 # --- the spike itself ---
 
 
@@ -66,10 +77,7 @@ class SpikeKey:
 
     def shared(self, other: SpikeKey) -> int:
         """Return how many layers it has in common with a spike at the same place."""
-        if self.place != other.place:
-            return 0
-        last = min(self.layers[1], other.layers[1])
-        return max(0, last + 1 - max(self.layers[0], other.layers[0]))
+        return common_layers(self.layers, other.layers) if self.place == other.place else 0
 
 
 @dataclass(frozen=True)
