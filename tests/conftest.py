@@ -71,6 +71,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
 FIRST = (
+    "test_mutants.py",
     "test_net.py",
     "test_faults.py",
     "test_surroundings.py",

@@ -33,6 +33,8 @@ FOLDER = Path(__file__).parents[1] / "docs/notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FOLDED = {"jupyter": {"source_hidden": True}, "tags": ["checks"]}  # of the last cell, which holds the checks
+WORD = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|[^\d\s]+")
+"""A number, or a word without digits."""
 LARGEST = 300_000  # bytes of a notebook
 MODEL = 'MODEL = None  # or "../../real/smollm2-135m.gguf"'
 """The first code cell of a notebook, which chooses the model; None: the one in the package."""
@@ -105,9 +107,9 @@ def fewer_colours(picture: bytes) -> bytes:
 
 
 def text_of(notebook: Any) -> list[str]:
-    """Return what the cells say, figures and spaces left out, times hidden, numbers rounded: equal for equal code.
+    """Return what the cells say, without figures and times.
 
-    What a cell prints is one text, which a kernel sends in pieces of any size. Processors differ beyond four digits.
+    What a cell prints is one text, which a kernel sends in pieces of any size.
     """
     found: list[str] = []
     for cell in notebook.cells:
@@ -119,13 +121,35 @@ def text_of(notebook: Any) -> list[str]:
             if data:
                 found.append(said)
         found.append(printed)
-    shown: list[str] = []
-    for said in found:
-        hidden = re.sub(r"\d[\d.,]* ?(s|ms|seconds|MB|GB)\b", "TIME", said)
-        rounded = re.sub(r"\d+\.\d{5,}", lambda number: f"{float(number[0]):.4g}", hidden)
-        rounded = re.sub(r"\d[\d.]*e-(0[4-9]|[1-9]\d)", "ROUNDING", rounded)
-        shown.append("".join(rounded.split()))
-    return shown
+    return [re.sub(r"\d[\d.,]* ?(s|ms|seconds|MB|GB)\b", "TIME", said) for said in found]
+
+
+def apart(one: Sequence[str], other: Sequence[str]) -> str:
+    """Return where two notebooks say something else, or nothing: of numbers the last digit may differ by one.
+
+    Processors add in different orders.
+    """
+    if len(one) != len(other):
+        return f"{len(one)} outputs became {len(other)}"
+    for said, now in zip(one, other, strict=True):
+        words, words_now = (WORD.findall(text) for text in (said, now))
+        if len(words) != len(words_now):
+            return f"{said!r} became {now!r}"
+        for word, word_now in zip(words, words_now, strict=True):
+            if word != word_now and not near(word, word_now):
+                return f"{word!r} became {word_now!r} in {now!r}"
+    return ""
+
+
+def near(word: str, now: str) -> bool:
+    """Whether two words are numbers that rounding explains: off by one in the last digit, or by one in a hundred."""
+    try:
+        one, other = (float(text.replace(",", "")) for text in (word, now))
+    except ValueError:
+        return False
+    last = 10.0 ** -len(word.partition(".")[2].partition("e")[0])
+    smallest = 1e-4  # what is nearly zero is rounding
+    return abs(one - other) <= max(1.01 * last, abs(one) / 100) or max(abs(one), abs(other)) < smallest
 
 
 def check(name: str, text: str) -> None:

@@ -14,6 +14,7 @@ from experiments import drawn
 from experiments.script import run
 from sinkscope.app.cli import main
 
+NEAR = 2e-3  # processors add in different orders, and some values are stored with three digits
 SLOW = ("barcode", "circuit", "clusters", "repeat", "lines", "patch-make", "repeat-attention", "separate")
 
 
@@ -27,4 +28,4 @@ def test_a_figure_is_what_its_command_makes(name, tmp_path, monkeypatch):
         assert main([*words[1 : words.index("--json")], "--json", str(made)]) == 0
     else:
         run(import_module(words[2]).main, [*words[3:], "--out", str(tmp_path)])
-    assert differences(recorded["result"], json.loads(made.read_text())["result"], 1e-4) == []
+    assert differences(recorded["result"], json.loads(made.read_text())["result"], NEAR) == []

@@ -7,7 +7,7 @@ import pytest
 from covering import slow
 
 from tools import notebooks
-from tools.notebooks import FOLDER, check, executed, text_of
+from tools.notebooks import FOLDER, apart, check, executed, text_of
 
 EVERY = sorted(FOLDER.glob("*.ipynb"))
 QUICK = ("04_patch", "07_lines")
@@ -26,4 +26,13 @@ def test_a_notebook_is_small_and_names_no_folder(path):
 def test_running_a_notebook_again_says_the_same(path, monkeypatch):
     monkeypatch.setattr(notebooks, "picture_of", lambda _: "")  # what drawing needs is not there in all environments
     stored = text_of(nbformat.read(path, as_version=4))
-    assert text_of(executed(path)) == stored, f"its outputs are others now: python -m tools.notebooks {path.name[:2]}"
+    assert apart(stored, text_of(executed(path))) == "", f"python -m tools.notebooks {path.name[:2]} stores them again"
+
+
+def test_only_rounding_is_no_other_text():
+    """A last digit may differ by one; a word, a number or how many there are may not."""
+    said = ["Conclusion: 0.15 (± 0.05) nats, 20 heads, 3e-08"]
+    assert apart(said, ["Conclusion: 0.16 (± 0.05) nats, 20 heads, 2e-08"]) == ""
+    for other in ("0.18 (± 0.05) nats, 20 heads", "0.15 (± 0.05) nats, 22 heads", "0.15 (± 0.05) points, 20 heads"):
+        assert apart(said, [f"Conclusion: {other}, 3e-08"]) != ""
+    assert apart(said, [*said, ""]) != ""
