@@ -85,15 +85,22 @@ class Command(click.Command):
         if self.help is not None:
             return
         doc = docstring_at(self.function) if isinstance(self.function, str) else inspect.getdoc(self.function) or ""
-        self.help = typed(introduction(doc))
+        self.help = self.with_flags(typed(introduction(doc)))
         descriptions: dict[str, str] = {}
         for text in (doc, *map(docstring_at, self.described)):
             descriptions = descriptions_of(text, "Args") | descriptions
         for parameter in self.params:
             if isinstance(parameter, click.Option | click.Argument) and not parameter.help:
-                parameter.help = typed(descriptions[str(parameter.name)])
+                parameter.help = self.with_flags(typed(descriptions[str(parameter.name)]))
                 if isinstance(parameter, Several):
                     parameter.help += " It may be given several times."
+
+    def with_flags(self, text: str) -> str:
+        """Return a text that calls the options of the command as one types them, and not as Python does."""
+        for parameter in self.params:
+            if isinstance(parameter, click.Option):
+                text = text.replace(f"`{parameter.name}`", max(parameter.opts, key=len))
+        return text
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """Return the first sentence of the help."""
