@@ -32,10 +32,10 @@ from sinkscope.results.style import BLUE, bars, figure_of
 from sinkscope.results.table import Subject, whole
 from sinkscope.sinks.attack_tables import Attempt, AttemptKey, Cluster, HeadsKept, Sequences, TokensWithSpike
 from sinkscope.sinks.repeat import along_spikes
-from sinkscope.sinks.spikes.asked import SpikeCircuit
-from sinkscope.sinks.spikes.edited import means_of
+from sinkscope.sinks.spikes.effects import SpikeCircuit
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, spike_of
 from sinkscope.sinks.spikes.marks import along_first, heads_up_to
+from sinkscope.sinks.spikes.row_edits import means_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, single_token

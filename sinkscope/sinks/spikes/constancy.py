@@ -23,7 +23,7 @@ from sinkscope.models.arithmetic import product
 from sinkscope.models.hooks import on_hidden
 from sinkscope.models.layers import per_query_head
 from sinkscope.results.mean import Mean
-from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions, rows_at
+from sinkscope.sinks.spikes.conditions import TEXTS, ordinary_positions, rows_at
 from sinkscope.sinks.spikes.edited import Batch
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.why_tables import Cause, Constancy, ConstancyKey

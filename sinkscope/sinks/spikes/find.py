@@ -27,11 +27,13 @@ from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, whole
-from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, effects_of, purpose_of
+from sinkscope.sinks.spikes.conditions import conditions_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.edited import left_at_place
+from sinkscope.sinks.spikes.effects import SpikeCircuit, effects_of
 from sinkscope.sinks.spikes.marks import heads_that_mark, marks_of
 from sinkscope.sinks.spikes.needs import like_needs, needs_of
+from sinkscope.sinks.spikes.purpose import purpose_of
 from sinkscope.sinks.spikes.result import FindSinks, SpikeResult, WhySink
 from sinkscope.sinks.spikes.sentences import sufficient
 from sinkscope.sinks.spikes.spike import (

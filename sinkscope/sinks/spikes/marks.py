@@ -23,9 +23,10 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.notation import Component, Head
 from sinkscope.results.table import whole
-from sinkscope.sinks.spikes.asked import SpikeCircuit
-from sinkscope.sinks.spikes.edited import Batch, Written, left_at_place, left_of, means_of, read, share_left
+from sinkscope.sinks.spikes.edited import Batch, left_at_place, left_of, read, share_left
+from sinkscope.sinks.spikes.effects import SpikeCircuit
 from sinkscope.sinks.spikes.needs import RANDOM_SETS
+from sinkscope.sinks.spikes.row_edits import PartMeans, Replaced, means_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.why_tables import Mark, Marking, MarkingKey, MarkingKind
 from sinkscope.sinks.spikes.writers import components
@@ -172,19 +173,21 @@ def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:
 
 
 def along_first(
-    spike: Spike, tokens: Int[Tensor, " token"], edits: Sequence[Parts], means: Written
+    spike: Spike, tokens: Int[Tensor, " token"], sets: Sequence[Parts], means: PartMeans
 ) -> Float[Tensor, "state token"]:
     """Project each token, which stands alone, on a spike's direction, as a share of the spike: intact, then edited.
 
     Args:
         spike: The spike of the first token.
         tokens: The tokens.
-        edits: The heads that each edit replaces.
+        sets: Sets of heads that are replaced in turn.
         means: What replaced heads write instead.
     """
-    every: list[Parts] = [(), *edits]
-    edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
-    ids = tokens.repeat(len(every))[:, None]
-    everywhere = torch.ones_like(ids, dtype=torch.bool)[:, None]
-    batch = Batch((spike,), ids, everywhere, every, edit_of=edit_of, values=means)
-    return read(batch).along[:, 0].reshape(len(every), -1)
+    with_intact: list[Parts] = [(), *sets]
+    set_of = torch.arange(len(with_intact)).repeat_interleave(len(tokens))
+    ids = tokens.repeat(len(with_intact))[:, None]
+    places = torch.ones_like(ids, dtype=torch.bool)[:, None]
+    batch = Batch((spike,), ids, places)
+    if any(sets):
+        batch = batch.under(Replaced(with_intact, set_of, means))
+    return read(batch).along[:, 0].reshape(len(with_intact), -1)
