@@ -38,9 +38,9 @@ from sinkscope.results.table import Subject
 from sinkscope.sinks.patch_tables import Outcome, Patched, Reading
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.repeat_tables import CopiesKey
+from sinkscope.sinks.spikes.controls import OtherNeurons, other_neurons
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
-from sinkscope.sinks.spikes.needs import OtherNeurons, other_neurons
 from sinkscope.sinks.spikes.spike import Spike, find_spikes, layers_words
 from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.thresholds import HALF, READS

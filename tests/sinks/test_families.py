@@ -101,7 +101,7 @@ def test_what_learned_sinks_take_is_what_no_key_gets():
 
 def test_the_sink_rate_is_a_share_of_the_heads_that_attend():
     survey = first_token(decoder("lfm2")).survey
-    survey.attention[survey.target.attending, ..., 0] = survey.own[survey.target.attending] = 1.0
+    survey.attention[survey.target.attending, ..., 0] = survey.first_to_itself[survey.target.attending] = 1.0
     assert 0 < len(survey.target.attending) < survey.target.n_layers and survey.sink_rate.tolist() == [1] * len(
         survey.ids
     )

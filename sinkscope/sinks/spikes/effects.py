@@ -17,7 +17,8 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
 from sinkscope.sinks.spikes.cases import CaseReading, case_of, control_of, effect_of
-from sinkscope.sinks.spikes.needs import Needs, equal_sets, other_components
+from sinkscope.sinks.spikes.controls import equal_sets, other_components
+from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.spikes.tables import WRITES, Done, Edit, Effect
