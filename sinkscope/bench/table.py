@@ -24,7 +24,7 @@ import numpy as np
 from sinkscope.bench.methods import FULL, uneven_budgets
 from sinkscope.bench.record import BenchRecord, BenchRun, read_run
 from sinkscope.bench.scored import NOT_RANKED, RANDOM, MethodKey, Scored, difference_text, score_text
-from sinkscope.bench.task import task_class
+from sinkscope.bench.task import Task, task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, provenance
 from sinkscope.files.output import PathName
@@ -301,22 +301,55 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     Raises:
         SinkscopeError: No method has that name, or runs were measured under other settings.
     """
-    import pandas as pd  # slow to load
-
     started = time.perf_counter()
-    settings = runs[0].settings
-    for run in runs[1:]:
-        other = differing(settings, run.settings)
-        if other:
-            raise SinkscopeError(f"runs were measured under other settings ({other}): show them in a table each")
+    settings = settings_of_all(runs)
     task = task_class(settings["task"])
     records: dict[Hashable, BenchRecord] = {}
     for run in runs:
         for record in run:
             records.setdefault(record.key, record)
+    groups = groups_of(list(records.values()), task)
+    check_beside(beside, [*dict.fromkeys(group.method for group in groups)])
+    sign = 1 if task.low_is_good else -1
+    groups.sort(key=lambda group: (group.set, group.name in NOT_RANKED, sign * group.score))
+    seed = min((record.seed for record in records.values()), default=0)
+    machine = {name: settings[name] for name in ("device", "dtype", "attention")}
+    return BenchTable(
+        model=ModelInfo(**settings["model"]),
+        settings=settings,
+        provenance=provenance(started, seed=seed, **machine),
+        task=task.name,
+        groups=tuple(groups),
+        beside=beside,
+    )
+
+
+def settings_of_all(runs: Sequence[BenchRun]) -> dict[str, Any]:
+    """Return the settings of runs.
+
+    Raises:
+        SinkscopeError: They differ.
+    """
+    settings = runs[0].settings
+    for run in runs[1:]:
+        names = differing(settings, run.settings)
+        if names:
+            raise SinkscopeError(f"runs were measured under other settings ({names}): show them in a table each")
+    return settings
+
+
+def groups_of(records: Sequence[BenchRecord], task: type[Task]) -> list[BenchGroup]:
+    """Group records by set and method: the mean score with its interval, and the means of metrics.
+
+    Args:
+        records: The records.
+        task: The task, which says what its score is.
+    """
+    import pandas as pd  # slow to load
+
     names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
     answers: list[dict[str, Any]] = []
-    for record in records.values():
+    for record in records:
         about = {"set": record.set, "method": record.method, "prompt": record.prompt, "tokens": len(record.tokens)}
         answers.append(record.metrics | about)
     frame: Any = pd.DataFrame(answers, columns=["set", "method", "prompt", "tokens", *names])
@@ -325,26 +358,15 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     sums = by_method[["seconds", "tokens"]].sum()
     speeds = sums["seconds"] / sums["tokens"]
     groups: list[BenchGroup] = []
-    for (of_set, method), of_method in by_method:
+    for (set_name, method), of_method in by_method:
         scores = of_method.groupby("prompt", sort=False)[task.main].mean().dropna()
         metrics = of_method[names].mean().drop([task.main, "seconds"])
-        metrics["time"] = speeds[of_set, method] / speeds.get((of_set, FULL), nan)
+        metrics["time"] = speeds[set_name, method] / speeds.get((set_name, FULL), nan)
         if "alarm" in metrics:
             metrics["alarm"] = of_method["alarm"].median()  # not every run has one
-        score = interval_of(scores.to_numpy(), SCORES if task.share else None)
-        score = score or Interval(scores.mean(), nan, nan)
-        numbers = (len(of_method), score.mean, score.low, score.high)
-        groups.append(BenchGroup(of_set, method, *numbers, *(each.to_dict() for each in (scores, metrics))))
-    check_beside(beside, [*dict.fromkeys(group.method for group in groups)])
-    sign = 1 if task.low_is_good else -1
-    groups.sort(key=lambda group: (group.set, group.name in NOT_RANKED, sign * group.score))
-    seed = min((record.seed for record in records.values()), default=0)
-    where = {name: settings[name] for name in ("device", "dtype", "attention")}
-    return BenchTable(
-        model=ModelInfo(**settings["model"]),
-        settings=settings,
-        provenance=provenance(started, seed=seed, **where),
-        task=task.name,
-        groups=tuple(groups),
-        beside=beside,
-    )
+        interval = interval_of(scores.to_numpy(), SCORES if task.share else None)
+        if interval is None:
+            interval = Interval(scores.mean(), nan, nan)
+        numbers = (len(of_method), interval.mean, interval.low, interval.high)
+        groups.append(BenchGroup(set_name, method, *numbers, scores.to_dict(), metrics.to_dict()))
+    return groups

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 ROWS = "sinkscope_rows"
@@ -52,6 +52,11 @@ class TokenPositions:
         if count >= self.seen:
             return self
         return TokenPositions.of(self.pos[:, :count])
+
+    def continued(self, real: Bool[Tensor, "batch new"]) -> TokenPositions:
+        """Return the tokens with columns after them, of which some are real and others padding."""
+        pos = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
+        return TokenPositions(torch.cat([self.pos, pos], 1), self.length + real.sum(1), self.seen + real.shape[1])
 
     def columns_of(self, pos: Int[Tensor, "batch head slot"]) -> Int[Tensor, "batch head slot"]:
         """Return the column of the token at each position; -1 where the position is -1."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.calls import note_layers, tokens_in
+from sinkscope.engine.calls import note_layers
 from sinkscope.engine.run import Run, runs_here
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_visible
@@ -26,6 +26,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Usage
 from sinkscope.models.layers import check_caches_filled, layers_with_states
+from sinkscope.models.quirks import add_states, tokens_in
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 
@@ -292,9 +293,7 @@ def adopt(cache: Any, target: Target) -> None:
         ours[number] = CacheLayer(number)
     cache.layers = ours
     cache.layer_class_to_replicate = None
-    if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
-        states: Any = cache
-        states.linear_cache = [[] if isinstance(layer, CacheLayer) else None for layer in ours]
+    add_states(cache, [isinstance(layer, CacheLayer) for layer in ours])
 
 
 def _named(cache: Any) -> str:

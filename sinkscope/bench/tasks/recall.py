@@ -106,28 +106,56 @@ def recall_dialogue(
     for chained in chains:
         for key, link in pairwise([*chained, END]):
             facts[key] = _fact(rng, key, link)
-    room = [(length - _FRAME - GAP) // (_FACT + GAP) for length in tokens]
-    placed: list[list[list[str]]] = [[] for _ in tokens]  # the facts of each turn
-
-    def with_room(number: int) -> list[int]:
-        return [turn for turn in range(number) if len(placed[turn]) < room[turn]]
-
-    for number, chained in enumerate(chains, 1):
-        for key in chained:  # its fact stands in the turn that needs it or before
-            places = with_room(number)
-            if not places:
-                raise SinkscopeError(f"turn {number} and those before it have no place left: give more tokens")
-            placed[rng.choice(places)].append(facts[key])
-    for key in keys[::-1]:  # facts that nobody asks about; every turn is filled to about the same share
-        for turn in sorted(with_room(turns), key=lambda turn: len(placed[turn]) / room[turn])[:1]:
+    placed = _PlacedFacts(rng, tokens)
+    for turn, chained in enumerate(chains):
+        for key in chained:
+            placed.put_before(turn, facts[key])
+    for key in keys[::-1]:  # facts that nobody asks about
+        turn = placed.emptiest()
+        if turn is not None:
             facts[key] = _fact(rng, key, rng.choice([*facts, END]))
-            placed[turn].append(facts[key])
+            placed.facts[turn].append(facts[key])
     questions: list[Turn] = []
-    for name, chained, own, length in zip(TURNS, chains, placed, tokens, strict=False):
+    for turn, chained in enumerate(chains):
         answer = " ".join(word for key in chained for word in facts[key][2:])
-        words = _context(rng, own, length - _FRAME, [ASK, chained[0], *QUESTION_END], position)
-        questions.append(Turn(f"{name} {words} {ANSWER}", (answer,)))
+        question = [ASK, chained[0], *QUESTION_END]
+        words = _context(rng, placed.facts[turn], tokens[turn] - _FRAME, question, position)
+        questions.append(Turn(f"{TURNS[turn]} {words} {ANSWER}", (answer,)))
     return Prompt(f"recall-{seed} {position} {sum(tokens)}", tuple(questions), "recall", position)
+
+
+class _PlacedFacts:
+    """The facts that stand in each turn.
+
+    Args:
+        rng: Draws turns.
+        tokens: Tokens of the prompt of each turn.
+    """
+
+    def __init__(self, rng: random.Random, tokens: Sequence[int]) -> None:
+        self.facts: list[list[list[str]]] = [[] for _ in tokens]
+        self._rng = rng
+        self._room = [(length - _FRAME - GAP) // (_FACT + GAP) for length in tokens]
+
+    def turns_with_room(self, end: int) -> list[int]:
+        """Return the turns before `end` in which another fact can stand."""
+        return [turn for turn in range(end) if len(self.facts[turn]) < self._room[turn]]
+
+    def put_before(self, turn: int, fact: list[str]) -> None:
+        """Put a fact into the turn that needs it or into one before.
+
+        Raises:
+            SinkscopeError: None of them has room.
+        """
+        turns = self.turns_with_room(turn + 1)
+        if not turns:
+            raise SinkscopeError(f"turn {turn + 1} and those before it have no place left: give more tokens")
+        self.facts[self._rng.choice(turns)].append(fact)
+
+    def emptiest(self) -> int | None:
+        """Return the turn that is filled least, so that all are filled to about the same share; None: all are full."""
+        turns = self.turns_with_room(len(self.facts))
+        return min(turns, key=lambda turn: len(self.facts[turn]) / self._room[turn], default=None)
 
 
 def _fact(rng: random.Random, key: str, link: str) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from inspect import signature
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -32,6 +31,7 @@ from sinkscope.models.neurons import (
     number_of,
     view_layer,
 )
+from sinkscope.models.quirks import adds_stream_inside
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Component, Head, Neuron
@@ -264,8 +264,7 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
             modules = [target.sub(layer, "attn_out")]
         case "attention":
             module = target.sub(layer, "attn")
-            original = getattr(module, "original_component", module)  # also below a bridge's wrapper
-            if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
+            if adds_stream_inside(module):
                 module = target.sub(layer, "o")
             modules = [module]
         case "mixer":
