@@ -19,6 +19,7 @@ from math import hypot
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from sinkscope.measure.margin import DIFFERENCES, margin_of
 from sinkscope.results.mean import Mean
@@ -184,18 +185,15 @@ def of_row(about: str, first: Row, second: Row, texts: tuple[Sequence[str], Sequ
             verdict = Verdict.SAME if after == before else Verdict.CHANGED
             changes.append(Change(key=key, verdict=verdict, words=f"{before} -> {after or 'none'}"))
         elif isinstance(after, Mean) and name != "control":
-            changes.append(moved(key, column.kind, before, after, texts))
+            changes.append(change_of(key, column.kind, before, after, texts))
     return changes
 
 
-def moved(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Change:
+def change_of(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Change:
     """Return how far a number moved, text by text where both have one of each, and the verdict."""
-    old = dict(zip(texts[0] or range(len(before.by_text)), before.by_text, strict=False))
-    new = dict(zip(texts[1] or range(len(after.by_text)), after.by_text, strict=False))
-    pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
-    pairs = pairs[np.isfinite(pairs).all(1)]
-    scores = kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
-    margin = margin_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if scores else None)
+    pairs = pairs_of(before, after, texts)
+    are_scores = kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
+    margin = margin_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if are_scores else None)
     start, end = before.value, after.value
     count = 0
     if margin is not None:
@@ -205,12 +203,20 @@ def moved(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequen
         margin = hypot(before.margin, after.margin)
     verdict = Verdict.UNJUDGED if end != start else Verdict.SAME
     if margin is not None:
-        far = abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value))
-        verdict = Verdict.CHANGED if far else Verdict.SAME
+        is_far = abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value))
+        verdict = Verdict.CHANGED if is_far else Verdict.SAME
     change = Mean(end - start, margin)
     return Change(
         key=key, verdict=verdict, kind=kind, before=Mean(start), after=Mean(end), change=change, texts=whole(count)
     )
+
+
+def pairs_of(before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Float[np.ndarray, "text 2"]:
+    """Return the finite numbers of the texts that both have; of texts without names, in their order."""
+    old = dict(zip(texts[0] or range(len(before.by_text)), before.by_text, strict=False))
+    new = dict(zip(texts[1] or range(len(after.by_text)), after.by_text, strict=False))
+    pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
+    return pairs[np.isfinite(pairs).all(1)]
 
 
 def without_texts(subjects: Sequence[Subject]) -> list[Subject]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -207,7 +207,9 @@ def compare(
     measurement = measurements().get(measure)
     if measurement is None:
         raise SinkscopeError(f"--measure {measure}: expected {', '.join(measurements())}")
-    things = [item for thing in results for item in expanded(thing)]
+    things: list[Any] = []
+    for result in results:
+        things += expanded(result)
     if len(things) < 2:
         raise SinkscopeError(
             f"{count_of(len(things), 'result')} to compare: give two or more (files of results, folders of "
@@ -216,15 +218,27 @@ def compare(
     all_known = [known_result(thing) for thing in things]
     refuse_known(all_known, measure)
     by_name: dict[str, Known] = {}
-    for number, (thing, known) in enumerate(zip(things, all_known, strict=True)):
-        if known is None:
-            known = measured_model(thing, measurement.load(), settings, progress)
-        name = known.name
+    for number, (thing, known) in enumerate(zip(things, all_known, strict=True), 1):
+        result = known or measured_model(thing, measurement.load(), settings, progress)
+        name = result.name
         if name in by_name:
-            name = f"{name} ({number + 1})"
-        by_name[name] = known
-        if all_known[number] is None and out is not None:
-            note(f"{name}: {known.result.save(Path(out) / f'{name}.json')}")
+            name = f"{name} ({number})"
+        by_name[name] = result
+        if known is None and out is not None:
+            note(f"{name}: {result.result.save(Path(out) / f'{name}.json')}")
+    return comparison_of(by_name, started)
+
+
+def comparison_of(by_name: Mapping[str, Known], started: float) -> Comparison:
+    """Compare results with the first of them.
+
+    Args:
+        by_name: The results, by what they are called.
+        started: When it was begun.
+
+    Raises:
+        SinkscopeError: They differ in settings.
+    """
     (first, base), *others = by_name.items()
     compared: list[Compared] = []
     for name, other in others:

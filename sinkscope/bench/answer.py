@@ -118,8 +118,7 @@ def answer_rows(
         processors.append(sampler)
     if along:
         new = max(map(len, along))
-        forced = [[*answer, *[pad] * (new - len(answer))] for answer in along]
-        processors.append(forced_answers(forced, ids.shape[1]))
+        processors.append(forced_answers(padded(along, new, pad), ids.shape[1]))
     options = decoding(target, do_sample=False, pad_token_id=pad)
     options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "logits_processor": processors}
@@ -127,18 +126,33 @@ def answer_rows(
     with under(None if edit is None else edit | held, target) as run, torch.no_grad():
         output = target.hf.generate(**options)
     seconds = (time.perf_counter() - started) / len(rows)
-    ends = end_ids(target)
+    written = [to_end(ids_of_row, end_ids(target)) for ids_of_row in output[:, ids.shape[1] :].tolist()]
     answers: list[Answer] = []
-    for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
-        tokens = along[row] if along else to_end(written, ends)
-        ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
-        costs = CacheCosts.of_full_cache(len(rows[row]), len(tokens)) if run is None else held.costs(row, len(tokens))
-        events = [] if run is None else run.events
+    for row, tokens in enumerate(along or written):
+        costs = CacheCosts.of_full_cache(len(rows[row]), len(tokens))
+        events: Sequence[Event] = ()
+        if run is not None:
+            costs = held.costs(row, len(tokens))
+            events = run.events
         metrics = metrics_of(costs, events, row, n_prompt=len(rows[row]), n_written=len(tokens), seconds=seconds)
-        text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
-        acted = row_events(events, row, len(tokens))
-        answers.append(Answer(tokens=tuple(tokens), text=text, ended=ended, metrics=metrics, events=acted))
+        answers.append(answer_of(target, tokens, metrics, row_events(events, row, len(tokens)), is_given=bool(along)))
     return answers
+
+
+def answer_of(
+    target: Target, tokens: Sequence[int], metrics: Metrics, events: tuple[dict[str, Any], ...], *, is_given: bool
+) -> Answer:
+    """Return an answer: one that is given ends at its last token, whatever that is."""
+    ended: EndReason = "cap"
+    if tokens[-1] in end_ids(target) and not is_given:
+        ended = "eos"
+    text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
+    return Answer(tokens=tuple(tokens), text=text, ended=ended, metrics=metrics, events=events)
+
+
+def padded(answers: Sequence[list[int]], length: int, pad: int) -> list[list[int]]:
+    """Return answers of one length, with padding after them."""
+    return [[*answer, *[pad] * (length - len(answer))] for answer in answers]
 
 
 def padded_rows(target: Target, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:

@@ -345,16 +345,8 @@ def groups_of(records: Sequence[BenchRecord], task: type[Task]) -> list[BenchGro
         records: The records.
         task: The task, which says what its score is.
     """
-    import pandas as pd  # slow to load
-
     names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
-    answers: list[dict[str, Any]] = []
-    for record in records:
-        about = {"set": record.set, "method": record.method, "prompt": record.prompt, "tokens": len(record.tokens)}
-        answers.append(record.metrics | about)
-    frame: Any = pd.DataFrame(answers, columns=["set", "method", "prompt", "tokens", *names])
-    frame = frame.astype(dict.fromkeys(names, float))
-    by_method = frame.groupby(["set", "method"], sort=False)
+    by_method = frame_of(records, names).groupby(["set", "method"], sort=False)
     sums = by_method[["seconds", "tokens"]].sum()
     speeds = sums["seconds"] / sums["tokens"]
     groups: list[BenchGroup] = []
@@ -370,3 +362,15 @@ def groups_of(records: Sequence[BenchRecord], task: type[Task]) -> list[BenchGro
         numbers = (len(of_method), interval.mean, interval.low, interval.high)
         groups.append(BenchGroup(set_name, method, *numbers, scores.to_dict(), metrics.to_dict()))
     return groups
+
+
+def frame_of(records: Sequence[BenchRecord], names: Sequence[str]) -> Any:
+    """Return a row of metrics for each record, NaN where it has none."""
+    import pandas as pd  # slow to load
+
+    answers: list[dict[str, Any]] = []
+    for record in records:
+        about = {"set": record.set, "method": record.method, "prompt": record.prompt, "tokens": len(record.tokens)}
+        answers.append(record.metrics | about)
+    frame = pd.DataFrame(answers, columns=["set", "method", "prompt", "tokens", *names])
+    return frame.astype(dict.fromkeys(names, float))

@@ -27,10 +27,11 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.watch import Observe
 from sinkscope.loops.prompts import prompt_and_continuation
-from sinkscope.loops.text.signals import end_loop
+from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Setup, measurement
 from sinkscope.models.inputs import attending_layers, check_length, check_site, read_row
 from sinkscope.models.layers import per_query_head
+from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import Head, count_of
@@ -302,18 +303,15 @@ def barcode(
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
         heads: Draw these heads, and measure only their layers. By default up to four heads that the loop changes most.
     """
-    named = list(dict.fromkeys(map(head_of, heads or ())))
-    for layer, head in named:
-        check_site(setup.target, layer, head=head)
+    named = _named_heads(setup.target, heads or ())
     layers = sorted({layer for layer, _ in named}) or attending_layers(setup.target, None)
     row, prompt_tokens = _row_to_read(setup, prompt, ids, max_new_tokens)
     loop = end_loop(row)
-    period = 1 if loop is None else loop.period
-    start = prompt_tokens if loop is None else loop.start
+    tail = loop or Tail(1, prompt_tokens, 0)
     ordinary: list[int] = text_rows(setup.target.tokenizer, setup.halves.choose, 1, len(row), setup.bos)[0].tolist()
-    scores, pictures = _record(setup, row, prompt_tokens, layers, period)
-    control_scores, control_pictures = _record(setup, ordinary, prompt_tokens, layers, period)
-    late = (start + len(row) - 1) // 2  # numbers of heads are means from here on
+    scores, pictures = _record(setup, row, prompt_tokens, layers, tail.period)
+    control_scores, control_pictures = _record(setup, ordinary, prompt_tokens, layers, tail.period)
+    late = (tail.start + len(row) - 1) // 2  # numbers of heads are means from here on
     with np.errstate(under="ignore"):  # whatever the caller has set: shares may be tiny
         score = scores[:, :, late:].mean(2)
         control_score = control_scores[:, :, late:].mean(2)
@@ -332,6 +330,18 @@ def barcode(
         control_attention=control_pictures[shown],
         ids=tuple(row),
     )
+
+
+def _named_heads(target: Target, heads: Sequence[str | tuple[int, int]]) -> list[LayerHead]:
+    """The heads that are named, each once.
+
+    Raises:
+        SinkscopeError: The model has no such head.
+    """
+    named = list(dict.fromkeys(map(head_of, heads)))
+    for layer, head in named:
+        check_site(target, layer, head=head)
+    return named
 
 
 def _row_to_read(

@@ -137,12 +137,7 @@ class Setup:
         if field is not None and text is None:
             raise SinkscopeError(f"--field {field}: no text is given whose field it is; give --text")
         records = None if text is None else text_records(text, field)
-        options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device}
-        target = open_target(model, tokenizer, **options, whole=loading == "whole")
-        if loading == "fits" and not target.resident and fits(target, dtype):
-            target = open_target(model, target.tokenizer, **options, whole=True)
-        if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
-            check_finite(target.hf)
+        target = _opened(model, tokenizer, loading, revision=revision, dtype=dtype, device=device)
         first_id = resolve_bos(tokenizer_of(target), bos)
         content = typical_text()
         remarks: list[str] = []
@@ -218,6 +213,16 @@ class Setup:
             first_ids=tuple(self.ids[0, :FIRST_IDS].tolist()),
             bos_added=self.bos is not None and self.bos not in put_before(self.tokenizer),
         )
+
+
+def _opened(model: object, tokenizer: Any, loading: str, **options: Any) -> Target:
+    """The model, read as `Setup.open` says."""
+    target = open_target(model, tokenizer, **options, whole=loading == "whole")
+    if loading == "fits" and not target.resident and fits(target, options["dtype"]):
+        target = open_target(model, target.tokenizer, **options, whole=True)
+    if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
+        check_finite(target.hf)
+    return target
 
 
 def remarks_on_unknown(ids: Int[Tensor, "row pos"], tokenizer: Any) -> list[str]:

@@ -5,7 +5,7 @@ Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -86,8 +86,20 @@ def view_layer(
         hooks.append((target.sub(layer, "experts"), "post", keep_experts))
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
-    post, routing = [list[Tensor](), list[Tensor]()]
-    if layer in target.mixtures:
+    return view_of_parts(layer, parts)
+
+
+def view_of_parts(layer: int, parts: Mapping[str, Tensor]) -> LayerView:
+    """Return the view of a layer.
+
+    Args:
+        layer: The layer.
+        parts: What was kept: "experts" and "routing" of a mixture, "down" of a dense MLP or shared expert and the
+            "shared_gate" on it, and "post_mlp_norm", what a norm behind the MLP reads.
+    """
+    post: list[Tensor] = []
+    routing: list[Tensor] = []
+    if "experts" in parts:
         post.append(parts["experts"])
         routing.append(parts["routing"])
     if "down" in parts:

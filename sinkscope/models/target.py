@@ -194,24 +194,39 @@ class Target:
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None) or None
         self.skips_layers = adapter.from_any_layer and adapter.adds
         self.unproved = dict(adapter.unproved)
+        self._look_for_parts()
+
+    def _look_for_parts(self) -> None:
+        """Note where each layer has its parts."""
+        parts = self.adapter.parts
         self.paths: list[dict[str, str]] = []
-        self.attending, self.with_neurons, self.mixtures = list[int](), list[int](), list[int]()
+        self.attending: list[int] = []
+        self.with_neurons: list[int] = []
+        self.mixtures: list[int] = []
         for number, layer in enumerate(self.layers):
-            paths = parts_of(layer, adapter.parts[number] if adapter.parts else {"": ""})
+            paths = parts_of(layer, parts[number] if parts else {"": ""})
             self.paths.append(paths)
             if "o" in paths:
                 self.attending.append(number)
-                own = getattr(layer.get_submodule(paths.get("attn", "")), "layer_idx", number)
-                if own != number and layer not in self.layers[:number]:  # by which attention and caches are told apart
-                    raise UnsupportedError(
-                        f"the layer at place {number} of {self.name} calls itself layer {own} (layer_idx), so that "
-                        "attention and caches would be those of another layer: set the layer_idx of its attention to "
-                        "the place"
-                    )
+                self._check_number(number, layer.get_submodule(paths.get("attn", "")))
             if "experts" in paths:
                 self.mixtures.append(number)
             if paths.keys() & {"experts", "down"} and f"blocks.{number}.mlp.hook_post" not in self.unproved:
                 self.with_neurons.append(number)
+
+    def _check_number(self, number: int, attention: nn.Module) -> None:
+        """Refuse a layer whose attention says another number than its place, by which caches are told apart.
+
+        Raises:
+            UnsupportedError: It does, and it is not an earlier layer once more.
+        """
+        layer_idx = getattr(attention, "layer_idx", number)
+        if layer_idx != number and self.layers[number] not in self.layers[:number]:
+            raise UnsupportedError(
+                f"the layer at place {number} of {self.name} calls itself layer {layer_idx} (layer_idx), so that "
+                "attention and caches would be those of another layer: set the layer_idx of its attention to "
+                "the place"
+            )
 
     @cached_property
     def available_tokenizer(self) -> Any:

@@ -108,7 +108,7 @@ def _read(target: Target, layers: set[int]) -> dict[int, Record]:
     """What passes all modules of some layers; their attention, if it is seen."""
     with suppress(Exception):  # attention outside transformers' interface is not seen
         records = read(target, layers)
-        if any(record.shown for record in records.values()):
+        if any(record.computed_rows for record in records.values()):
             return records
     return read(replace(target, adapter=replace(target.adapter, attention_interface=False)), layers)
 

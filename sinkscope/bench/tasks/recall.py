@@ -92,12 +92,8 @@ def recall_dialogue(
     Raises:
         SinkscopeError: The facts do not fit, or a number is out of range.
     """
+    _check_numbers(tokens, hops)
     turns = len(tokens)
-    if not 1 <= turns <= len(TURNS) or min(tokens) < _FRAME + GAP or not 0 < hops * turns < len(KEYS):
-        raise SinkscopeError(
-            f"tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least {_FRAME + GAP} tokens "
-            f"each, and from 1 to fewer than {len(KEYS)} hops in all, since a key is used once"
-        )
     rng = random.Random(f"recall {seed}")
     keys = list(KEYS)
     rng.shuffle(keys)
@@ -122,6 +118,20 @@ def recall_dialogue(
         words = _context(rng, placed.facts[turn], tokens[turn] - _FRAME, question, position)
         questions.append(Turn(f"{TURNS[turn]} {words} {ANSWER}", (answer,)))
     return Prompt(f"recall-{seed} {position} {sum(tokens)}", tuple(questions), "recall", position)
+
+
+def _check_numbers(tokens: Sequence[int], hops: int) -> None:
+    """Refuse lengths of turns and numbers of hops of which no dialogue can be made.
+
+    Raises:
+        SinkscopeError: There are too many or too few of them.
+    """
+    turns = len(tokens)
+    if not 1 <= turns <= len(TURNS) or min(tokens) < _FRAME + GAP or not 0 < hops * turns < len(KEYS):
+        raise SinkscopeError(
+            f"tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least {_FRAME + GAP} tokens "
+            f"each, and from 1 to fewer than {len(KEYS)} hops in all, since a key is used once"
+        )
 
 
 class _PlacedFacts:
