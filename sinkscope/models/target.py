@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter
+from sinkscope.models.describe import as_page, describe
 from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_hidden
 from sinkscope.models.shards import Shards, split_weight
 from sinkscope.models.weights import Experts, brought, experts_of, input_width, is_plain
@@ -127,6 +128,44 @@ def _put_back(attributes: dict[str, Any], forward: Any) -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
+def check_number(target: Target, number: int, attention: nn.Module) -> None:
+    """Refuse a layer whose attention says another number than its place, by which caches are told apart.
+
+    Raises:
+        UnsupportedError: It does, and it is not an earlier layer once more.
+    """
+    layer_idx = getattr(attention, "layer_idx", number)
+    if layer_idx != number and target.layers[number] not in target.layers[:number]:
+        raise UnsupportedError(
+            f"the layer at place {number} of {target.name} calls itself layer {layer_idx} (layer_idx), so that "
+            "attention and caches would be those of another layer: set the layer_idx of its attention to "
+            "the place"
+        )
+
+
+def tokenizer_of_origin(origin: str) -> Any:
+    """Return the tokenizer of a checkpoint that a live model names; None without one, or if it is made of no files."""
+    if not origin:
+        return None
+    from transformers import AutoTokenizer
+
+    with suppress(Exception):  # the origin may not exist any more
+        tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=False)
+        if tokenizer("a text", add_special_tokens=False)["input_ids"]:
+            return tokenizer
+    return None
+
+
+def configs_of(hf: Any, base: nn.Module) -> list[Any]:
+    """Return the configuration of a model, and every other one below its base, each once."""
+    configs = {id(hf.config): hf.config}
+    for module in base.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "model_type"):
+            configs[id(config)] = config
+    return list(configs.values())
+
+
 @dataclass(eq=False)
 class Target:
     """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
@@ -173,6 +212,14 @@ class Target:
     name: str = "model"
     store: Any = None
 
+    def describe(self) -> str:
+        """Return the model as a tree: which modules were found and proved, their sizes, and the sites read there."""
+        return describe(self)
+
+    def _repr_html_(self) -> str:
+        """Show the tree in a notebook."""
+        return as_page(self)
+
     def __repr__(self) -> str:
         """Return what it is, without its modules."""
         return f"Target(name={self.name!r}, kind={self.kind!r}, hf={type(self.hf).__name__})"
@@ -208,39 +255,18 @@ class Target:
             self.paths.append(paths)
             if "o" in paths:
                 self.attending.append(number)
-                self._check_number(number, layer.get_submodule(paths.get("attn", "")))
+                check_number(self, number, layer.get_submodule(paths.get("attn", "")))
             if "experts" in paths:
                 self.mixtures.append(number)
             if paths.keys() & {"experts", "down"} and f"blocks.{number}.mlp.hook_post" not in self.unproved:
                 self.with_neurons.append(number)
 
-    def _check_number(self, number: int, attention: nn.Module) -> None:
-        """Refuse a layer whose attention says another number than its place, by which caches are told apart.
-
-        Raises:
-            UnsupportedError: It does, and it is not an earlier layer once more.
-        """
-        layer_idx = getattr(attention, "layer_idx", number)
-        if layer_idx != number and self.layers[number] not in self.layers[:number]:
-            raise UnsupportedError(
-                f"the layer at place {number} of {self.name} calls itself layer {layer_idx} (layer_idx), so that "
-                "attention and caches would be those of another layer: set the layer_idx of its attention to "
-                "the place"
-            )
-
     @cached_property
     def available_tokenizer(self) -> Any:
         """The tokenizer; without one, that of the checkpoint which a live model names; None without either."""
-        origin = getattr(self.hf.config, "_name_or_path", "")
-        if self.tokenizer is not None or not origin:
+        if self.tokenizer is not None:
             return self.tokenizer
-        from transformers import AutoTokenizer
-
-        with suppress(Exception):  # the origin may not exist any more
-            tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=False)
-            if tokenizer("a text", add_special_tokens=False)["input_ids"]:  # else it was made of no files
-                return tokenizer
-        return None
+        return tokenizer_of_origin(getattr(self.hf.config, "_name_or_path", ""))
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -248,12 +274,7 @@ class Target:
 
         A vision or audio tower beside the decoder attends in its own way.
         """
-        configs = {id(self.hf.config): self.hf.config}
-        for module in self.base.modules():
-            config = getattr(module, "config", None)
-            if hasattr(config, "model_type"):
-                configs[id(config)] = config
-        return list(configs.values())
+        return configs_of(self.hf, self.base)
 
     def n_experts(self, layer: int) -> int:
         """Return the number of routed experts in a layer; 0 if it is not a mixture."""

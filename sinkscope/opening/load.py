@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from sinkscope.engine.attention import set_attention, stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
@@ -33,6 +35,7 @@ from sinkscope.models.checkpoints.config import (
 )
 from sinkscope.models.checkpoints.gguf_file import forget_vocabulary, parsed_once
 from sinkscope.models.checkpoints.stream import LayerStore
+from sinkscope.models.describe import as_page
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target, check_divides
 from sinkscope.opening.memory import free_memory
@@ -212,7 +215,21 @@ def load(
             hf.config._name_or_path, hf.config._commit_hash = files.repo, files.commit
             if quantization_config is None:  # else it is not the model that it was made from
                 hf.sinkscope_origin = files.commit, fingerprint_of(target)
+    _show_in_notebooks()
     return hf
+
+
+def _show_in_notebooks() -> None:
+    """Let IPython, where it runs, show models that were loaded here as a tree of what was proved."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None:
+        shell.display_formatter.formatters["text/html"].for_type(PreTrainedModel, page_of)
+
+
+def page_of(hf: PreTrainedModel) -> str | None:
+    """Return the tree of a model that was loaded here; None of another one, which IPython then shows as ever."""
+    return as_page(target_of(hf)) if hasattr(hf, "sinkscope_name") else None
 
 
 def _ours(hf: Any, files: Files, tokenizer: Any, store: LayerStore | None = None) -> Target:
