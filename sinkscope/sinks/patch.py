@@ -236,8 +236,8 @@ def patch(
     for circuit in sinks.at_first:
         if circuit is not chosen:
             spikes.append(circuit.spike)
-    others = control_of(sinks.survey, edit, setup.seed)
-    found = proof_of(setup, spikes, edit, others, most, held_out(setup, pieces, length))
+    control = control_of(sinks.survey, edit, setup.seed)
+    found = proof_of(setup, spikes, edit, control, most, held_out(setup, pieces, length))
     verdict, reason = patch_verdict(found, limit)
     if out is not None and verdict == "made" and is_first():
         edit.save(out)
@@ -258,8 +258,8 @@ def proof_of_file(setup: Setup, file: Any, limit: int, pieces: TokenRows) -> Pat
     setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
     survey = survey_of(setup)
     spikes = [spike for spike in find_spikes(survey, setup.tokenizer) if spike.place.is_first]
-    others = control_of(survey, edit, setup.seed)
-    return proof_of(setup, spikes, edit, others, limit, pieces)
+    control = control_of(survey, edit, setup.seed)
+    return proof_of(setup, spikes, edit, control, limit, pieces)
 
 
 def control_of(survey: Survey, patch: SinkPatch, seed: int) -> OtherNeurons | None:
@@ -297,7 +297,7 @@ def proof_of(
     setup: Setup,
     spikes: Sequence[Spike],
     patch: SinkPatch,
-    others: OtherNeurons | None,
+    control: OtherNeurons | None,
     limit: int,
     pieces: TokenRows,
 ) -> PatchResult:
@@ -307,16 +307,16 @@ def proof_of(
         setup: The whole model and its text.
         spikes: The spikes of the first token.
         patch: The patch.
-        others: The neurons of the control, held at their second token's values.
+        control: The neurons of the control, held at their second token's values.
         limit: Largest number of repetitions.
         pieces: Held-out text.
     """
     edits = [None, patch]
-    if others is not None:
-        edits.append(SinkPatch(sites=others.neurons, site=patch.site))
+    if control is not None:
+        edits.append(SinkPatch(sites=control.neurons, site=patch.site))
     setup.record(pieces=len(pieces), length=pieces.shape[1])
     ordinary = ordinary_text(setup, edits, pieces)
-    found = PatchResult(verdict="given", reason="it was given.", sites=patch.sites, proof=(ordinary,), control=others)
+    found = PatchResult(verdict="given", reason="it was given.", sites=patch.sites, proof=(ordinary,), control=control)
     if not spikes:
         return found
     ids = pick_tokens(setup)
@@ -450,8 +450,8 @@ def read_after(
     copies = torch.zeros(*texts.shape, 1)
     copies[:, before:end] = 1
 
-    def run(some: TokenRows) -> None:
-        chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
+    def run(ids_of_pass: TokenRows) -> None:
+        chances.append(target.logits_at(ids_of_pass, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
 
     with under(edit, target):
         along = [of_spike[:, -1] for of_spike in along_spikes(target, spikes, rows)]

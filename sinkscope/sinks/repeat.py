@@ -91,16 +91,16 @@ def repeat(
 def contrasts(setup: Setup, rows: TokenRows, count: int) -> tuple[TokenRows, TokenRows]:
     """Make two controls of equal length: ordinary tokens that end with one copy, and ordinary tokens alone."""
     ids = setup.ids[:, 1:].unique()
-    others = rows.clone()
+    other_tokens = rows.clone()
     ordinary = ids[~torch.isin(ids, rows[:, -1])]
     drawn = torch.randint(len(ordinary), (len(rows), count), generator=draws(setup.seed, "tokens beside copies"))
-    others[:, -count:] = ordinary[drawn]
-    return append_copy(others, rows), others
+    other_tokens[:, -count:] = ordinary[drawn]
+    return append_copy(other_tokens, rows), other_tokens
 
 
-def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
+def append_copy(other_tokens: TokenRows, rows: TokenRows) -> TokenRows:
     """Put one copy after other tokens, at the position of the last copy of each row."""
-    return torch.cat([others[:, :-1], rows[:, -1:]], 1)
+    return torch.cat([other_tokens[:, :-1], rows[:, -1:]], 1)
 
 
 def effect_of_copies(values: Float[Tensor, "kind token"], layers: tuple[int, int] | None) -> list[AtLastCopy]:
@@ -160,7 +160,7 @@ def read_copies(
     values = torch.stack(read(rows))[..., -count:]
     effects: list[AtLastCopy] = []
     setup.progress("repetitions", 1, 2)
-    controls = [torch.stack(read(others))[..., -1] for others in contrasts(setup, rows, count)]
+    controls = [torch.stack(read(control))[..., -1] for control in contrasts(setup, rows, count)]
     last = torch.stack([values[..., -1], *controls])
     for number in range(len(conditions)):
         effects += effect_of_copies(last[:, number], spikes[number] if spikes else None)
@@ -263,16 +263,16 @@ def attention_from(
     """
     received = torch.full((len(ids), keys.shape[2], target.n_layers, target.n_heads), torch.nan)
     received[:, :, target.attending] = 0
-    for some in torch.arange(len(ids)).split(SEQUENCES):
+    for row_numbers in torch.arange(len(ids)).split(SEQUENCES):
 
-        def add(rows: AttentionRows, some: Tensor = some) -> None:
-            kinds = keys[some].to(rows.probs.device)
+        def add(rows: AttentionRows, row_numbers: Tensor = row_numbers) -> None:
+            kinds = keys[row_numbers].to(rows.probs.device)
             with without_autocast(kinds.device):
                 to_kinds = einsum(rows.probs, kinds, "row head query key, row key kind -> row kind head")
-            received[some, :, rows.layer] += to_kinds.cpu()
+            received[row_numbers, :, rows.layer] += to_kinds.cpu()
 
         with attention_rows(target, add, begin=begin, at_once=False):
-            run(ids[some])
+            run(ids[row_numbers])
     return received
 
 
@@ -323,5 +323,5 @@ def copies_of(
         before: What stands before the copies; copies are compared with its first token.
         limit: Largest number of copies.
     """
-    each = along_spikes(target, spikes, repeated(before, tokens, limit))
-    return [[half_reached(row[len(before) :] / row[0]) for row in along] for along in each]
+    along_of_spikes = along_spikes(target, spikes, repeated(before, tokens, limit))
+    return [[half_reached(row[len(before) :] / row[0]) for row in along] for along in along_of_spikes]

@@ -57,11 +57,11 @@ class Case:
             since: The first position whose attention and loss are read.
         """
         reading = read(self.batch, heads, loss=bool(heads), since=since)
-        left = share_left(reading.along[:, 0], reading.intact[:, 0])
+        remaining = share_left(reading.along[:, 0], reading.intact[:, 0])
         attention = None
         if heads:
             attention = reading.attention[:, [*heads]].permute(1, 2, 0)
-        case = CaseReading(self, left, attention)
+        case = CaseReading(self, remaining, attention)
         if not bool(reading.loss.isfinite().any()):
             return case
         place = self.batch.places[:, 0].int()
@@ -77,14 +77,14 @@ class CaseReading:
 
     Attributes:
         case: The case.
-        left: What is left of the spike.
+        remaining: What is left of the spike.
         attention: Attention to the place, of the heads that are read. None: none are.
         rise: Rise of the loss of a token after the place, in nats. None: it is not read.
         n_tokens: Number of these tokens.
     """
 
     case: Case
-    left: Float[Tensor, " row"]
+    remaining: Float[Tensor, " row"]
     attention: Float[Tensor, "layer head row"] | None = None
     rise: Float[Tensor, " row"] | None = None
     n_tokens: int = 0
@@ -126,7 +126,7 @@ class CaseReading:
             if self.rise is not None and needed.rise is not None:
                 count += bool(self.rise[rows].mean() >= needed.rise[texts].mean())
             else:
-                count += bool(self.left[rows].mean() <= needed.left[texts].mean())
+                count += bool(self.remaining[rows].mean() <= needed.remaining[texts].mean())
         return count
 
 
@@ -161,7 +161,7 @@ def effect_of(key: Edit, reading: CaseReading, *, parts: Parts = (), since: int 
         key=key,
         parts=parts,
         since=since,
-        left=mean_of(reading.left, "share"),
+        left=mean_of(reading.remaining, "share"),
         heads=reading.heads,
         intact=reading.heads_without_edit,
         loss=reading.loss,

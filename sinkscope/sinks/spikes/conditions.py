@@ -53,9 +53,9 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[list[Conditioned]]
     reading = read(one_other_drawn(spikes, survey.ids, seed).until_place())
     for number, rows in enumerate(by_spike):
         by_text = reading.along[:, number].reshape(DRAWS, -1).mean(0)
-        left = mean_of(by_text, "share")
-        assert left is not None
-        rows.append(Conditioned(key=ONE_OTHER, left=left))
+        share = mean_of(by_text, "share")
+        assert share is not None
+        rows.append(Conditioned(key=ONE_OTHER, left=share))
     return by_spike
 
 
@@ -68,10 +68,10 @@ def conditioned(condition: Condition, reading: Reading, number: int, spike: Spik
         number: Number of the spike among those that were read.
         spike: The spike.
     """
-    left = mean_of(reading.along[:, number], "share")
-    assert left is not None
+    share = mean_of(reading.along[:, number], "share")
+    assert share is not None
     attention = reading.attention[:, [*spike.reading_layers]].permute(1, 2, 0)
-    return Conditioned(key=condition, left=left, heads=count_above(attention, READS))
+    return Conditioned(key=condition, left=share, heads=count_above(attention, READS))
 
 
 def given_to_ordinary(spikes: Sequence[Spike], seed: int) -> dict[Condition, Batch]:

@@ -250,7 +250,7 @@ def batch_of(
     texts: Int[Tensor, " row"],
     set_of: Int[Tensor, " row"],
     *,
-    others: Sequence[Spike] = (),
+    other_spikes: Sequence[Spike] = (),
     everywhere: bool = False,
 ) -> Batch:
     """Return rows that read some texts of a survey, each without a set of parts.
@@ -260,17 +260,19 @@ def batch_of(
         sets: The sets.
         texts: Number of each row's text in the survey.
         set_of: Number of each row's set.
-        others: Other spikes that are read.
+        other_spikes: Other spikes that are read.
         everywhere: Whether neurons are zeroed at every position; else at the place alone.
     """
-    spikes = (spike, *others)
+    spikes = (spike, *other_spikes)
     places = torch.stack([member.place.mask[texts] for member in spikes], 1)
     means = means_of(spike, dict.fromkeys(chain(*sets)))
     edits = removal(sets, set_of, means, everywhere=everywhere)
     return Batch(spikes, spike.survey.ids[texts], places, texts, edits)
 
 
-def left_at_place(spike: Spike, sets: Sequence[Parts], others: Sequence[Spike] = ()) -> Float[Tensor, "set spike text"]:
+def left_at_place(
+    spike: Spike, sets: Sequence[Parts], other_spikes: Sequence[Spike] = ()
+) -> Float[Tensor, "set spike text"]:
     """Measure what is left of a spike, and of others, in each text that has its place, with parts removed there.
 
     The passes end at their peaks and at the place. Texts that are alike up to the place, such as BOS alone, are read
@@ -284,20 +286,22 @@ def left_at_place(spike: Spike, sets: Sequence[Parts], others: Sequence[Spike] =
     if bool((ids == ids[0]).all() & (place == place[0]).all()):
         texts = texts[:1]
     set_of = torch.arange(len(sets)).repeat_interleave(len(texts))
-    batch = batch_of(spike, sets, texts.repeat(len(sets)), set_of, others=others)
+    batch = batch_of(spike, sets, texts.repeat(len(sets)), set_of, other_spikes=other_spikes)
     reading = read(batch.until_place())
     along = reading.along.reshape(len(sets), len(texts), -1)
     return share_left(along.transpose(1, 2), reading.intact[: len(texts)].T)
 
 
-def left_of(spike: Spike, sets: Sequence[SomeParts], others: Sequence[Spike] = ()) -> dict[SomeParts, list[float]]:
+def left_of(
+    spike: Spike, sets: Sequence[SomeParts], other_spikes: Sequence[Spike] = ()
+) -> dict[SomeParts, list[float]]:
     """Return what is left of a spike, and of others, without each set at the place; strongest effect first."""
     if not sets:
         return {}
-    left = left_at_place(spike, sets, others).nanmean(-1).nan_to_num(1.0)
+    remaining = left_at_place(spike, sets, other_spikes).nanmean(-1).nan_to_num(1.0)
     ordered = dict[SomeParts, list[float]]()
-    for number in left[:, 0].abs().argsort(stable=True).tolist():
-        ordered[sets[number]] = left[number].tolist()
+    for number in remaining[:, 0].abs().argsort(stable=True).tolist():
+        ordered[sets[number]] = remaining[number].tolist()
     return ordered
 
 
@@ -306,5 +310,5 @@ def share_left(
 ) -> Float[Tensor, "*edit text"]:
     """Divide the mean over texts under each edit by the intact one, and add how far each text moves that ratio."""
     mean = intact.nanmean(-1, keepdim=True)
-    left = edited.nanmean(-1, keepdim=True) / mean
-    return left + (edited - left * intact) / mean
+    ratio = edited.nanmean(-1, keepdim=True) / mean
+    return ratio + (edited - ratio * intact) / mean

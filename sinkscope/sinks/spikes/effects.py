@@ -144,10 +144,10 @@ def units_alone(circuit: SpikeCircuit, layers: Sequence[int]) -> list[Effect]:
 def component_control(circuit: SpikeCircuit, needed: CaseReading, layers: Sequence[int]) -> Effect:
     """Replace other components, one in each text; return the row without numbers if there are none."""
     key = Edit(Done.RANDOM)
-    others = other_components(circuit.needs.order, circuit.needs.needed)
-    if not others:
+    components = other_components(circuit.needs.order, circuit.needs.needed)
+    if not components:
         return Effect(key=key)
-    return control_of(key, case_of(circuit.reported, others).read(layers), needed)
+    return control_of(key, case_of(circuit.reported, components).read(layers), needed)
 
 
 def neuron_controls(

@@ -131,9 +131,9 @@ def _sinks_of(setup: Setup) -> Sinks:
                 alike.append(SpikeCircuit(spike, reported, needs, known))
                 break
         else:
-            others = [*spikes]
-            others.remove(spike)
-            circuits.append(SpikeCircuit(spike, reported, needs_of(spike, others)))
+            other_spikes = [*spikes]
+            other_spikes.remove(spike)
+            circuits.append(SpikeCircuit(spike, reported, needs_of(spike, other_spikes)))
         setup.progress("spikes", len(circuits) + len(alike), len(spikes))
     circuits.sort(key=attrgetter("heads"), reverse=True)
     alike.sort(key=attrgetter("heads"), reverse=True)
@@ -306,9 +306,9 @@ def size_of(spike: Spike, needed: Parts) -> Size:
     over = norms / survey.typical_norm[spike.highest]
     ratio = mean_of(mean_by_row(over, place)[spike.texts])
     assert ratio is not None
-    left = None
+    remaining = None
     if needed:
-        left = mean_of(left_at_place(spike, [needed])[0, 0], "share")
+        remaining = mean_of(left_at_place(spike, [needed])[0, 0], "share")
     n_layers = sum(layer in spike.reading_layers for layer in survey.target.attending)
     return Size(
         norm_before=Mean(float(survey.entered[spike.layers[0], place].norm(dim=-1).mean())),
@@ -318,7 +318,7 @@ def size_of(spike: Spike, needed: Parts) -> Size:
         typical=Mean(float(survey.typical_norm[spike.highest])),
         heads=count_above(spike.attention, READS),
         total=whole(n_layers * spike.attention.shape[1]),
-        left=left,
+        left=remaining,
     )
 
 
@@ -326,14 +326,14 @@ def writer_rows(spike: Spike, needs: Needs) -> tuple[Writer, ...]:
     """Return what each candidate writes of a spike, and what its removal does, the largest share first."""
     written = shares_on(spike, needs.neutral)
     rows: list[Writer] = []
-    for unit, left in needs.alone.items():
+    for unit, remaining in needs.alone.items():
         for neuron in unit:
             share, _ = written[neuron]
             row = Writer(
                 key=neuron,
                 share=share,
                 role=needs.role(unit),
-                left=Mean(left[0], kind="share"),
+                left=Mean(remaining[0], kind="share"),
                 neutral=Mean(needs.neutral[neuron]),
             )
             rows.append(row)

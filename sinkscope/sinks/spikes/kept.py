@@ -125,15 +125,15 @@ def fate_of(spike: SpikeResult, after: FindSinks) -> Kept:
     )
 
 
-def partner_of(spike: SpikeResult, others: Sequence[SpikeResult]) -> SpikeResult | None:
+def partner_of(spike: SpikeResult, candidates: Sequence[SpikeResult]) -> SpikeResult | None:
     """Return the spike at the same place that shares most layers; None: no other shares any."""
-    best = max(others, key=lambda other: spike.key.shared(other.key), default=None)
+    best = max(candidates, key=lambda other: spike.key.shared(other.key), default=None)
     return best if best is not None and spike.key.shared(best.key) else None
 
 
-def elsewhere(spike: SpikeResult, others: Sequence[SpikeResult]) -> SpikeResult | None:
+def elsewhere(spike: SpikeResult, candidates: Sequence[SpikeResult]) -> SpikeResult | None:
     """Return a spike along the same dimensions at another place or in other layers; None: there is none."""
-    return next((other for other in others if {*spike.dims} & {*other.dims}), None)
+    return next((other for other in candidates if {*spike.dims} & {*other.dims}), None)
 
 
 def heads_at(spike: SpikeResult, after: FindSinks) -> Mean:

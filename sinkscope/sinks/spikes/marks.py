@@ -55,12 +55,12 @@ def marks_of(circuit: SpikeCircuit) -> list[Mark]:
         circuit: The spike, with what it needs.
     """
     before = components_before(circuit)
-    left = left_of_components(circuit.spike, before)
+    remaining = left_of_components(circuit.spike, before)
     rows: list[Mark] = []
-    for members, (share,) in [*left.items()][:MOST]:
+    for members, (share,) in [*remaining.items()][:MOST]:
         if abs(share) <= REMAINS:
-            others = [without for other, (without,) in left.items() if not {*other} & {*members}]
-            rows.append(mark_of(circuit.reported, members, others))
+            without_others = [without for other, (without,) in remaining.items() if not {*other} & {*members}]
+            rows.append(mark_of(circuit.reported, members, without_others))
     return rows
 
 
@@ -77,37 +77,37 @@ def components_before(circuit: SpikeCircuit) -> list[Component]:
 
 def left_of_components(spike: Spike, before: Sequence[Component]) -> LeftOfComponents:
     """Return what is left of a spike without each component, or without pairs if none alone does enough."""
-    left: LeftOfComponents = left_of(spike, [(part,) for part in before])
-    least = strongest(left)
+    remaining: LeftOfComponents = left_of(spike, [(part,) for part in before])
+    least = strongest(remaining)
     if least < REMOVED:
-        return left
-    pairs = [*combinations([*chain(*left)][:PAIRED], 2)]
+        return remaining
+    pairs = [*combinations([*chain(*remaining)][:PAIRED], 2)]
     left_of_pairs: LeftOfComponents = left_of(spike, pairs)
     if least > REMAINS or strongest(left_of_pairs) < REMOVED:
         return left_of_pairs
-    return left
+    return remaining
 
 
-def strongest(left: LeftOfComponents) -> float:
+def strongest(remaining: LeftOfComponents) -> float:
     """Return how little the strongest effect leaves, which is the first; all is left without any."""
-    for shares in left.values():
+    for shares in remaining.values():
         return abs(shares[0])
     return 1.0
 
 
-def mark_of(reported: Spike, members: tuple[Component, ...], others: Sequence[float]) -> Mark:
+def mark_of(reported: Spike, members: tuple[Component, ...], without_others: Sequence[float]) -> Mark:
     """Return the row of a mark.
 
     Args:
         reported: The spike, in texts that did not choose the mark.
         members: The components.
-        others: What others leave of the spike.
+        without_others: What others leave of the spike.
     """
-    left = left_at_place(reported, [members])[0, 0]
-    by_text = left.expand(len(reported.texts))  # texts that begin alike are read once
+    remaining = left_at_place(reported, [members])[0, 0]
+    by_text = remaining.expand(len(reported.texts))  # texts that begin alike are read once
     without = mean_of(by_text, "share")
     assert without is not None
-    beside = Mean(median(others), kind="share") if others else None
+    beside = Mean(median(without_others), kind="share") if without_others else None
     return Mark(key=members, left=without, others=beside)
 
 
@@ -183,21 +183,23 @@ def marking_rows(at_tokens: AtTokens, heads: tuple[Head, ...], seed: int) -> lis
     if marks:
         fewest = marking_row(MarkingKind.FEWEST, at_tokens.left([marks])[0], len(marks))
         rows.append(replace(fewest, marking=marks))
-    others = [head for head in order if head not in marks]
-    if marks and len(others) >= len(marks):
+    other_heads = [head for head in order if head not in marks]
+    if marks and len(other_heads) >= len(marks):
         generator = draws(seed, "heads beside those that mark")
-        sets = [tuple(some_of(others, len(marks), generator)) for _ in range(RANDOM_SETS)]
-        left = at_tokens.left(sets)
-        rows.append(marking_row(MarkingKind.RANDOM, left[left.mean(1).argmin()]))
-    for head, left in zip(heads, along[1:] / along[0], strict=True):
-        if bool((left < HALF).any()):
-            rows.append(Marking(key=MarkingKey(MarkingKind.HEAD, head), left=mean_of(left, "share")))
+        sets = [tuple(some_of(other_heads, len(marks), generator)) for _ in range(RANDOM_SETS)]
+        remaining = at_tokens.left(sets)
+        rows.append(marking_row(MarkingKind.RANDOM, remaining[remaining.mean(1).argmin()]))
+    for head, remaining in zip(heads, along[1:] / along[0], strict=True):
+        if bool((remaining < HALF).any()):
+            rows.append(Marking(key=MarkingKey(MarkingKind.HEAD, head), left=mean_of(remaining, "share")))
     return rows
 
 
-def marking_row(kind: MarkingKind, left: Float[Tensor, " token"], count: int | None = None) -> Marking:
+def marking_row(kind: MarkingKind, remaining: Float[Tensor, " token"], count: int | None = None) -> Marking:
     """Return the row of a set of heads: what is left without them, and how many they are."""
-    return Marking(key=MarkingKey(kind), left=mean_of(left, "share"), count=None if count is None else whole(count))
+    return Marking(
+        key=MarkingKey(kind), left=mean_of(remaining, "share"), count=None if count is None else whole(count)
+    )
 
 
 def marking_heads(

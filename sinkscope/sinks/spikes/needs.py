@@ -64,20 +64,20 @@ class Needs:
 
     def role(self, unit: Unit) -> Role:
         """Return what the removal of a unit does."""
-        left, *others = self.alone[unit]
+        remaining, *of_other_spikes = self.alone[unit]
         if unit[0] in self.needed:
             return Role.NEEDED
         if unit[0] in self.backups:
             return Role.BACKUP
-        if 1 - min(others, default=1) >= max(COUNTS, 1 - left):
+        if 1 - min(of_other_spikes, default=1) >= max(COUNTS, 1 - remaining):
             return Role.OTHER_SPIKE
-        if abs(1 - left) < NAMED:
+        if abs(1 - remaining) < NAMED:
             return Role.NOTHING
-        return Role.LOWERS if left < 1 else Role.RAISES
+        return Role.LOWERS if remaining < 1 else Role.RAISES
 
 
 @torch.no_grad()
-def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
+def needs_of(spike: Spike, other_spikes: Sequence[Spike]) -> Needs:
     """Search the smallest set that a spike needs, and remove each candidate alone.
 
     The search goes on with backups while no set is enough. Neurons that write against the spike are members only if no
@@ -86,7 +86,7 @@ def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
 
     Args:
         spike: The spike.
-        others: Other spikes of the same survey, of which is measured what is left.
+        other_spikes: Other spikes of the same survey, of which is measured what is left.
     """
     shares, neutral = writers_of(spike)
     members = list[Unit]()
@@ -94,11 +94,11 @@ def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
         if share > 0:
             members.append(unit)
     most = spike.place.mask[spike.texts].sum(1).argsort(descending=True, stable=True)
-    few = spike.within(spike.texts[most[:FEW]])  # the first texts that have the place most often
+    in_few_texts = spike.within(spike.texts[most[:FEW]])  # the first texts that have the place most often
     units = tuple[Unit, ...]()
     backups = list[Neuron]()
     for _ in range(BACKUPS + 1):
-        units = smallest_set(few, members, shares)
+        units = smallest_set(in_few_texts, members, shares)
         fresh = [] if units or not members else taking_over(spike, [*chain(*shares)])
         if not fresh:
             break
@@ -107,10 +107,10 @@ def needs_of(spike: Spike, others: Sequence[Spike]) -> Needs:
             members.append((neuron,))
             shares[(neuron,)] = 0.0
     if not units and len(members) < len(shares):
-        units = smallest_set(few, [*shares], shares)
+        units = smallest_set(in_few_texts, [*shares], shares)
     for neuron, (_, median) in shares_on(spike, backups).items():
         neutral[neuron] = median
-    alone = left_of(spike, [*shares], others)
+    alone = left_of(spike, [*shares], other_spikes)
     needs = Needs(shares, neutral, tuple(chain(*units)), units, tuple(backups), alone)
     return needs if units else replace(needs, **components_needed(spike))
 
@@ -126,13 +126,13 @@ def like_needs(spike: Spike, other: Spike, needs: Needs) -> Needs | None:
         other: The other spike.
         needs: What the other spike needs.
     """
-    own = spike.layers
+    layers = spike.layers
     known = other.layers
     likeness = float(product(spike.direction, other.direction))
-    if not needs.units or own[0] > known[1] or known[0] > own[1] or likeness < LIKE:
+    if not needs.units or layers[0] > known[1] or known[0] > layers[1] or likeness < LIKE:
         return None
-    (left,) = left_of(spike, [needs.needed])[needs.needed]
-    return replace(needs, alone=left_of(spike, [*needs.shares])) if abs(left) < REMOVED else None
+    (remaining,) = left_of(spike, [needs.needed])[needs.needed]
+    return replace(needs, alone=left_of(spike, [*needs.shares])) if abs(remaining) < REMOVED else None
 
 
 # --- the search ---
@@ -171,9 +171,9 @@ def first_units(spike: Spike, order: Sequence[Unit]) -> tuple[tuple[Unit, ...], 
     for length in (*range(1, PREFIXES + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)):
         units = tuple(order[:length])
         sets[tuple(chain(*units))] = units
-    left = left_of(spike, [*sets])
+    remaining = left_of(spike, [*sets])
     for neurons, units in sets.items():
-        share = abs(left[neurons][0])
+        share = abs(remaining[neurons][0])
         if share < REMOVED:
             return units, share
     return (), 1.0
@@ -185,11 +185,11 @@ def without_dispensable(spike: Spike, units: tuple[Unit, ...], share: float) -> 
         fewer_units = dict[Unit, tuple[Unit, ...]]()
         for subset in combinations(units, len(units) - 1):
             fewer_units[tuple(chain(*subset))] = subset
-        neurons, (left,) = next(iter(left_of(spike, [*fewer_units]).items()))
-        if abs(left) >= REMOVED:
+        neurons, (remaining,) = next(iter(left_of(spike, [*fewer_units]).items()))
+        if abs(remaining) >= REMOVED:
             break
         units = fewer_units[neurons]
-        share = abs(left)
+        share = abs(remaining)
     return units, share
 
 
@@ -211,17 +211,17 @@ def components_needed(spike: Spike) -> dict[str, Parts]:
     """Return one component or a pair without which less than a quarter is left, largest writers first, or none; and
     all components, strongest effect first.
     """
-    left = left_of(spike, [(part,) for part in components(spike.survey.target, spike.peak)])
-    order = [*left]
+    remaining = left_of(spike, [(part,) for part in components(spike.survey.target, spike.peak)])
+    order = [*remaining]
     needed = Parts()
     writing, _ = components_of(spike)
     writers = [(row.key,) for row in writing if abs(row.share.value) >= COUNTS]
     for alone in [*writers, order[0]]:
-        if not needed and abs(left[alone][0]) < REMOVED:
+        if not needed and abs(remaining[alone][0]) < REMOVED:
             needed = alone
     if not needed:
         pairs = combinations(dict.fromkeys([*writers[:PAIRED], *order[:PAIRED]]), 2)
-        for pair, (share,) in left_of(spike, [(*one, *other) for one, other in pairs]).items():
+        for pair, (share,) in left_of(spike, [(*first, *other) for first, other in pairs]).items():
             if not needed and abs(share) < REMOVED:
                 needed = pair
     return {"needed": needed, "order": tuple(chain(*order))}

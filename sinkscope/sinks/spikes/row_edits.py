@@ -265,15 +265,15 @@ def removal(
         everywhere: Whether neurons give zero at every position; else at the place alone.
     """
     neurons: list[tuple[Neuron, ...]] = []
-    others: list[Parts] = []
+    other_parts: list[Parts] = []
     for members in sets:
         neurons.append(tuple(part for part in members if isinstance(part, Neuron)))
-        others.append(tuple(part for part in members if not isinstance(part, Neuron)))
+        other_parts.append(tuple(part for part in members if not isinstance(part, Neuron)))
     edits: list[RowEdit] = []
     if any(neurons):
         edits.append(Zeroed(neurons, set_of, everywhere))
-    if any(others):
-        edits.append(Replaced(others, set_of, means))
+    if any(other_parts):
+        edits.append(Replaced(other_parts, set_of, means))
     return tuple(edits)
 
 

@@ -189,8 +189,8 @@ class Spike:
     @cached_property
     def intact(self) -> Float[Tensor, " text"]:
         """Projection of the place on the direction in each text of the survey, as a share; NaN in texts without."""
-        there = self.survey.entered[self.peak + 1, self.place.mask]
-        return mean_by_row(self.along(there), self.place.mask)
+        states = self.survey.entered[self.peak + 1, self.place.mask]
+        return mean_by_row(self.along(states), self.place.mask)
 
     @property
     def is_read(self) -> bool:
@@ -237,9 +237,9 @@ def span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def common_layers(one: tuple[int, int], other: tuple[int, int]) -> int:
+def common_layers(first: tuple[int, int], other: tuple[int, int]) -> int:
     """Return how many layers two spikes have in common, each given by its first and last layer."""
-    return max(0, min(one[1], other[1]) + 1 - max(one[0], other[0]))
+    return max(0, min(first[1], other[1]) + 1 - max(first[0], other[0]))
 
 
 def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
