@@ -181,7 +181,7 @@ def set_words(compared: Compared, first: str, fate: Kept) -> str:
 # --- what is compared ---
 
 
-@partial(checks_arguments, others=Setup.open)
+@partial(checks_arguments, settings_of=Setup.open)
 def compare(
     *results: Any, measure: str = "find-sinks", out: str | Path | None = None, progress: Any = None, **settings: Any
 ) -> Comparison:

@@ -101,7 +101,7 @@ class FinishedPart(Keyed):
     name: str
 
 
-@partial(checks_arguments, others=Setup.open)
+@partial(checks_arguments, settings_of=Setup.open)
 def scan(
     model: Any = None,
     *,

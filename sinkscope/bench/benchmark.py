@@ -149,7 +149,7 @@ def answer_batches(
         progress("batches", done, len(batches))
 
 
-@partial(checks_arguments, others=run)
+@partial(checks_arguments, settings_of=run)
 def bench(
     folders: Sequence[PathName] = (),
     *,

@@ -304,17 +304,17 @@ def begin_step(
     total = past + new
     state = _state_of_rows(run, cache, past, batch, tokens.device)
     earlier = state.tokens
-    if past < earlier.seen:  # tokens were taken back
+    if past < earlier.n_columns:  # tokens were taken back
         earlier = earlier.first(past)
     mask = told.get("attention_mask")
     says_tokens = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total
     if acts and not says_tokens and (mask is not None or told.get("position_ids") is not None):
         _check_one_text(mask, told)
-    real = torch.ones(batch, total - earlier.seen, dtype=torch.bool, device=tokens.device)
+    real = torch.ones(batch, total - earlier.n_columns, dtype=torch.bool, device=tokens.device)
     if isinstance(mask, Tensor) and says_tokens:
-        real = mask[:, earlier.seen : total].bool().to(tokens.device)
+        real = mask[:, earlier.n_columns : total].bool().to(tokens.device)
     state.tokens = earlier.continued(real)
-    if earlier.seen != past:  # some were read in calls on which the run did not act
+    if earlier.n_columns != past:  # some were read in calls on which the run did not act
         earlier = state.tokens.first(past)
     return Step(number, past, new, ids, cache, arguments, earlier, state)
 
@@ -338,16 +338,16 @@ def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:
         UnsupportedError: There may be such a row.
     """
     positions = told.get("position_ids")
-    what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
+    reason = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
     if mask is None:
-        what = "position ids that do not count on"
+        reason = "position ids that do not count on"
         if not isinstance(positions, Tensor) or positions.ndim != 2 or cache_in(told) is not None:
             return
         if bool((positions.diff(dim=1) == 1).all()):
             return
     raise UnsupportedError(
-        f"{what}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad the "
-        "rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
+        f"{reason}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad "
+        "the rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
     )
 
 

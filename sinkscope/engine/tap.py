@@ -145,7 +145,7 @@ def _attend(
         first_key=placement.first_key,
         first_query=placement.first_query,
         settings=kwargs,
-        own=stock,
+        selected=stock,
         is_repeated=is_repeated,
         **_scores_of(stock, module, query, kwargs),
     )

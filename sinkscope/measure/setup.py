@@ -217,9 +217,9 @@ class Setup:
 
 def _opened(model: object, tokenizer: Any, loading: str, **options: Any) -> Target:
     """The model, read as `Setup.open` says."""
-    target = open_target(model, tokenizer, **options, whole=loading == "whole")
+    target = open_target(model, tokenizer, **options, in_memory=loading == "whole")
     if loading == "fits" and not target.resident and fits(target, options["dtype"]):
-        target = open_target(model, target.tokenizer, **options, whole=True)
+        target = open_target(model, target.tokenizer, **options, in_memory=True)
     if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
         check_finite(target.hf)
     return target

@@ -300,7 +300,7 @@ class Target:
             )
         return self.width(self.mixtures[0], 0) if self.mixtures else self.width(self.with_neurons[0])
 
-    def check_proved(self, layer: int, site: str, what: str) -> None:
+    def check_proved(self, layer: int, site: str, units: str) -> None:
         """Refuse neurons or heads of a layer that could not be proved, or neurons whose MLP may give something else.
 
         Raises:
@@ -311,7 +311,7 @@ class Target:
             if site == "mlp.hook_post" and part in self.paths[layer] and has_hooks(self.sub(layer, part)):
                 reason = "a hook of yours is on its MLP, and may change what it gives; remove it while you measure"
         if reason is not None:
-            raise UnsupportedError(f"the {what} of layer {layer} of {self.name} are not offered: {reason}")
+            raise UnsupportedError(f"the {units} of layer {layer} of {self.name} are not offered: {reason}")
 
     def check_head(self) -> None:
         """Refuse to read the logits of each token from a model without its unembedding, or with a head of another kind.
@@ -320,8 +320,8 @@ class Target:
             UnsupportedError: It is such a model, or it is read layer by layer.
         """
         if not self.resident or self.hf.get_output_embeddings() is None:
-            what = f"a {type(self.hf).__name__} without a language head" if self.resident else "read layer by layer"
-            raise UnsupportedError(f"{self.name} is {what}, so that it has no logits: load it with sinkscope.load(...)")
+            kind = f"a {type(self.hf).__name__} without a language head" if self.resident else "read layer by layer"
+            raise UnsupportedError(f"{self.name} is {kind}, so that it has no logits: load it with sinkscope.load(...)")
 
     def keep_in_memory(self, n_layers: int) -> None:
         """Keep the first layers in memory if the model is read layer by layer: many passes will go through them."""

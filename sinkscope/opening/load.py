@@ -251,8 +251,8 @@ def _stream(files: Files, dtype: Any, device: Any, tokenizer: Any) -> Target:
     place, config = parse_device(device), files.read_config()
     if not files.weight_map or getattr(config, "quantization_config", None) or config is not config.get_text_config():
         raise UnsupportedError(f"{files.name} is quantised, no safetensors, or has more than a text model")
-    own = config.dtype if place.type != "cpu" else None  # half is slow there
-    kind = parse_dtype(dtype) or own or torch.float32
+    dtype_of_checkpoint = config.dtype if place.type != "cpu" else None  # half is slow there
+    kind = parse_dtype(dtype) or dtype_of_checkpoint or torch.float32
     store = LayerStore(files, config, device=place, dtype=kind)
     return _ours(store.causal, files, tokenizer, store)
 
@@ -264,11 +264,11 @@ def open_target(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     *,
-    whole: bool = False,
+    in_memory: bool = False,
 ) -> Target:
     """Open a live model, the bundled model (in memory), or a named model (streamed from disk if possible).
 
-    With `whole`, a named model is loaded into memory, too.
+    With `in_memory`, a named model is loaded into memory, too.
 
     Raises:
         SinkscopeError: `model` is not a model, or cannot be read.
@@ -276,7 +276,7 @@ def open_target(
     if model is None or isinstance(model, str | os.PathLike):
         name = os.fspath(model or BUNDLED)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
-        if not (whole or world_size() > 1 or name == BUNDLED or name.endswith(".gguf")):
+        if not (in_memory or world_size() > 1 or name == BUNDLED or name.endswith(".gguf")):
             with quiet(), loading_errors(pathless(name)), suppress(UnsupportedError):
                 model = _stream(Files(name, revision), **options)
         if not isinstance(model, Target):

@@ -183,7 +183,7 @@ def rows_are_asked_for(step: Step, prompt: Attention) -> bool:
     is_asked = step.arguments.get("output_attentions")
     if is_asked is None:
         is_asked = getattr(prompt.module.config, "output_attentions", False)
-    return bool(is_asked) and prompt.own.kind == "eager"
+    return bool(is_asked) and prompt.selected.kind == "eager"
 
 
 class PromptReader(Actor):

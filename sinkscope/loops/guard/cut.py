@@ -65,15 +65,15 @@ def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Re
         even if it is bad; without one, bad anchors go, except the first token.
     """
     anchors = [position for position in cached if position < retention.anchors]  # I_anchor
-    others = cached[len(anchors) :]
-    clean = [position for position in others if position not in bad]  # C_recent, Eq. 11
+    not_anchors = cached[len(anchors) :]
+    clean = [position for position in not_anchors if position not in bad]  # C_recent, Eq. 11
     count = retention.recent_tokens(level)
     if retention.recent is None:
         anchors = [position for position in anchors if position == 0 or position not in bad]
         history = clean[:-count]
     else:
         begin = length - retention.recent
-        history = [position for position in others if position < begin]
+        history = [position for position in not_anchors if position < begin]
         clean = [position for position in clean if position >= begin]
     # At every level as many of the history: recent tokens that a higher level gives up are not replaced, so that the
     # cache shrinks with the level.

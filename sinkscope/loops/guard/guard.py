@@ -226,7 +226,7 @@ class GuardActor(Actor):
         rows = self._rows_of(step, ids)
         if rows is None:
             return None
-        rows.seen = step.past + 1
+        rows.n_read = step.past + 1
         rows.count += 1
         largest: list[float | None] = [None] * len(ids)
         if isinstance(self.settings, PaperSettings):
@@ -285,7 +285,7 @@ class GuardActor(Actor):
                 prompts = [[*row.ids, *new] for row, new in zip(rows.rows, prompts, strict=True)]
             self._begin_rows(step, prompts)
             return None
-        if rows is None or step.past != rows.seen:
+        if rows is None or step.past != rows.n_read:
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._begin_rows(step, [[] for _ in ids])
         return rows
@@ -313,7 +313,7 @@ class GuardActor(Actor):
             text = "" if tokenizer is None else tokenizer.decode(prompt[-ASKED_WITHIN:])
             monitor_of_row = partial(monitor, asked=asked_copies(text), asked_items=asked_items(text))
             rows.append(WatchedRow(monitor_of_row, length, prompt))
-        begun = GuardedRows(rows, known.seen, ends, stops)
+        begun = GuardedRows(rows, known.n_columns, ends, stops)
         step.state.known[_GUARDED] = begun
         return begun
 
@@ -375,11 +375,11 @@ class GuardActor(Actor):
         row = rows.rows[0]
         reread = row.ids[-count - 1]
         row.take_back(count + 1)
-        length = step.tokens.seen - count - 1
+        length = step.tokens.n_columns - count - 1
         step.state.tokens = step.tokens.first(length)
         for kv in step.layers:
             kv.crop(-count - 1)
-        rows.seen -= count + 1
+        rows.n_read -= count + 1
         return TakeBack(length, reread)
 
     def _count_to_take_back(self, step: Step, row: WatchedRow) -> int:

@@ -96,9 +96,9 @@ class LayerStore:
         """Read a parameter as it is stored, by its name below the base."""
         return self.source.tensor(self._stored[name])
 
-    def _read(self, module: nn.Module, path: str, own: Mapping[str, Tensor]) -> None:
-        """Read tensors of a module, of which `own` has the dtypes; `path` is before their names below the base."""
+    def _read(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> None:
+        """Read tensors of a module, of which `tensors` has the dtypes; `path` is before their names below the base."""
         with loading_errors(self.source.name):
-            state = {name: self.stored(path + name).to(self._device, own[name].dtype) for name in own}
+            state = {name: self.stored(path + name).to(self._device, tensors[name].dtype) for name in tensors}
             module.load_state_dict(state, strict=False, assign=True)
             check_finite(module, path)
