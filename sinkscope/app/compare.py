@@ -158,10 +158,10 @@ class Comparison(Result):
         for last in self.results[-1].judged[:1]:
             names: list[str] = []
             changes: list[Mean] = []
-            for one in self.results:
-                for row in one.judged:
+            for comparison in self.results:
+                for row in comparison.judged:
                     if row.key == last.key:
-                        names.append(html.escape(one.name))
+                        names.append(html.escape(comparison.name))
                         changes.append(row["change"])
             margins = {"type": "data", "array": [change.margin for change in changes]}
             fig.add_bar(x=names, y=[change.value for change in changes], error_y=margins, marker_color=BLUE)
@@ -239,9 +239,9 @@ def comparison_of(by_name: Mapping[str, Known], started: float) -> Comparison:
     Raises:
         SinkscopeError: They differ in settings.
     """
-    (first, base), *others = by_name.items()
+    (first, base), *compared_with = by_name.items()
     compared: list[Compared] = []
-    for name, other in others:
+    for name, other in compared_with:
         refuse_other(first, base.result, name, other.result)
         compared.append(compare_pair(name, base, other))
     return Comparison(

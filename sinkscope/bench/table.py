@@ -114,7 +114,7 @@ class BenchTable(Result):
         if group is other:
             return None
         pairs = [(score, other.scores[prompt]) for prompt, score in group.scores.items() if prompt in other.scores]
-        leads = np.array([own - beside for own, beside in pairs])
+        leads = np.array([score - other_score for score, other_score in pairs])
         return interval_of(leads, DIFFERENCES if task_class(self.task).share else None)
 
     def subjects(self) -> list[Subject]:
@@ -179,8 +179,8 @@ class BenchTable(Result):
         if not self.groups:
             return "Nothing was answered."
         task = task_class(self.task)
-        best, *others = self.sets()[0]
-        controls = [group for group in (best, *others) if group.name == task.control]
+        best, *other_groups = self.sets()[0]
+        controls = [group for group in (best, *other_groups) if group.name == task.control]
         control_has = f"{task.control} was not run"
         for control in controls[:1]:
             control_has = f"{reference_words(control)}: {score_text(control.score, task.share)}"
@@ -196,7 +196,7 @@ class BenchTable(Result):
                 f"Nothing can be told of the methods in {about}: the best, {best_has}; {control_has}. Give larger "
                 "budgets or easier prompts."
             )
-        rivals = [group for group in others if group.name not in NOT_RANKED]
+        rivals = [group for group in other_groups if group.name not in NOT_RANKED]
         lead = ""
         for rival in [*rivals, *controls][:1]:
             lead = self.lead_words(best, rival)
@@ -222,11 +222,11 @@ class BenchTable(Result):
         if not self.groups:
             return []
         task = task_class(self.task)
-        best, *others = self.sets()[0]
+        best, *other_groups = self.sets()[0]
         better = "lower" if task.low_is_good else "higher"
         found = f"{score_text(best.score, task.share)} ({best.name})"
         control, verdict = "not run", Verdict.NO_CONTROL
-        for group in (best, *others):
+        for group in (best, *other_groups):
             if group.name == task.control and group is not best:
                 control = f"{score_text(group.score, task.share)} ({group.name})"
                 sign = -1 if task.low_is_good else 1

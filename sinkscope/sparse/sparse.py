@@ -127,9 +127,9 @@ def _check(scores: Scores, value: Values, chosen: Lines) -> None:
         )
 
 
-def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tensor, "query d_value"]) -> None:
+def _tiles(scores: Scores, value: Tensor, lines: Lines, head: int, out: Float[Tensor, "query d_value"]) -> None:
     """Write the attention of one head on lines of its own, tile by tile."""
-    grid = own.grid
+    grid = lines.grid
     width = scores.key.shape[2]
     kv_head = head * len(value) // scores.heads
     query = scores.query[head].float() * scores.scaling
@@ -137,10 +137,10 @@ def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tens
     future = torch.ones(TILE, TILE, dtype=torch.bool).triu_(1)
     stops = torch.arange(TILE, grid.queries + TILE, TILE).clamp(max=grid.queries)
     start = 0
-    for some in stops.split(_TILES):
+    for part in stops.split(_TILES):
         # What a tile meets before its own keys, all of its queries see: it is what its last query sees.
-        for stop, seen in zip(some.tolist(), own.rows(grid.past + some - 1)[0], strict=True):
-            met = both.index_select(0, seen.nonzero().flatten())
+        for stop, visible in zip(part.tolist(), lines.rows(grid.past + part - 1)[0], strict=True):
+            met = both.index_select(0, visible.nonzero().flatten())
             weights = product(query[start:stop], met[:, :width].T)
             weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
             torch.softmax(weights, 1, out=weights)

@@ -72,10 +72,10 @@ class Recall(Task):
 
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Return whether an answer is right, and the share of it before its first mistake: how far its chain went."""
-        wanted, (said, *_) = turn.answers[0].split(), answer.text.split(END)
+        wanted, (answered, *_) = turn.answers[0].split(), answer.text.split(END)
         words = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         right = takewhile(bool, map(eq, words, wanted))
-        return {"score": float(said.split() == wanted[:-1]), "prefix": sum(right) / len(wanted)}
+        return {"score": float(answered.split() == wanted[:-1]), "prefix": sum(right) / len(wanted)}
 
 
 def recall_dialogue(
