@@ -123,9 +123,9 @@ class SinkCard(Result):
             return self.parts[0].conclusion
         words = f"{len(shown)} of {len(headlines)} findings on {self.model.name} are beyond their controls"
         for verdict, title in ((Verdict.NOT_SHOWN, "not shown"), (Verdict.NO_CONTROL, "without a fair control")):
-            others = [headline.subject for headline in headlines if headline.verdict is verdict]
-            if others:
-                words += f"; {title}: {word_list(others, 3)}"
+            subjects = [headline.subject for headline in headlines if headline.verdict is verdict]
+            if subjects:
+                words += f"; {title}: {word_list(subjects, 3)}"
         return f"{words}."
 
     def subjects(self) -> list[Subject]:

@@ -19,6 +19,7 @@ from math import hypot
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from sinkscope.measure.margin import DIFFERENCES, margin_of
 from sinkscope.results.mean import Mean
@@ -115,13 +116,15 @@ class InWords(Change, table="words", title="what changed in words", form="title"
 def merge(before: Sequence[Subject], after: Sequence[Subject]) -> list[Change]:
     """Return what became of each number and word that both have, and of each row and subject that came or went."""
     pairs = partners(before, after)
-    went = [Change(key=Place("", one.name), verdict=Verdict.WENT) for one in before if one.name not in pairs]
+    went = [
+        Change(key=Place("", subject.name), verdict=Verdict.WENT) for subject in before if subject.name not in pairs
+    ]
     known = {other.name for other in pairs.values()}
     came = [Change(key=Place("", other.name), verdict=Verdict.CAME) for other in after if other.name not in known]
     changes = [*went, *came]
-    for one in before:
-        if one.name in pairs:
-            changes += of_subject(one, pairs[one.name])
+    for subject in before:
+        if subject.name in pairs:
+            changes += of_subject(subject, pairs[subject.name])
     order = [*Verdict]
     return sorted(changes, key=lambda row: order.index(row.verdict))
 
@@ -129,11 +132,11 @@ def merge(before: Sequence[Subject], after: Sequence[Subject]) -> list[Change]:
 def partners(before: Sequence[Subject], after: Sequence[Subject]) -> dict[str, Subject]:
     """Return the later subject of each earlier one that has a partner, by the earlier one's name."""
     pairs: list[tuple[float, str, Subject]] = []
-    for one in before:
+    for subject in before:
         for other in after:
-            common = common_of(one.key, other.key)
+            common = common_of(subject.key, other.key)
             if common:
-                pairs.append((-common, one.name, other))
+                pairs.append((-common, subject.name, other))
     found: dict[str, Subject] = {}
     for _, name, other in sorted(pairs, key=lambda pair: pair[:2]):  # those that share most first
         if name not in found and other not in found.values():
@@ -141,25 +144,25 @@ def partners(before: Sequence[Subject], after: Sequence[Subject]) -> dict[str, S
     return found
 
 
-def common_of(one: Any, other: Any) -> float:
+def common_of(first: Any, other: Any) -> float:
     """Return how much the keys of two subjects share; equal keys share everything."""
-    if one == other:
+    if first == other:
         return math.inf
-    return one.shared(other) if type(one) is type(other) and hasattr(one, "shared") else 0
+    return first.shared(other) if type(first) is type(other) and hasattr(first, "shared") else 0
 
 
-def of_subject(one: Subject, other: Subject) -> list[Change]:
+def of_subject(first: Subject, other: Subject) -> list[Change]:
     """Return what became of a subject, and of its rows."""
     changes: list[Change] = []
-    if other.key != one.key:
-        words = f"{one.name} -> {other.name}"
-        changes.append(Change(key=Place(one.name, "where it is"), verdict=Verdict.CHANGED, words=words))
-    old = {(row.table, row.key): row for row in one.rows}
+    if other.key != first.key:
+        words = f"{first.name} -> {other.name}"
+        changes.append(Change(key=Place(first.name, "where it is"), verdict=Verdict.CHANGED, words=words))
+    old = {(row.table, row.key): row for row in first.rows}
     new = {(row.table, row.key): row for row in other.rows}
     for key in dict.fromkeys([*old, *new]):
         if key in old and key in new:
-            texts = one.texts, other.texts
-            changes += of_row(one.name, old[key], new[key], texts)
+            texts = first.texts, other.texts
+            changes += of_row(first.name, old[key], new[key], texts)
         else:
             row = old.get(key) or new[key]
             if row.is_control:  # what it is the control of is compared
@@ -167,8 +170,10 @@ def of_subject(one: Subject, other: Subject) -> list[Change]:
             share = row.values().get("share")
             if not isinstance(share, Mean) or abs(share.value) >= COMES:
                 verdict = Verdict.WENT if key in old else Verdict.CAME
-                said = ", ".join(f"{row.column(name).name} {row.text(name)}" for name in row.values())
-                changes.append(Change(key=Place(one.name, row.full_label), verdict=verdict, words=said or row.table))
+                numbers = ", ".join(f"{row.column(name).name} {row.text(name)}" for name in row.values())
+                changes.append(
+                    Change(key=Place(first.name, row.full_label), verdict=verdict, words=numbers or row.table)
+                )
     return changes
 
 
@@ -184,18 +189,15 @@ def of_row(about: str, first: Row, second: Row, texts: tuple[Sequence[str], Sequ
             verdict = Verdict.SAME if after == before else Verdict.CHANGED
             changes.append(Change(key=key, verdict=verdict, words=f"{before} -> {after or 'none'}"))
         elif isinstance(after, Mean) and name != "control":
-            changes.append(moved(key, column.kind, before, after, texts))
+            changes.append(change_of(key, column.kind, before, after, texts))
     return changes
 
 
-def moved(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Change:
+def change_of(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Change:
     """Return how far a number moved, text by text where both have one of each, and the verdict."""
-    old = dict(zip(texts[0] or range(len(before.by_text)), before.by_text, strict=False))
-    new = dict(zip(texts[1] or range(len(after.by_text)), after.by_text, strict=False))
-    pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
-    pairs = pairs[np.isfinite(pairs).all(1)]
-    scores = kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
-    margin = margin_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if scores else None)
+    pairs = pairs_of(before, after, texts)
+    are_scores = kind == "share" and {*pairs.flat} <= {0.0, 1.0}  # right or wrong
+    margin = margin_of(pairs[:, 1] - pairs[:, 0], DIFFERENCES if are_scores else None)
     start, end = before.value, after.value
     count = 0
     if margin is not None:
@@ -205,12 +207,20 @@ def moved(key: Place, kind: Kind, before: Mean, after: Mean, texts: tuple[Sequen
         margin = hypot(before.margin, after.margin)
     verdict = Verdict.UNJUDGED if end != start else Verdict.SAME
     if margin is not None:
-        far = abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value))
-        verdict = Verdict.CHANGED if far else Verdict.SAME
+        is_far = abs(end - start) > max(margin, SMALLEST_CHANGE * abs(before.value))
+        verdict = Verdict.CHANGED if is_far else Verdict.SAME
     change = Mean(end - start, margin)
     return Change(
         key=key, verdict=verdict, kind=kind, before=Mean(start), after=Mean(end), change=change, texts=whole(count)
     )
+
+
+def pairs_of(before: Mean, after: Mean, texts: tuple[Sequence[str], Sequence[str]]) -> Float[np.ndarray, "text 2"]:
+    """Return the finite numbers of the texts that both have; of texts without names, in their order."""
+    old = dict(zip(texts[0] or range(len(before.by_text)), before.by_text, strict=False))
+    new = dict(zip(texts[1] or range(len(after.by_text)), after.by_text, strict=False))
+    pairs = np.array([(old[text], new[text]) for text in old if text in new]).reshape(-1, 2)
+    return pairs[np.isfinite(pairs).all(1)]
 
 
 def without_texts(subjects: Sequence[Subject]) -> list[Subject]:

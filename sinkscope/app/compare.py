@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -158,10 +158,10 @@ class Comparison(Result):
         for last in self.results[-1].judged[:1]:
             names: list[str] = []
             changes: list[Mean] = []
-            for one in self.results:
-                for row in one.judged:
+            for comparison in self.results:
+                for row in comparison.judged:
                     if row.key == last.key:
-                        names.append(html.escape(one.name))
+                        names.append(html.escape(comparison.name))
                         changes.append(row["change"])
             margins = {"type": "data", "array": [change.margin for change in changes]}
             fig.add_bar(x=names, y=[change.value for change in changes], error_y=margins, marker_color=BLUE)
@@ -181,7 +181,7 @@ def set_words(compared: Compared, first: str, fate: Kept) -> str:
 # --- what is compared ---
 
 
-@partial(checks_arguments, others=Setup.open)
+@partial(checks_arguments, settings_of=Setup.open)
 def compare(
     *results: Any, measure: str = "find-sinks", out: str | Path | None = None, progress: Any = None, **settings: Any
 ) -> Comparison:
@@ -207,7 +207,9 @@ def compare(
     measurement = measurements().get(measure)
     if measurement is None:
         raise SinkscopeError(f"--measure {measure}: expected {', '.join(measurements())}")
-    things = [item for thing in results for item in expanded(thing)]
+    things: list[Any] = []
+    for result in results:
+        things += expanded(result)
     if len(things) < 2:
         raise SinkscopeError(
             f"{count_of(len(things), 'result')} to compare: give two or more (files of results, folders of "
@@ -216,18 +218,30 @@ def compare(
     all_known = [known_result(thing) for thing in things]
     refuse_known(all_known, measure)
     by_name: dict[str, Known] = {}
-    for number, (thing, known) in enumerate(zip(things, all_known, strict=True)):
-        if known is None:
-            known = measured_model(thing, measurement.load(), settings, progress)
-        name = known.name
+    for number, (thing, known) in enumerate(zip(things, all_known, strict=True), 1):
+        result = known or measured_model(thing, measurement.load(), settings, progress)
+        name = result.name
         if name in by_name:
-            name = f"{name} ({number + 1})"
-        by_name[name] = known
-        if all_known[number] is None and out is not None:
-            note(f"{name}: {known.result.save(Path(out) / f'{name}.json')}")
-    (first, base), *others = by_name.items()
+            name = f"{name} ({number})"
+        by_name[name] = result
+        if known is None and out is not None:
+            note(f"{name}: {result.result.save(Path(out) / f'{name}.json')}")
+    return comparison_of(by_name, started)
+
+
+def comparison_of(by_name: Mapping[str, Known], started: float) -> Comparison:
+    """Compare results with the first of them.
+
+    Args:
+        by_name: The results, by what they are called.
+        started: When it was begun.
+
+    Raises:
+        SinkscopeError: They differ in settings.
+    """
+    (first, base), *compared_with = by_name.items()
     compared: list[Compared] = []
-    for name, other in others:
+    for name, other in compared_with:
         refuse_other(first, base.result, name, other.result)
         compared.append(compare_pair(name, base, other))
     return Comparison(

@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.envelope import measurements, other_measurements
 from sinkscope.files.output import write_output
-from sinkscope.files.store import Keyed, check_folder, kept_in
+from sinkscope.files.store import Kept, Keyed, check_folder, kept_in
 from sinkscope.measure import Setup
 from sinkscope.measure.measurement import TEXT_READ
 from sinkscope.results.console import note
@@ -101,7 +101,7 @@ class FinishedPart(Keyed):
     name: str
 
 
-@partial(checks_arguments, others=Setup.open)
+@partial(checks_arguments, settings_of=Setup.open)
 def scan(
     model: Any = None,
     *,
@@ -138,10 +138,7 @@ def scan(
     decisive = _settings(setup, quick)
     outcomes: dict[str, Result | str] = {}
     with kept_in(folder, decisive, FinishedPart) as finished:
-        for part in every_part():  # of an earlier run in this folder
-            if part.name in finished.records:
-                with suppress(SinkscopeError):  # it is gone or damaged, and is measured again if it is asked for
-                    outcomes[part.name] = Result.load(folder / f"{part.name}.json")
+        outcomes.update(finished_before(folder, finished))
         for number, part in enumerate(parts, 1):
             if part.name not in outcomes:
                 outcome = _measured(part, setup, quick)
@@ -155,6 +152,16 @@ def scan(
         card = write_card(folder, outcomes, setup, decisive)
     note(f"Card: {folder / PAGE}")
     return card
+
+
+def finished_before(folder: Path, finished: Kept[FinishedPart]) -> dict[str, Result]:
+    """Return the results of an earlier run in a folder, by the names of their parts."""
+    results: dict[str, Result] = {}
+    for part in every_part():
+        if part.name in finished.records:
+            with suppress(SinkscopeError):  # it is gone or damaged, and is measured again if it is asked for
+                results[part.name] = Result.load(folder / f"{part.name}.json")
+    return results
 
 
 def write_card(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -71,8 +72,11 @@ class Batch:
     @property
     def keys(self) -> list[tuple[Any, ...]]:
         """Keys of the records that the batch produces."""
-        asked = [(prompt.id, turn, self.seed) for prompt in self.prompts for turn in prompt.scored_turns]
-        return [(method, *each) for method in self.methods for each in asked]
+        keys: list[tuple[Any, ...]] = []
+        for method in self.methods:
+            for prompt in self.prompts:
+                keys += [(method, prompt.id, turn, self.seed) for turn in prompt.scored_turns]
+        return keys
 
     def record(self, method: str, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """Return the record of an answer."""
@@ -107,56 +111,107 @@ def answer_rows(
         logits: Gets the model's logits at each step.
     """
     started = time.perf_counter()
-    ends = end_ids(target)
+    ids, mask = padded_rows(target, rows)
     pad = padding_of(target)
-    given = [torch.tensor(row, device=target.device) for row in rows]
-    ids = pad_sequence(given, batch_first=True, padding_value=pad, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in given], batch_first=True, padding_side="left")
-
-    def seen(_: Any, scores: Logits) -> Logits:
-        if logits is not None:
-            logits.append(scores)
-        return scores
-
-    processors: list[Any] = [seen, *([] if sampler is None else [sampler])]
+    processors: list[Processor] = [] if logits is None else [partial(_keep_logits, logits)]
+    if sampler is not None:
+        processors.append(sampler)
     if along:
         new = max(map(len, along))
-        whole = [[*answer, *[pad] * (new - len(answer))] for answer in along]
-        processors.append(forced_answers(whole, ids.shape[1]))
+        processors.append(forced_answers(padded(along, new, pad), ids.shape[1]))
     options = decoding(target, do_sample=False, pad_token_id=pad)
     options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "logits_processor": processors}
     held = _HeldAfterCalls()
     with under(None if edit is None else edit | held, target) as run, torch.no_grad():
         output = target.hf.generate(**options)
-    events = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)
+    written = [to_end(ids_of_row, end_ids(target)) for ids_of_row in output[:, ids.shape[1] :].tolist()]
     answers: list[Answer] = []
-    for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
-        tokens = along[row] if along else to_end(written, ends)
-        prompt, length = len(rows[row]), len(tokens)
-        cached = [
-            float(count) for count in range(prompt + 1, prompt + length)
-        ]  # of a full cache: the first token is the prompt's
-        read = whole = cached
+    for row, tokens in enumerate(along or written):
+        costs = CacheCosts.of_full_cache(len(rows[row]), len(tokens))
+        events: Sequence[Event] = ()
         if run is not None:
-            read = [float(of_rows[row]) for of_rows in held.read[: length - 1]]
-            cached = [float(of_rows[row]) for of_rows in held.held[: length - 1]]
-        lossy = [count < full - 1e-6 for count, full in zip(read, whole, strict=False)]
-        metrics: Metrics = {
-            "prompt_tokens": prompt,
-            "length": length,
-            "read": mean_known(read),
-            "cells": cells_of(events, row),
-            "cached_peak": max(cached, default=None),
-            "seconds": seconds,
-            "first_lossy": lossy.index(True) + 1 if any(lossy) else None,
-        }
-        text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
-        ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
-        acted = row_events(events, row, length)
-        answers.append(Answer(tokens=tuple(tokens), text=text, ended=ended, metrics=metrics, events=acted))
+            costs = held.costs(row, len(tokens))
+            events = run.events
+        metrics = metrics_of(costs, events, row, n_prompt=len(rows[row]), n_written=len(tokens), seconds=seconds)
+        answers.append(answer_of(target, tokens, metrics, row_events(events, row, len(tokens)), is_given=bool(along)))
     return answers
+
+
+def answer_of(
+    target: Target, tokens: Sequence[int], metrics: Metrics, events: tuple[dict[str, Any], ...], *, is_given: bool
+) -> Answer:
+    """Return an answer: one that is given ends at its last token, whatever that is."""
+    ended: EndReason = "cap"
+    if tokens[-1] in end_ids(target) and not is_given:
+        ended = "eos"
+    text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
+    return Answer(tokens=tuple(tokens), text=text, ended=ended, metrics=metrics, events=events)
+
+
+def padded(answers: Sequence[list[int]], length: int, pad: int) -> list[list[int]]:
+    """Return answers of one length, with padding after them."""
+    return [[*answer, *[pad] * (length - len(answer))] for answer in answers]
+
+
+def padded_rows(target: Target, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Return prompts as one tensor, padded on the left, and a mask with 1 at their tokens."""
+    ids = [torch.tensor(row, device=target.device) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    padded = pad_sequence(ids, batch_first=True, padding_value=padding_of(target), padding_side="left")
+    return padded, pad_sequence(mask, batch_first=True, padding_side="left")
+
+
+def _keep_logits(logits: list[Logits], _: Any, scores: Logits) -> Logits:
+    """A processor that keeps the model's own logits."""
+    logits.append(scores)
+    return scores
+
+
+@dataclass(frozen=True)
+class CacheCosts:
+    """What the cache holds of a row after each decoding step, and what of it is read.
+
+    Attributes:
+        held: Number of tokens that the cache holds.
+        read: Number of tokens that attention reads.
+    """
+
+    held: list[float]
+    read: list[float]
+
+    @classmethod
+    def of_full_cache(cls, n_prompt: int, n_written: int) -> CacheCosts:
+        """Return the costs of a full cache; the first token is the prompt's."""
+        counts = [float(count) for count in range(n_prompt + 1, n_prompt + n_written)]
+        return cls(counts, counts)
+
+
+def metrics_of(
+    costs: CacheCosts, events: Sequence[Event], row: int, *, n_prompt: int, n_written: int, seconds: float
+) -> Metrics:
+    """Return what an answer cost.
+
+    Args:
+        costs: What the cache held and what was read.
+        events: The events of all rows.
+        row: Number of the row.
+        n_prompt: Tokens of its prompt.
+        n_written: Tokens of its answer.
+        seconds: Time of the batch, divided by its rows.
+    """
+    full = CacheCosts.of_full_cache(n_prompt, n_written).read
+    lossy = [count < of_full - 1e-6 for count, of_full in zip(costs.read, full, strict=False)]
+    return {
+        "prompt_tokens": n_prompt,
+        "length": n_written,
+        "read": mean_known(costs.read),
+        "cells": cells_of(events, row),
+        "cached_peak": max(costs.held, default=None),
+        "seconds": seconds,
+        "first_lossy": lossy.index(True) + 1 if any(lossy) else None,
+    }
 
 
 @dataclass(eq=False)
@@ -181,6 +236,12 @@ class _HeldAfterCalls(Intervention, Actor):
             self.read.append(read)
         return None
 
+    def costs(self, row: int, n_written: int) -> CacheCosts:
+        """Return what was noted of a row while an answer of so many tokens was written."""
+        held = [float(of_rows[row]) for of_rows in self.held[: n_written - 1]]
+        read = [float(of_rows[row]) for of_rows in self.read[: n_written - 1]]
+        return CacheCosts(held, read)
+
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:
     """Return the share of a prompt's causal cells that attention covers, mean over layers and heads.
@@ -199,4 +260,8 @@ def mean_known(values: Iterable[float | None]) -> float | None:
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:
     """Return events of a row before its last token; later ones are in its padding, and costs of prompts apart."""
-    return tuple(plain([one for one in events if one.row == row and one.step < tokens and one.kind != "prefill"]))
+    of_row: list[Event] = []
+    for event in events:
+        if event.row == row and event.step < tokens and event.kind != "prefill":
+            of_row.append(event)
+    return tuple(plain(of_row))

@@ -18,9 +18,9 @@ from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
-from sinkscope.files.progress import silent
+from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Natural, Whole
-from sinkscope.files.store import check_folder, json_lines, kept_in
+from sinkscope.files.store import Kept, check_folder, json_lines, kept_in
 from sinkscope.generation.generate import Temperature
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure.setup import model_info
@@ -98,7 +98,17 @@ def run(
         for start in range(0, len(prompts), batch_size):
             part = tuple(prompts[start : start + batch_size])
             batches.append(Batch(group, part, new, temperature, seed))
-    settings = {
+    settings = settings_of(target, task, prompts, max_new_tokens=new, temperature=temperature)
+    with kept_in(out, {"command": COMMAND, **settings}, BenchRecord) as folder:
+        answer_batches(target, task, batches, folder, progress or silent)
+        return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
+
+
+def settings_of(
+    target: Target, task: Task, prompts: Sequence[Prompt], *, max_new_tokens: int, temperature: float
+) -> dict[str, Any]:
+    """Return what determines answers beside methods and seeds; records with other settings are of another run."""
+    return {
         "version": VERSION,
         "model": asdict(model_info(target)),
         "kind": target.kind,
@@ -107,29 +117,39 @@ def run(
         "attention": str(getattr(target.config, "_attn_implementation", "unknown")),
         "decoding": {"do_sample": False, "eos_token_id": end_ids(target)},
         "task": task.name,
-        "max_new_tokens": new,
+        "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "chat": task.chat,
         "prompts": sha256(json_lines(prompts).encode()).hexdigest()[:16],
     }
-    with kept_in(out, {"command": COMMAND, **settings}, BenchRecord) as folder:
-        warm: set[str] = set()
-        report = progress or silent
-        report("batches", 0, len(batches))
-        for done, batch in enumerate(batches, 1):
-            if not all(key in folder.records for key in batch.keys):
-                for method in batch.methods:
-                    if method not in warm:  # what is made at first use is not of the time of an answer
-                        answer_rows(
-                            target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, make_method(method)
-                        )
-                        warm.add(method)
-                folder.append(task.answers(target, batch))
-            report("batches", done, len(batches))
-        return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
 
 
-@partial(checks_arguments, others=run)
+def answer_batches(
+    target: Target, task: Task, batches: Sequence[Batch], folder: Kept[BenchRecord], progress: Progress
+) -> None:
+    """Answer the batches whose records are not all in a folder.
+
+    Args:
+        target: The model.
+        task: The task.
+        batches: The batches.
+        folder: Where records are kept.
+        progress: Called after each batch.
+    """
+    warm: set[str] = set()
+    progress("batches", 0, len(batches))
+    for done, batch in enumerate(batches, 1):
+        if not all(key in folder.records for key in batch.keys):
+            for method in batch.methods:
+                if method not in warm:  # what is made at first use is not of the time of an answer
+                    first = conversation_ids(target, batch.prompts[0], 0, task.chat)
+                    answer_rows(target, [first], 2, make_method(method))
+                    warm.add(method)
+            folder.append(task.answers(target, batch))
+        progress("batches", done, len(batches))
+
+
+@partial(checks_arguments, settings_of=run)
 def bench(
     folders: Sequence[PathName] = (),
     *,

@@ -61,8 +61,8 @@ of that name. "-0": without steps that read everything first; "-p", "-d": one ha
 
 def method_classes() -> dict[str, Any]:
     """Return the class of every method; that of None applies nothing."""
-    own = {FULL: NoneType, SAMPLING: NoneType, "random": RandomSlots, GUARD: LoopGuard}
-    return policies() | own | {name: cls for name, (cls, _) in VARIANTS.items()}
+    not_policies = {FULL: NoneType, SAMPLING: NoneType, "random": RandomSlots, GUARD: LoopGuard}
+    return policies() | not_policies | {name: cls for name, (cls, _) in VARIANTS.items()}
 
 
 def read_method(text: str, budget: Budget | None = None) -> str:
@@ -103,10 +103,10 @@ def make_method(text: str) -> Intervention | None:
 
 def _parsed(text: str) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
     """The name of a method, its class or what else makes it, the types of its settings, and those that it has."""
-    name, make, types, given = read_named(text, method_classes(), "method")
+    name, make, types, options = read_named(text, method_classes(), "method")
     if name in VARIANTS:
-        given = VARIANTS[name][1] | given
-    return name, make, types, given
+        options = VARIANTS[name][1] | options
+    return name, make, types, options
 
 
 def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[str, ...]:

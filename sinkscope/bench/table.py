@@ -24,7 +24,7 @@ import numpy as np
 from sinkscope.bench.methods import FULL, uneven_budgets
 from sinkscope.bench.record import BenchRecord, BenchRun, read_run
 from sinkscope.bench.scored import NOT_RANKED, RANDOM, MethodKey, Scored, difference_text, score_text
-from sinkscope.bench.task import task_class
+from sinkscope.bench.task import Task, task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ModelInfo, provenance
 from sinkscope.files.output import PathName
@@ -114,7 +114,7 @@ class BenchTable(Result):
         if group is other:
             return None
         pairs = [(score, other.scores[prompt]) for prompt, score in group.scores.items() if prompt in other.scores]
-        leads = np.array([own - beside for own, beside in pairs])
+        leads = np.array([score - other_score for score, other_score in pairs])
         return interval_of(leads, DIFFERENCES if task_class(self.task).share else None)
 
     def subjects(self) -> list[Subject]:
@@ -179,8 +179,8 @@ class BenchTable(Result):
         if not self.groups:
             return "Nothing was answered."
         task = task_class(self.task)
-        best, *others = self.sets()[0]
-        controls = [group for group in (best, *others) if group.name == task.control]
+        best, *other_groups = self.sets()[0]
+        controls = [group for group in (best, *other_groups) if group.name == task.control]
         control_has = f"{task.control} was not run"
         for control in controls[:1]:
             control_has = f"{reference_words(control)}: {score_text(control.score, task.share)}"
@@ -196,7 +196,7 @@ class BenchTable(Result):
                 f"Nothing can be told of the methods in {about}: the best, {best_has}; {control_has}. Give larger "
                 "budgets or easier prompts."
             )
-        rivals = [group for group in others if group.name not in NOT_RANKED]
+        rivals = [group for group in other_groups if group.name not in NOT_RANKED]
         lead = ""
         for rival in [*rivals, *controls][:1]:
             lead = self.lead_words(best, rival)
@@ -222,11 +222,11 @@ class BenchTable(Result):
         if not self.groups:
             return []
         task = task_class(self.task)
-        best, *others = self.sets()[0]
+        best, *other_groups = self.sets()[0]
         better = "lower" if task.low_is_good else "higher"
         found = f"{score_text(best.score, task.share)} ({best.name})"
         control, verdict = "not run", Verdict.NO_CONTROL
-        for group in (best, *others):
+        for group in (best, *other_groups):
             if group.name == task.control and group is not best:
                 control = f"{score_text(group.score, task.share)} ({group.name})"
                 sign = -1 if task.low_is_good else 1
@@ -301,50 +301,76 @@ def tabulate_records(runs: Sequence[BenchRun], beside: str | None = None) -> Ben
     Raises:
         SinkscopeError: No method has that name, or runs were measured under other settings.
     """
-    import pandas as pd  # slow to load
-
     started = time.perf_counter()
-    settings = runs[0].settings
-    for run in runs[1:]:
-        other = differing(settings, run.settings)
-        if other:
-            raise SinkscopeError(f"runs were measured under other settings ({other}): show them in a table each")
+    settings = settings_of_all(runs)
     task = task_class(settings["task"])
     records: dict[Hashable, BenchRecord] = {}
     for run in runs:
         for record in run:
             records.setdefault(record.key, record)
-    names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
-    answers: list[dict[str, Any]] = []
-    for record in records.values():
-        about = {"set": record.set, "method": record.method, "prompt": record.prompt, "tokens": len(record.tokens)}
-        answers.append(record.metrics | about)
-    frame: Any = pd.DataFrame(answers, columns=["set", "method", "prompt", "tokens", *names])
-    frame = frame.astype(dict.fromkeys(names, float))
-    by_method = frame.groupby(["set", "method"], sort=False)
-    sums = by_method[["seconds", "tokens"]].sum()
-    speeds = sums["seconds"] / sums["tokens"]
-    groups: list[BenchGroup] = []
-    for (of_set, method), of_method in by_method:
-        scores = of_method.groupby("prompt", sort=False)[task.main].mean().dropna()
-        metrics = of_method[names].mean().drop([task.main, "seconds"])
-        metrics["time"] = speeds[of_set, method] / speeds.get((of_set, FULL), nan)
-        if "alarm" in metrics:
-            metrics["alarm"] = of_method["alarm"].median()  # not every run has one
-        score = interval_of(scores.to_numpy(), SCORES if task.share else None)
-        score = score or Interval(scores.mean(), nan, nan)
-        numbers = (len(of_method), score.mean, score.low, score.high)
-        groups.append(BenchGroup(of_set, method, *numbers, *(each.to_dict() for each in (scores, metrics))))
+    groups = groups_of(list(records.values()), task)
     check_beside(beside, [*dict.fromkeys(group.method for group in groups)])
     sign = 1 if task.low_is_good else -1
     groups.sort(key=lambda group: (group.set, group.name in NOT_RANKED, sign * group.score))
     seed = min((record.seed for record in records.values()), default=0)
-    where = {name: settings[name] for name in ("device", "dtype", "attention")}
+    machine = {name: settings[name] for name in ("device", "dtype", "attention")}
     return BenchTable(
         model=ModelInfo(**settings["model"]),
         settings=settings,
-        provenance=provenance(started, seed=seed, **where),
+        provenance=provenance(started, seed=seed, **machine),
         task=task.name,
         groups=tuple(groups),
         beside=beside,
     )
+
+
+def settings_of_all(runs: Sequence[BenchRun]) -> dict[str, Any]:
+    """Return the settings of runs.
+
+    Raises:
+        SinkscopeError: They differ.
+    """
+    settings = runs[0].settings
+    for run in runs[1:]:
+        names = differing(settings, run.settings)
+        if names:
+            raise SinkscopeError(f"runs were measured under other settings ({names}): show them in a table each")
+    return settings
+
+
+def groups_of(records: Sequence[BenchRecord], task: type[Task]) -> list[BenchGroup]:
+    """Group records by set and method: the mean score with its interval, and the means of metrics.
+
+    Args:
+        records: The records.
+        task: The task, which says what its score is.
+    """
+    names = [task.main, "seconds", "read", "cells", "cached_peak", *task.columns]
+    by_method = frame_of(records, names).groupby(["set", "method"], sort=False)
+    sums = by_method[["seconds", "tokens"]].sum()
+    speeds = sums["seconds"] / sums["tokens"]
+    groups: list[BenchGroup] = []
+    for (set_name, method), of_method in by_method:
+        scores = of_method.groupby("prompt", sort=False)[task.main].mean().dropna()
+        metrics = of_method[names].mean().drop([task.main, "seconds"])
+        metrics["time"] = speeds[set_name, method] / speeds.get((set_name, FULL), nan)
+        if "alarm" in metrics:
+            metrics["alarm"] = of_method["alarm"].median()  # not every run has one
+        interval = interval_of(scores.to_numpy(), SCORES if task.share else None)
+        if interval is None:
+            interval = Interval(scores.mean(), nan, nan)
+        numbers = (len(of_method), interval.mean, interval.low, interval.high)
+        groups.append(BenchGroup(set_name, method, *numbers, scores.to_dict(), metrics.to_dict()))
+    return groups
+
+
+def frame_of(records: Sequence[BenchRecord], names: Sequence[str]) -> Any:
+    """Return a row of metrics for each record, NaN where it has none."""
+    import pandas as pd  # slow to load
+
+    answers: list[dict[str, Any]] = []
+    for record in records:
+        about = {"set": record.set, "method": record.method, "prompt": record.prompt, "tokens": len(record.tokens)}
+        answers.append(record.metrics | about)
+    frame = pd.DataFrame(answers, columns=["set", "method", "prompt", "tokens", *names])
+    return frame.astype(dict.fromkeys(names, float))

@@ -154,13 +154,13 @@ def read_task(spec: str) -> Task:
     name, *parts = spec.split(":")
     cls: Any = task_class(name)
     types = setting_types(cls)
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if cls is PromptFile:
         if not path_of(name, "give a file of prompts").is_file():
             raise SinkscopeError(f"--task {name!r}: expected {', '.join(sorted(TASKS))}, or a path of prompts")
-        given["given"] = tuple(read_prompts(name))
+        settings["given"] = tuple(read_prompts(name))
         types.pop("given")
-    return cls(**given, **read_settings(parts, types, f"--task {name}"))
+    return cls(**settings, **read_settings(parts, types, f"--task {name}"))
 
 
 def task_class(name: str) -> type[Task]:

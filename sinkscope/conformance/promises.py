@@ -131,18 +131,18 @@ def _right(kit: Kit, outcome: Outcome) -> None:
     elif not outcome.recorder.rotated_again:
         kit.close(outcome.error(), flow)
     elif flow.model == "recall":
-        answer, right, said = text.ids[:, flow.prompt + 1 :], text.right(text.sees), text.logits
+        answer, right, logits = text.ids[:, flow.prompt + 1 :], text.right(text.sees), text.logits
         if torch.equal(right[:, 1:-1].argmax(-1), answer):
             shown = "outcome.last.logits[:, 1:-1].argmax(-1)"
-            if not torch.equal(said[:, 1:-1].argmax(-1), answer):
+            if not torch.equal(logits[:, 1:-1].argmax(-1), answer):
                 raise FaultError("the answer that stands in what was kept", "another answer", flow, shown)
             kit.measured.append(Worst(0.0, kit.tolerance, Unit.LOGITS))
 
 
 def _beside(kit: Kit, outcome: Outcome, other: Flow, whose: str, rows: slice) -> None:
     """Compare the last logits of rows with those of another flow."""
-    own = f"outcome.last.logits[{rows.start}:{rows.stop}, -1:]"
-    shows = f"error_of({own}, outcome_of({{function}}, {other}).last.logits[:, -1:])"
+    expression = f"outcome.last.logits[{rows.start}:{rows.stop}, -1:]"
+    shows = f"error_of({expression}, outcome_of({{function}}, {other}).last.logits[:, -1:])"
     error = error_of(outcome.last.logits[rows, -1:], kit.outcome(other).last.logits[:, -1:])
     kit.close(error, outcome.flow, whose, shows)
 
@@ -203,10 +203,12 @@ def rows_are_what_they_are_alone(kit: Kit) -> None:
     for outcome in _outcomes(kit, rows_are_what_they_are_alone):
         flow, text = outcome.flow, outcome.last
         for row in range(len(flow.lengths) if text.sees else 0):
-            own, at = kit.outcome(flow.alone(row)).last, slice(row, row + 1)
-            seen, right = float(text.read(-1)[row]), float(own.read(-1)[0])
-            if seen < right:
-                raise FaultError(f"row {row} sees {right:g} tokens at last, as it does alone", f"{seen:g}", flow, _SEES)
+            alone, at = kit.outcome(flow.alone(row)).last, slice(row, row + 1)
+            in_batch, right = float(text.read(-1)[row]), float(alone.read(-1)[0])
+            if in_batch < right:
+                raise FaultError(
+                    f"row {row} sees {right:g} tokens at last, as it does alone", f"{in_batch:g}", flow, _SEES
+                )
             _beside(kit, outcome, flow.alone(row), f"in row {row}, the logits that it has alone", at)
 
 
@@ -245,8 +247,10 @@ def the_budget_holds_in_tokens_and_bytes(kit: Kit) -> Worst:
         token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         allowed, held = int(_LARGER * (budget + len(later)) * token), max(outcome.bytes[1:])
         if held > allowed:
-            seen = f"{held} bytes; everything would be {(flow.prompt + len(later)) * token}"
-            raise FaultError(f"at most {allowed} bytes, {_LARGER:g} times those asked for", seen, flow, "outcome.bytes")
+            fault = f"{held} bytes; everything would be {(flow.prompt + len(later)) * token}"
+            raise FaultError(
+                f"at most {allowed} bytes, {_LARGER:g} times those asked for", fault, flow, "outcome.bytes"
+            )
         worst = max(worst, Worst(held, allowed, Unit.BYTES), key=lambda kept: kept.nearness)
     return worst
 
@@ -257,27 +261,27 @@ def the_first_and_the_latest_tokens_survive(kit: Kit) -> Worst:
     for outcome in _outcomes(kit, the_first_and_the_latest_tokens_survive, right=False):
         flow, text = outcome.flow, outcome.last
         right = text.right()[:, 1:].log_softmax(-1)
-        own = _given_back(right, text, 0)
-        loss = max(loss, own)
-        if own > _LOSS:
+        of_copy = _given_back(right, text, 0)
+        loss = max(loss, of_copy)
+        if of_copy > _LOSS:
             columns = range(3, flow.prompt - 1, flow.prompt // 5)
             control = max(0.0, *(_given_back(right, text, column) for column in columns))
-            if own > _BEYOND * control:
-                seen = f"it spares {own:.2g} nats; any of five other tokens at most {control:.2g}"
-                raise FaultError(f"seeing the first token again spares less than {_LOSS} nats", seen, flow, _SEES)
+            if of_copy > _BEYOND * control:
+                fault = f"it spares {of_copy:.2g} nats; any of five other tokens at most {control:.2g}"
+                raise FaultError(f"seeing the first token again spares less than {_LOSS} nats", fault, flow, _SEES)
         steps = range(flow.prompt + 1, text.ids.shape[1])
         blind = [step for step in steps if not any(sees[:, :, step, step - 1].any() for sees in text.sees.values())]
         if 2 * len(blind) > len(steps):
-            seen = f"{len(blind)} of {len(steps)} see no token before them"
-            raise FaultError("most steps see the token before them", seen, flow, _SEES)
+            fault = f"{len(blind)} of {len(steps)} see no token before them"
+            raise FaultError("most steps see the token before them", fault, flow, _SEES)
     return Worst(max(0.0, loss), _LOSS, Unit.NATS)
 
 
 def _given_back(right: Tensor, text: Stretch, column: int) -> float:
     """The loss in nats that would be spared if all queries after the prompt saw a column."""
     sees = deepcopy(text.sees)
-    for seen in sees.values():
-        seen[:, :, text.flow.prompt :, column] = True
+    for positions in sees.values():
+        positions[:, :, text.flow.prompt :, column] = True
     losses: list[float] = []
     for logits in (text.logits, text.right(sees)):
         losses.append(float((right.exp() * (right - logits[:, 1:].log_softmax(-1))).sum(-1).mean()))

@@ -31,6 +31,7 @@ from sinkscope.engine.visible import CausalMask, FunctionMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_argument, new_call_cache
 from sinkscope.models.hooks import DEPTH, Args, Kwargs
+from sinkscope.models.quirks import tokens_in
 from sinkscope.models.target import Target
 
 _NUMBERS = itertools.count()
@@ -278,18 +279,6 @@ def cache_in(holder: Any) -> Any:
     return None
 
 
-def tokens_in(cache: Any) -> int:
-    """Return the number of tokens that a cache of transformers has read, with padding.
-
-    Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
-    """
-    count = int(cache.get_seq_length())
-    if count:
-        return count
-    layers = getattr(cache, "layers", None) or ()
-    return max([int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")], default=0)
-
-
 def begin_step(
     run: int, number: int, arguments: Mapping[str, Any], cache: Any, told: Mapping[str, Any], *, acts: bool = True
 ) -> Step:
@@ -312,28 +301,32 @@ def begin_step(
     tokens: Tensor = arguments["inputs_embeds"] if ids is None else ids
     batch, new = tokens.shape[:2]
     past = 0 if cache is None else tokens_in(cache)
-    states: dict[int, RowState] = getattr(cache, ROWS, None) or {}
-    state = states.get(run) if past else None
-    if state is None or len(state.tokens.pos) != batch:
-        nothing = torch.zeros(batch, 0, dtype=torch.int64, device=tokens.device)
-        state = RowState(TokenPositions.of(nothing), partial=past > 0)
+    total = past + new
+    state = _state_of_rows(run, cache, past, batch, tokens.device)
     earlier = state.tokens
-    if past < earlier.seen:  # tokens were taken back
+    if past < earlier.n_columns:  # tokens were taken back
         earlier = earlier.first(past)
     mask = told.get("attention_mask")
-    total = past + new
     says_tokens = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total
     if acts and not says_tokens and (mask is not None or told.get("position_ids") is not None):
         _check_one_text(mask, told)
+    real = torch.ones(batch, total - earlier.n_columns, dtype=torch.bool, device=tokens.device)
     if isinstance(mask, Tensor) and says_tokens:
-        real = mask[:, earlier.seen : total].bool().to(tokens.device)
-    else:
-        real = torch.ones(batch, total - earlier.seen, dtype=torch.bool, device=tokens.device)
-    later = torch.where(real, earlier.length[:, None] + real.cumsum(1) - 1, -1)
-    state.tokens = TokenPositions(torch.cat([earlier.pos, later], 1), earlier.length + real.sum(1), total)
-    if earlier.seen != past:  # some were read in calls on which the run did not act
+        real = mask[:, earlier.n_columns : total].bool().to(tokens.device)
+    state.tokens = earlier.continued(real)
+    if earlier.n_columns != past:  # some were read in calls on which the run did not act
         earlier = state.tokens.first(past)
     return Step(number, past, new, ids, cache, arguments, earlier, state)
+
+
+def _state_of_rows(run: int, cache: Any, past: int, batch: int, device: torch.device) -> RowState:
+    """What a run keeps of the rows on their cache; a new state if they are others, or nothing was read."""
+    states: dict[int, RowState] = getattr(cache, ROWS, None) or {}
+    state = states.get(run) if past else None
+    if state is not None and len(state.tokens.pos) == batch:
+        return state
+    nothing = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+    return RowState(TokenPositions.of(nothing), partial=past > 0)
 
 
 def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:
@@ -345,16 +338,16 @@ def _check_one_text(mask: Any, told: Mapping[str, Any]) -> None:
         UnsupportedError: There may be such a row.
     """
     positions = told.get("position_ids")
-    what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
+    reason = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
     if mask is None:
-        what = "position ids that do not count on"
+        reason = "position ids that do not count on"
         if not isinstance(positions, Tensor) or positions.ndim != 2 or cache_in(told) is not None:
             return
         if bool((positions.diff(dim=1) == 1).all()):
             return
     raise UnsupportedError(
-        f"{what}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad the "
-        "rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
+        f"{reason}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad "
+        "the rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
     )
 
 

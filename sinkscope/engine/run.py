@@ -352,7 +352,7 @@ def _following_generate(run: Run) -> Iterator[None]:
     finally:
         followed.runs.remove(run)
         if not followed.runs:
-            for name in followed.own:
+            for name in followed.methods:
                 attributes.pop(name, None)
             attributes.update(followed.before)
 
@@ -375,7 +375,7 @@ class _Followed:
             "prepare_inputs_for_generation": self._preparing(model),
         }
         self.runs: list[Run] = []
-        self.own: dict[str, Any] = {name: getattr(model, name, None) for name in methods}
+        self.methods: dict[str, Any] = {name: getattr(model, name, None) for name in methods}
         self.before = {name: attributes[name] for name in methods if name in attributes}
         attributes.update(methods)
 
@@ -390,7 +390,7 @@ class _Followed:
             run.begin_generation(model_kwargs, generation_config)
             run.prompting = True
         try:
-            return self.own["_prefill"](input_ids, generation_config, model_kwargs, **more)
+            return self.methods["_prefill"](input_ids, generation_config, model_kwargs, **more)
         finally:
             for run in runs:
                 run.prompting = False
@@ -410,7 +410,7 @@ class _Followed:
                 read = [kwargs.get("input_ids"), kwargs.get("inputs_tensor"), *args[:2]]
                 lengths = [tensor.shape[1] for tensor in read if isinstance(tensor, Tensor)]
                 run.drafts_from = max(lengths, default=None)
-        return self.own["_get_candidate_generator"](generation_config, *args, **kwargs)
+        return self.methods["_get_candidate_generator"](generation_config, *args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:
         """Refuse to put several texts into one row."""
@@ -421,15 +421,15 @@ class _Followed:
 
     def _preparing(self, model: Any) -> Any:
         """What prepares the inputs of a call, and has the signature of the model's own, which transformers reads."""
-        own = getattr(model, "prepare_inputs_for_generation", None)
+        own_prepare = getattr(model, "prepare_inputs_for_generation", None)
 
         def prepare(*args: Any, **kwargs: Any) -> Any:
             for run in self.runs:
                 if run.acts_here:
                     run.note_told(kwargs)
-            return self.own["prepare_inputs_for_generation"](*args, **kwargs)
+            return self.methods["prepare_inputs_for_generation"](*args, **kwargs)
 
-        return prepare if own is None else wraps(own)(prepare)
+        return prepare if own_prepare is None else wraps(own_prepare)(prepare)
 
 
 @contextmanager

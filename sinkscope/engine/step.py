@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 ROWS = "sinkscope_rows"
@@ -29,12 +29,12 @@ class TokenPositions:
     Attributes:
         pos: Position of every token in its row; -1 at padding.
         length: Number of real tokens in each row.
-        seen: Number of columns.
+        n_columns: Number of columns.
     """
 
     pos: Int[Tensor, "batch seen"]
     length: Int[Tensor, " batch"]
-    seen: int
+    n_columns: int
 
     @classmethod
     def of(cls, pos: Int[Tensor, "batch seen"]) -> TokenPositions:
@@ -49,9 +49,14 @@ class TokenPositions:
 
     def first(self, count: int) -> TokenPositions:
         """Return the first columns alone."""
-        if count >= self.seen:
+        if count >= self.n_columns:
             return self
         return TokenPositions.of(self.pos[:, :count])
+
+    def continued(self, real: Bool[Tensor, "batch new"]) -> TokenPositions:
+        """Return the tokens with columns after them, of which some are real and others padding."""
+        pos = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
+        return TokenPositions(torch.cat([self.pos, pos], 1), self.length + real.sum(1), self.n_columns + real.shape[1])
 
     def columns_of(self, pos: Int[Tensor, "batch head slot"]) -> Int[Tensor, "batch head slot"]:
         """Return the column of the token at each position; -1 where the position is -1."""
@@ -62,9 +67,9 @@ class TokenPositions:
     @cached_property
     def _column_table(self) -> Int[Tensor, "batch _"]:
         """The column of each position of a row; -1 after them."""
-        columns = self.pos.new_full((len(self.pos), self.seen + 1), -1)
+        columns = self.pos.new_full((len(self.pos), self.n_columns + 1), -1)
         row = torch.arange(len(self.pos), device=self.pos.device)[:, None]
-        columns[row, self.pos] = torch.arange(self.seen, device=self.pos.device)
+        columns[row, self.pos] = torch.arange(self.n_columns, device=self.pos.device)
         columns[:, -1] = -1  # what padding wrote
         return columns
 

@@ -32,6 +32,7 @@ from sinkscope.engine.attention import (
     AttentionOutput,
     AttentionRows,
     Shown,
+    Stock,
     eager,
     stock_of,
     switched,
@@ -40,6 +41,7 @@ from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, Tenso
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, without_compiler
 from sinkscope.models.layers import layer_window
+from sinkscope.models.quirks import attends_again, check_no_indexer
 from sinkscope.models.target import Target
 
 
@@ -112,60 +114,69 @@ def _attend(
 ) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
     stock = STOCK.get(id(module.config)) or stock_of(module.config)
-    thread = threading.get_ident()
-    listeners: list[Listener] = []
-    idle = True
-    has_gaps = False
-    for listener in stock.users:  # a plain loop: every layer comes here
-        if listener.thread == thread:
-            if listener.outside is not None and not listener.in_call:
-                listener.outside(module)
-            listener.was_reached = True
-            listeners.append(listener)
-            idle = idle and listener.idle
-            has_gaps = has_gaps or listener.has_gaps
-    if "indices" in kwargs or "block_indices" in kwargs:  # DeepSeek 3.2, MiniMax M3
-        raise UnsupportedError(
-            f"{type(module).__name__} attends to keys that an indexer chooses, which is not read: use another model"
-        )
+    listeners = _listening(stock, module)
+    is_idle = all(listener.idle for listener in listeners)
+    has_gaps = any(listener.has_gaps for listener in listeners)
+    check_no_indexer(module, kwargs)
     function: FunctionMask | None = getattr(attention_mask, _FUNCTION, None)
     if has_gaps:
         if function is None:
             function = _function_without_mask(listeners, module, attention_mask, kwargs)
         attention_mask = None  # it is by the place of keys
-        idle = idle and (function is None or function.is_causal)
-    if idle:
+        is_idle = is_idle and (function is None or function.is_causal)
+    if is_idle:
         if has_gaps:
             attention_mask = stock.unmasked(query, key)
         return stock.attention(module, query, key, value, attention_mask, **kwargs)
-    first = listeners[0]
-    is_repeated = first.latest is not None and first.latest() is query
-    first.latest = ref(query)
-    scaling = kwargs.get("scaling")
-    softcap = kwargs.get("softcap")
-    sinks = kwargs.get("s_aux")
-    if scaling is None:  # what the model passes takes precedence: some models scale their queries (OPT)
-        scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
-    if stock.kind == "sdpa":  # it drops these, or refuses to run
-        softcap = sinks = None
+    is_repeated = attends_again(listeners[0].latest, query)
+    listeners[0].latest = ref(query)
+    if function is None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 4):
+        function = _function_of_layer(listeners, module, kwargs)
+    first_query = _first_query(listeners, key.shape[2] - query.shape[2])
+    placement = _placement(function, attention_mask, has_gaps, first_query, query.shape[2], key.shape[2])
     call = Attention(
-        module,
-        int(module.layer_idx),
-        query,
-        key,
-        value,
-        attention_mask,
-        *_placed(listeners, has_gaps, module, query.shape[2], key.shape[2], attention_mask, function, kwargs),
-        kwargs,
-        stock,
-        float(scaling),
-        softcap,
-        sinks,
+        module=module,
+        layer=int(module.layer_idx),
+        query=query,
+        key=key,
+        value=value,
+        mask=attention_mask,
+        source=placement.source,
+        first_key=placement.first_key,
+        first_query=placement.first_query,
+        settings=kwargs,
+        selected=stock,
         is_repeated=is_repeated,
+        **_scores_of(stock, module, query, kwargs),
     )
     for listener in listeners:
         listener.see(call)
     return call.finish()
+
+
+def _listening(stock: Stock, module: Any) -> list[Listener]:
+    """The listeners of this thread, each told that attention came by; a plain loop, because every layer comes here."""
+    thread = threading.get_ident()
+    listeners: list[Listener] = []
+    for listener in stock.users:
+        if listener.thread == thread:
+            if listener.outside is not None and not listener.in_call:
+                listener.outside(module)
+            listener.was_reached = True
+            listeners.append(listener)
+    return listeners
+
+
+def _scores_of(stock: Stock, module: Any, query: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+    """How scores are made: their factor, a soft cap, and learned sinks."""
+    scaling = settings.get("scaling")
+    softcap = settings.get("softcap")
+    sinks = settings.get("s_aux")
+    if scaling is None:  # what the model passes takes precedence: some models scale their queries (OPT)
+        scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+    if stock.kind == "sdpa":  # it drops these, or refuses to run
+        softcap = sinks = None
+    return {"scaling": float(scaling), "softcap": softcap, "sinks": sinks}
 
 
 def _function_without_mask(
@@ -202,32 +213,46 @@ def _function_of_layer(listeners: list[Listener], module: Any, settings: dict[st
     return function
 
 
-def _placed(
-    listeners: list[Listener],
-    has_gaps: bool,
-    module: Any,
-    queries: int,
-    keys: int,
-    mask: Any,
-    function: FunctionMask | None,
-    settings: dict[str, Any],
-) -> tuple[MaskSource, int, int]:
+@dataclass(frozen=True)
+class _Placement:
     """What says who sees whom in an attention, and the columns of its first key and query."""
-    first_query = keys - queries
+
+    source: MaskSource
+    first_key: int
+    first_query: int
+
+
+def _first_query(listeners: list[Listener], by_keys: int) -> int:
+    """The column of the first query, which a listener may know, and else follows from the number of keys."""
+    first_query = by_keys
     for listener in listeners:
         if listener.first_query is not None:
             first_query = listener.first_query
-    is_whole = isinstance(mask, Tensor) and mask.ndim == 4
-    if function is None and not is_whole:
-        function = _function_of_layer(listeners, module, settings)
+    return first_query
+
+
+def _placement(
+    function: FunctionMask | None, mask: Any, has_gaps: bool, first_query: int, n_queries: int, n_keys: int
+) -> _Placement:
+    """Where the queries and keys of an attention stand.
+
+    Args:
+        function: The function of its mask. None: the mask itself says who sees whom, or there is none.
+        mask: The mask.
+        has_gaps: Whether tokens are missing in the cache.
+        first_query: The column of the first query.
+        n_queries: Number of queries.
+        n_keys: Number of keys.
+    """
     if function is not None:
         source = function if has_gaps or not function.is_skipped else CausalMask()
-        return source, function.first_key, function.first_query
-    if is_whole:  # it ends with the last query, and has a column for each token so far, or for each key
-        total = first_query + queries
-        first_key = max(0, total - keys)
-        return TensorMask(mask, first_query, max(0, total - mask.shape[-1])), first_key, first_query
-    return CausalMask(), 0, first_query
+        return _Placement(source, function.first_key, function.first_query)
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        # It ends with the last query, and has a column for each token so far, or for each key.
+        total = first_query + n_queries
+        first_key = max(0, total - n_keys)
+        return _Placement(TensorMask(mask, first_query, max(0, total - mask.shape[-1])), first_key, first_query)
+    return _Placement(CausalMask(), 0, first_query)
 
 
 _FUNCTION = "sinkscope_function"

@@ -113,23 +113,23 @@ def _takes_path(hint: Any) -> bool:
     return any(_takes_path(part) for part in get_args(hint))
 
 
-def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C:
+def checks_arguments(function: C, settings_of: Callable[..., Any] | None = None) -> C:
     """Make a function refuse arguments that its annotations exclude, before it does anything.
 
     The error is a SinkscopeError of one line with the name and the value.
 
     Args:
         function: The function.
-        others: Function that gets the `**settings` of this one, whose parameters are checked as well.
+        settings_of: Function that gets the `**settings` of this one, whose parameters are checked as well.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs | inspect.signature(function).bind(*args, **kwargs).arguments
-        for taker in (function, others or function):
+        by_name = kwargs | inspect.signature(function).bind(*args, **kwargs).arguments
+        for taker in (function, settings_of or function):
             for parameter in parameters_of(taker):
-                if parameter.name in given:
-                    parameter.check(given[parameter.name])
+                if parameter.name in by_name:
+                    parameter.check(by_name[parameter.name])
         return function(*args, **kwargs)
 
     return cast(C, call)

@@ -264,8 +264,8 @@ def other_measurements() -> dict[str, EntryPoint]:
 @cache
 def measurements() -> dict[str, EntryPoint]:
     """Return all measurements, by the words of their commands."""
-    others = {name.replace("_", "-"): point for name, point in other_measurements().items()}
-    return others | _within_sinkscope(OWN)
+    of_packages = {name.replace("_", "-"): point for name, point in other_measurements().items()}
+    return of_packages | _within_sinkscope(OWN)
 
 
 @cache

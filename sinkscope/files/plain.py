@@ -36,7 +36,7 @@ def in_one_line(name: str) -> str:
     return visible(name).replace("\n", r"\n").replace("\t", r"\t")
 
 
-def check_encodable(text: str, what: str) -> None:
+def check_encodable(text: str, name: str) -> None:
     """Refuse a text that is not Unicode, which no tokenizer takes.
 
     Raises:
@@ -46,7 +46,7 @@ def check_encodable(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise SinkscopeError(
-            f"{what} holds half of a surrogate pair, or a byte that is not UTF-8, character {error.start + 1}: replace "
+            f"{name} holds half of a surrogate pair, or a byte that is not UTF-8, character {error.start + 1}: replace "
             "it, as in text.encode(errors='replace').decode()"
         ) from None
 

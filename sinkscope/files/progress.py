@@ -13,7 +13,7 @@ Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`."""
 
 
-def silent(what: str, done: int, total: int) -> None:
+def silent(work: str, done: int, total: int) -> None:
     """Show nothing; the progress of a measurement that nobody watches."""
 
 
@@ -30,9 +30,9 @@ def watched_by(progress: Progress) -> Iterator[None]:
         _WATCHING.reset(token)
 
 
-def report_progress(what: str, done: int, total: int) -> None:
+def report_progress(work: str, done: int, total: int) -> None:
     """Tell whoever watches how much of the passes of a step is done."""
-    _WATCHING.get()(what, done, total)
+    _WATCHING.get()(work, done, total)
 
 
 PAUSE = 30.0

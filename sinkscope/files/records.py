@@ -137,7 +137,7 @@ def setting_types(cls: Any) -> dict[str, Any]:
     if not is_dataclass(cls):
         return {}
     hints = get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(cls)}
+    return {field_of_class.name: hints[field_of_class.name] for field_of_class in fields(cls)}
 
 
 def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -246,12 +246,12 @@ def _lenient(kind: Any) -> SchemaValidator:
 def _lenient_schema(part: Any) -> Any:
     """A part of pydantic's schema, changed in this way."""
     if isinstance(part, list):
-        return [_lenient_schema(each) for each in part]
+        return [_lenient_schema(value) for value in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):  # an annotation of jaxtyping
         return core_schema.no_info_after_validator_function(_array, core_schema.list_schema())
-    changed: Any = {name: _lenient_schema(each) for name, each in part.items()}
+    changed: Any = {name: _lenient_schema(value) for name, value in part.items()}
     if part.get("type") == "float":
         return core_schema.union_schema([changed, _NULL_AS_NAN])
     return changed

@@ -173,21 +173,25 @@ def spike(old: Data) -> Data:
     new["size"] = {}
     for row in tables["spike"]:  # its norms, what is left without the needed parts, the heads that read it
         new["size"] |= row["numbers"]
-    new["writers"] = []
-    for row in tables.get("writers", ()):
-        role = ROLES.get(row["note"], row["note"])
-        new["writers"].append({"key": neuron(row["name"]), "role": role, **row["numbers"]})
+    new["writers"] = [writer(row) for row in tables.get("writers", ())]
     for name in ("components", "erasers"):
         new[name] = [{"key": component(row["name"]), **row["numbers"]} for row in tables.get(name, ())]
     new["effects"] = effects(new["needed"], tables)
-    new["marks"] = []
-    for row in tables.get("marks", ()):
-        members = [component(name) for name in row["name"].split(" and ")]
-        new["marks"].append({"key": members, **row["numbers"]})
+    new["marks"] = [mark(row) for row in tables.get("marks", ())]
     new["conditions"] = [{"key": condition(row["name"]), **row["numbers"]} for row in tables.get("conditions", ())]
     new["constant"] = constancy(tables.get("constant", []))
     new["purpose"] = purpose([*tables.get("purpose", ()), *tables.get("purpose, controls", ())])
     return new
+
+
+def writer(row: Data) -> Data:
+    """Return the row of a neuron that writes a spike."""
+    return {"key": neuron(row["name"]), "role": ROLES.get(row["note"], row["note"]), **row["numbers"]}
+
+
+def mark(row: Data) -> Data:
+    """Return the row of components that mark a place."""
+    return {"key": [component(name) for name in row["name"].split(" and ")], **row["numbers"]}
 
 
 def effects(needed: list[Data], tables: dict[str, list[Data]]) -> list[Data]:

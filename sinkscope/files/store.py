@@ -41,8 +41,8 @@ def refuse_other_files(folder: Path, shown: str) -> None:
     Raises:
         SinkscopeError: It holds other files.
     """
-    others = (path for path in folder.glob("*") if not path.name.startswith(OURS))
-    if not (folder / SETTINGS).exists() and any(others):
+    not_ours = (path for path in folder.glob("*") if not path.name.startswith(OURS))
+    if not (folder / SETTINGS).exists() and any(not_ours):
         raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
 
 
@@ -173,6 +173,6 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
         SinkscopeError: Any other line is damaged.
     """
     content = read_bytes(path, "give another folder") if path.exists() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    rows = json_rows(whole.split(b"\n"), f"{name}/{path.name}", DAMAGED)
-    return [build(kind, row, where, DAMAGED) for where, row in rows], len(whole)
+    complete = content[: content.rfind(b"\n") + 1]
+    rows = json_rows(complete.split(b"\n"), f"{name}/{path.name}", DAMAGED)
+    return [build(kind, row, where, DAMAGED) for where, row in rows], len(complete)

@@ -57,8 +57,10 @@ def messages_of_row(
         value = next(filter(None, map(row.get, names)), None)
     if isinstance(value, str):
         return [{"role": "", "content": value}]
-    if isinstance(value, list) and all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value):
-        return [{"role": one["role"], "content": words_of(one.get("content"))} for one in value]
+    if isinstance(value, list) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value
+    ):
+        return [{"role": message["role"], "content": words_of(message.get("content"))} for message in value]
     if not isinstance(row, Mapping):
         raise SinkscopeError(f"{name}={row!r:.80}: expected a text, a chat, or an object with one")
     fields = ", ".join(map(str, row)) or "none"

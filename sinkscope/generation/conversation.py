@@ -154,51 +154,58 @@ class Conversation:
         check_generation_options(self.target, generation)
         if answer is not None:
             check_not_choosing(generation)
-        target, tokenizer = self.target, self.target.available_tokenizer
+        target = self.target
         new = self._read(prompt)
-        whole = [*self.ids, *new]
+        text_ids = [*self.ids, *new]
         forced: list[list[int]] | None = None
         if answer is not None:
             forced = [read_row(target, answer, "the answer", special=False)]
             max_new_tokens = len(forced[0])
-        check_length(target, "the conversation", len(whole), max_new_tokens, "ask something shorter")
+        check_length(target, "the conversation", len(text_ids), max_new_tokens, "ask something shorter")
         cache: Any = DynamicCache()
         cache.layers = [layer.copy() for layer in self._layers]
         cache.layer_class_to_replicate = None
-        seen = cache.get_seq_length()
+        n_cached = cache.get_seq_length()
         (written,), run = decode(
-            target, [whole], max_new_tokens, self._edit, forced, may_keep_state=True, cache=cache, **generation
+            target, [text_ids], max_new_tokens, self._edit, forced, may_keep_state=True, cache=cache, **generation
         )
         assert run is not None
         for layer in cache.layers:
-            layer.crop(len(whole) - layer.seen)
-        text = None
-        if tokenizer is not None:  # not every tokenizer knows that the token that ends a text is special
-            said = [token for token in written if token not in end_ids(target)]
-            text = str(tokenizer.decode(said, skip_special_tokens=True))
-        read = run.usage[0].mean_read  # the turn's own cache is the first
+            layer.crop(len(text_ids) - layer.seen)
+        mean_read = run.usage[0].mean_read  # the turn's own cache is the first
         turn = Turn(
             prompt=tuple(new),
             ids=tuple(written),
-            text=text,
-            prompt_tokens=len(whole),
-            queries=len(whole) - seen,
-            read=read[0] if read else None,
+            text=self._text_of(written),
+            prompt_tokens=len(text_ids),
+            queries=len(text_ids) - n_cached,
+            read=mean_read[0] if mean_read else None,
             summary=run.summary(),
             events=tuple(run.events),
         )
         self._layers = cache.layers
         self.turns = [*self.turns, turn]
         if isinstance(prompt, str):
-            content = answer if isinstance(answer, str) else text  # as it is, not as its tokens are read back
-            asked = {"role": "user", "content": prompt}
-            self._messages = [*self._messages, asked, {"role": "assistant", "content": content}]
+            content = answer if isinstance(answer, str) else turn.text  # as it is, not as its tokens are read back
+            self._messages = [*self._messages, _message("user", prompt), _message("assistant", content)]
         return turn
+
+    def _text_of(self, written: list[int]) -> str | None:
+        """The text of an answer without its end; None: there is no tokenizer."""
+        tokenizer = self.target.available_tokenizer
+        if tokenizer is None:
+            return None
+        ends = end_ids(self.target)  # not every tokenizer knows that the token that ends a text is special
+        return str(tokenizer.decode([token for token in written if token not in ends], skip_special_tokens=True))
 
     def _read(self, prompt: Any) -> list[int]:
         """What a turn reads: the prompt, or what the chat template adds to the conversation with it."""
         ids = read_row(self.target, prompt, "the prompt", special=not self.turns)
         tokenizer, name = self.target.available_tokenizer, self.target.name
         if isinstance(prompt, str) and uses_template(tokenizer, prompt, self._chat, name):
-            return chat_ids(tokenizer, [*self._messages, {"role": "user", "content": prompt}], name, self.ids)
+            return chat_ids(tokenizer, [*self._messages, _message("user", prompt)], name, self.ids)
         return ids
+
+
+def _message(role: str, content: str | None) -> dict[str, Any]:
+    return {"role": role, "content": content}

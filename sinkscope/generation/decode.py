@@ -69,10 +69,10 @@ def forced_answers(answers: Sequence[Sequence[int]], start: int) -> Processor:
         answers: Token ids of each row's answer, as many in each.
         start: Number of tokens before the answers, padding included.
     """
-    given = torch.tensor(answers)
+    forced = torch.tensor(answers)
 
     def process(ids: Tensor, scores: Tensor) -> Tensor:
-        return _allow_only(scores, given[:, ids.shape[1] - start])
+        return _allow_only(scores, forced[:, ids.shape[1] - start])
 
     return process
 

@@ -115,7 +115,7 @@ class Slots(DynamicLayer):
     @property
     def seen(self) -> int:
         """Number of tokens appended so far (batch columns, including padding), whether or not they were evicted."""
-        return 0 if self.columns is None else self.columns.seen
+        return 0 if self.columns is None else self.columns.n_columns
 
     @property
     def edited(self) -> bool:
@@ -137,7 +137,7 @@ class Slots(DynamicLayer):
             if not new:
                 return known
         assert self.columns is not None
-        latest = self.columns.pos[:, self.columns.seen - new :].to(self.keys.device)
+        latest = self.columns.pos[:, self.columns.n_columns - new :].to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         pos = latest[:, None].expand(-1, self.keys.shape[1], -1)
         if known is not None:
@@ -209,8 +209,8 @@ class Slots(DynamicLayer):
     def evict_others(self, stays: Bool[Tensor, "row pos"]) -> None:
         """Free every slot, in all heads, whose true position is not among those that are kept of its row."""
         pos = self.pos
-        here = stays.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
-        self.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))
+        stays_by_head = stays.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
+        self.evict((pos >= 0) & stays_by_head.gather(2, pos.clamp(min=0)))
 
     def hold(
         self,
@@ -245,14 +245,14 @@ class CacheLayer(Slots):
 
         Every operation except appending does this first. Numbers that were noted meanwhile are gone.
         """
-        whole = self.whole_layer
-        if whole is None:
+        whole_layer = self.whole_layer
+        if whole_layer is None:
             return
-        new = self.seen - whole.seen
+        new = self.seen - whole_layer.seen
         later = self.slots - new
         keys, values = self.keys[..., later:, :], self.values[..., later:, :]
-        self.hold(whole.keys, whole.values, whole.slot_positions, whole.gapless)
-        self.room, self.grew, self.numbers = whole.room, whole.grew, dict(whole.numbers)
+        self.hold(whole_layer.keys, whole_layer.values, whole_layer.slot_positions, whole_layer.gapless)
+        self.room, self.grew, self.numbers = whole_layer.room, whole_layer.grew, dict(whole_layer.numbers)
         self.whole_layer = None
         if new:  # not copied at every selection: the room that is made by the first lasts for several
             self.append(keys, values, _SPARE_OF_PARTS * new)
@@ -272,7 +272,7 @@ class CacheLayer(Slots):
         new = key_states.shape[-2]
         columns = self.upcoming
         self.upcoming = None
-        if columns is None or columns.seen != new + (0 if self.columns is None else self.columns.seen):
+        if columns is None or columns.n_columns != new + (0 if self.columns is None else self.columns.n_columns):
             raise UnsupportedError(
                 "this cache is used outside of the `with` in which it was filled, where nothing says which tokens are "
                 "real: go on inside it, or start from a new cache"
@@ -280,7 +280,7 @@ class CacheLayer(Slots):
         self.columns = columns
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
             gapless = self.gapless or not self.is_initialized
-            self.gapless = gapless and columns.padded <= columns.seen - new
+            self.gapless = gapless and columns.padded <= columns.n_columns - new
             self._holes = None
         if not self.is_initialized:
             super().update(key_states, value_states, *args, **kwargs)
@@ -317,7 +317,7 @@ class CacheLayer(Slots):
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, including evicted ones; it determines the positions of new tokens."""
-        return 0 if self.columns is None else self.columns.seen
+        return 0 if self.columns is None else self.columns.n_columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that a mask covers, and the offset of the first.
@@ -329,7 +329,7 @@ class CacheLayer(Slots):
         if int(query_length) > 1:  # a prompt is read by the whole layer, for which a model may make masks before
             self.settle()
         slots = self.keys.shape[-2]
-        return slots + int(query_length), self.columns.seen - slots
+        return slots + int(query_length), self.columns.n_columns - slots
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens. Tokens that were evicted earlier do not come back."""
@@ -344,7 +344,7 @@ class CacheLayer(Slots):
             return
         columns = self.columns.first(self.seen - removed)
         if not self.edited:  # slots are columns
-            count = columns.seen
+            count = columns.n_columns
             self._move_numbers(lambda numbers: numbers[..., :count])
             self.hold(self.keys[..., :count, :], self.values[..., :count, :], None, gapless=not columns.padded)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.calls import note_layers, tokens_in
+from sinkscope.engine.calls import note_layers
 from sinkscope.engine.run import Run, runs_here
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_visible
@@ -26,6 +26,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Usage
 from sinkscope.models.layers import check_caches_filled, layers_with_states
+from sinkscope.models.quirks import add_states, tokens_in
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 
@@ -39,11 +40,11 @@ def held_tokens(layers: Sequence[CacheLayer]) -> tuple[Float[Tensor, " row"], Fl
     held: Any = 0
     read: Any = 0
     for kv in layers:  # a plain loop: every token comes here
-        here = kv.keys.shape[-2] if kv.gapless else kv.occupied(device)
-        read = read + here
+        n_tokens = kv.keys.shape[-2] if kv.gapless else kv.occupied(device)
+        read = read + n_tokens
         if kv.whole_layer is not None:
-            here = kv.whole_layer.occupied(device) + kv.seen - kv.whole_layer.seen
-        held = held + here
+            n_tokens = kv.whole_layer.occupied(device) + kv.seen - kv.whole_layer.seen
+        held = held + n_tokens
     rows = len(layers[0].keys)
     held, read = torch.as_tensor(held, dtype=torch.double), torch.as_tensor(read, dtype=torch.double)
     return held.expand(rows) / len(layers), read.expand(rows) / len(layers)
@@ -57,7 +58,7 @@ class Meter:
     """What one cache held, in a memory that does not grow with the number of calls.
 
     Attributes:
-        seen: Number of tokens read, by the longest row.
+        n_tokens: Number of tokens read, by the longest row.
         steps: Number of decoding steps since the number of rows changed: nobody knows which row became which.
         held: Tokens of each row that the cache held after these, summed over them.
         read: Those of them that the steps read.
@@ -65,7 +66,7 @@ class Meter:
         nbytes: Largest number of bytes.
     """
 
-    seen: int = 0
+    n_tokens: int = 0
     steps: int = 0
     held: Tensor = _NOTHING
     read: Tensor = _NOTHING
@@ -76,7 +77,7 @@ class Meter:
         """Return the totals so far, of a model of which so many processes hold as many heads each."""
         steps = max(1, self.steps)
         held, read = (self.held / steps).tolist(), (self.read / steps).tolist()
-        return Usage(self.most.tolist(), self.nbytes * processes, self.seen, mean_held=held, mean_read=read)
+        return Usage(self.most.tolist(), self.nbytes * processes, self.n_tokens, mean_held=held, mean_read=read)
 
 
 LATEST_QUERIES = "latest queries"
@@ -141,7 +142,7 @@ class CacheKeeper(Actor):
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the block; of a model that is split, the bytes of all processes."""
-        return [meter.usage(self.target.processes) for meter in self._counted if meter.seen]
+        return [meter.usage(self.target.processes) for meter in self._counted if meter.n_tokens]
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
@@ -206,7 +207,7 @@ class CacheKeeper(Actor):
         if not layers or layers[0].columns is None or not layers[0].keys.shape[-2]:
             return
         meter = self.meters[step.cache]
-        meter.seen = layers[0].columns.seen
+        meter.n_tokens = layers[0].columns.n_columns
         if not step.decodes:
             return
         held, read = held_tokens(layers)
@@ -292,9 +293,7 @@ def adopt(cache: Any, target: Target) -> None:
         ours[number] = CacheLayer(number)
     cache.layers = ours
     cache.layer_class_to_replicate = None
-    if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
-        states: Any = cache
-        states.linear_cache = [[] if isinstance(layer, CacheLayer) else None for layer in ours]
+    add_states(cache, [isinstance(layer, CacheLayer) for layer in ours])
 
 
 def _named(cache: Any) -> str:

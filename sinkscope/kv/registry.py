@@ -73,9 +73,9 @@ def policy_named(text: str) -> Intervention:
         (StreamingLLM(budget=512, first=2, last=0, every=1), 0.25)
     """
     guards = {entry.name: entry.load() for entry in installed(GUARDS)}
-    _, make, _, given = read_named(text, policies() | guards, "policy")
+    _, make, _, settings = read_named(text, policies() | guards, "policy")
     try:
-        policy = make(**given)
+        policy = make(**settings)
     except TypeError as error:  # a setting is missing, or a method
         raise SinkscopeError(f"policy {text!r} cannot be made: {error}") from None
     if not isinstance(policy, Intervention):
@@ -83,13 +83,13 @@ def policy_named(text: str) -> Intervention:
     return policy
 
 
-def read_named(text: str, classes: Mapping[str, Any], what: str) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
+def read_named(text: str, classes: Mapping[str, Any], kind: str) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
     """Read the name of a class and its settings, such as `h2o:0.25` or `package.module:name:first=2`.
 
     Args:
         text: The text. `name:paper` calls the class method `paper` of the class.
         classes: Classes by name.
-        what: What has such names, for errors.
+        kind: What has such names, for errors.
 
     Returns:
         The name, what is to be called, the types of its settings, and those that are given.
@@ -101,22 +101,22 @@ def read_named(text: str, classes: Mapping[str, Any], what: str) -> tuple[str, A
     if name not in classes and parts and parts[0].isidentifier() and parts[0] != PAPER:
         name = f"{name}:{parts.pop(0)}"
     if name not in classes and ":" not in name:
-        raise SinkscopeError(f"{what} {name!r}: expected one of {', '.join(classes)}, or package.module:name")
-    make = classes[name] if name in classes else import_object(name, f"{what} {name!r}")
+        raise SinkscopeError(f"{kind} {name!r}: expected one of {', '.join(classes)}, or package.module:name")
+    make = classes[name] if name in classes else import_object(name, f"{kind} {name!r}")
     types = setting_types(make) if isinstance(make, type) else {"budget": Budget}
     if PAPER in parts and hasattr(make, PAPER):
         parts.remove(PAPER)
         make = make.paper
     settings = [part if "=" in part else f"budget={part}" for part in parts if part]
-    return name, make, types, read_settings(settings, types, f"{what} {text!r}")
+    return name, make, types, read_settings(settings, types, f"{kind} {text!r}")
 
 
-def import_object(path: str, what: str, remedy: str = "") -> Any:
+def import_object(path: str, kind: str, remedy: str = "") -> Any:
     """Return the object at "package.module:name"; the current folder is searched, too.
 
     Args:
         path: Where it is.
-        what: What it is called in the error.
+        kind: What it is called in the error.
         remedy: End of the error.
 
     Raises:
@@ -128,6 +128,6 @@ def import_object(path: str, what: str, remedy: str = "") -> Any:
         return getattr(import_module(module), name)
     except Exception as error:  # a module that others wrote may fail in any way
         reason = str(error).partition("\n")[0]
-        raise SinkscopeError(f"{what} cannot be imported: {type(error).__name__}: {reason}{remedy}") from None
+        raise SinkscopeError(f"{kind} cannot be imported: {type(error).__name__}: {reason}{remedy}") from None
     finally:
         sys.path.remove("")

@@ -27,6 +27,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import LATEST_QUERIES, CacheKeeper, check_seen, check_servable
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.layers import per_query_head
+from sinkscope.models.quirks import keys_of
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,9 @@ class LayerQueries:
             columns: Columns of its slots.
             last: Number of queries.
         """
-        keys = kv.keys
+        keys = keys_of(self.module, kv.keys, kv.values)
         at = self.column[:, -last:]
         query = self.query[:, :, -last:]
-        if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
-            keys = self.module.expand_kv(kv.keys, kv.values)[0]
         by_head = per_query_head(columns.to(at.device), query.shape[1])
         visible = Visible(self.source, at.clamp(min=0), by_head, self.hidden, by_slot=True)
         rows = self.probs(query, keys, visible.mask())

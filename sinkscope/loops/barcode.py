@@ -26,11 +26,12 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.watch import Observe
+from sinkscope.loops.prompts import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Setup, measurement
-from sinkscope.measure.setup import prompt_and_continuation
 from sinkscope.models.inputs import attending_layers, check_length, check_site, read_row
 from sinkscope.models.layers import per_query_head
+from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import Head, count_of
@@ -302,46 +303,69 @@ def barcode(
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
         heads: Draw these heads, and measure only their layers. By default up to four heads that the loop changes most.
     """
-    named = list(dict.fromkeys(map(head_of, heads or ())))
-    for layer, head in named:
-        check_site(setup.target, layer, head=head)
+    named = _named_heads(setup.target, heads or ())
     layers = sorted({layer for layer, _ in named}) or attending_layers(setup.target, None)
+    row, prompt_tokens = _row_to_read(setup, prompt, ids, max_new_tokens)
+    loop = end_loop(row)
+    tail = loop or Tail(1, prompt_tokens, 0)
+    ordinary: list[int] = text_rows(setup.target.tokenizer, setup.halves.choose, 1, len(row), setup.bos)[0].tolist()
+    scores, pictures = _record(setup, row, prompt_tokens, layers, tail.period)
+    control_scores, control_pictures = _record(setup, ordinary, prompt_tokens, layers, tail.period)
+    late = (tail.start + len(row) - 1) // 2  # numbers of heads are means from here on
+    with np.errstate(under="ignore"):  # whatever the caller has set: shares may be tiny
+        score = scores[:, :, late:].mean(2)
+        control_score = control_scores[:, :, late:].mean(2)
+    drawn = named or _most_changed(score - control_score, layers)
+    shown = [layers.index(layer) for layer, _ in drawn], [head for _, head in drawn]
+    return Barcode(
+        prompt_tokens=prompt_tokens,
+        steps=len(row) - prompt_tokens,
+        period=None if loop is None else loop.period,
+        onset=None if loop is None else loop.start,
+        layers=tuple(layers),
+        score=score,
+        control_score=control_score,
+        shown=tuple(str(Head(*head)) for head in drawn),
+        attention=pictures[shown],
+        control_attention=control_pictures[shown],
+        ids=tuple(row),
+    )
+
+
+def _named_heads(target: Target, heads: Sequence[str | tuple[int, int]]) -> list[LayerHead]:
+    """The heads that are named, each once.
+
+    Raises:
+        SinkscopeError: The model has no such head.
+    """
+    named = list(dict.fromkeys(map(head_of, heads)))
+    for layer, head in named:
+        check_site(target, layer, head=head)
+    return named
+
+
+def _row_to_read(
+    setup: Setup, prompt: str | Sequence[int] | None, ids: Sequence[int] | None, max_new_tokens: int | None
+) -> tuple[list[int], int]:
+    """The tokens that are read, and the length of their prompt: ids as they are, or a prompt and what follows it.
+
+    Raises:
+        SinkscopeError: Both are given, or fewer than two tokens follow the prompt.
+    """
     if ids is None:
-        own_ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens)
+        row, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens)
     elif prompt is None and max_new_tokens is None:
-        own_ids, prompt_tokens = read_row(setup.target, ids), 1
-        check_length(setup.target, "the input", len(own_ids))
+        row, prompt_tokens = read_row(setup.target, ids), 1
+        check_length(setup.target, "the input", len(row))
     else:
         raise SinkscopeError("ids are a whole sequence: give no prompt and no max_new_tokens beside them")
-    length, steps = len(own_ids), len(own_ids) - prompt_tokens
+    steps = len(row) - prompt_tokens
     if steps < 2:
         raise SinkscopeError(
             f"{count_of(steps, 'token')} behind the first {prompt_tokens}: a barcode needs 2, so give longer ids, a "
             "larger max_new_tokens, or a prompt that the model continues"
         )
-    found = end_loop(own_ids)
-    loop = found or Tail(1, prompt_tokens, 0)
-    late = (loop.start + length - 1) // 2  # numbers of heads are means from here on
-    ordinary: list[int] = text_rows(setup.target.tokenizer, setup.halves.choose, 1, length, setup.bos)[0].tolist()
-    scores, pictures = _record(setup, own_ids, prompt_tokens, layers, loop.period)
-    control_scores, control_pictures = _record(setup, ordinary, prompt_tokens, layers, loop.period)
-    with np.errstate(under="ignore"):  # whatever the caller has set: shares may be tiny
-        score, control_score = scores[:, :, late:].mean(2), control_scores[:, :, late:].mean(2)
-    named = named or _most_changed(score - control_score, layers)
-    shown = [layers.index(layer) for layer, _ in named], [head for _, head in named]
-    return Barcode(
-        prompt_tokens=prompt_tokens,
-        steps=steps,
-        period=found and found.period,
-        onset=found and found.start,
-        layers=tuple(layers),
-        score=score,
-        control_score=control_score,
-        shown=tuple(str(Head(*head)) for head in named),
-        attention=pictures[shown],
-        control_attention=control_pictures[shown],
-        ids=tuple(own_ids),
-    )
+    return row, prompt_tokens
 
 
 def _record(

@@ -32,9 +32,10 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit import Knockout
 from sinkscope.kv.keeper import check_servable
 from sinkscope.kv.watch import RemoveTokens
+from sinkscope.loops.prompts import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Mean, Natural, Result, Setup, measurement
-from sinkscope.measure.setup import prompt_and_continuation, prompt_ids
+from sinkscope.measure.setup import prompt_ids
 from sinkscope.models.inputs import check_length, read_row
 from sinkscope.models.target import tokenizer_of
 from sinkscope.results.headline import Headline, verdict_of
@@ -355,29 +356,24 @@ def why_loop(
         SinkscopeError: The text is longer than the context, an input is empty, or there are fewer than 3 cuts.
         UnsupportedError: The model is a TransformerBridge, on whose cache nothing can act.
     """
-    target = setup.target
-    check_servable(target)
-    if answer is None:
-        ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
-    else:
-        if isinstance(answer, str):
-            answer = answer.rstrip()  # a file ends with a newline, and a token of white space is no copy
-        start = prompt_ids(setup, prompt)
-        ids, prompt_tokens = [*start, *read_row(target, answer, special=False)], len(start)
+    check_servable(setup.target)
+    ids, prompt_tokens = _text_to_continue(setup, prompt, answer, max_new_tokens)
     loop = end_loop(ids)
     text = WhyLoop(prompt_tokens=prompt_tokens, ids=tuple(ids))
     if loop is None:
         return text
     looped, added = LoopedText(setup, ids, prompt_tokens, loop).after_ordinary_text(cuts)
     positions = looped.cuts(cuts)
-    check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
+    check_length(setup.target, "the text up to a cut", positions[-1], looped.new_tokens)
     written = looped.continuations(positions)
     goes_on = fmean(map(looped.goes_on, written[NOTHING]))
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
     kept_by = causes_of(goes_on, tried)
     if "sink" in kept_by and setup.edit is None:
-        rows = [looped.ids[:position] for position in positions]
-        hidden = [decode(target, [row], looped.new_tokens, Knockout([0]))[0][0] for row in rows]
+        hidden: list[list[int]] = []
+        for position in positions:
+            rows, _ = decode(setup.target, [looped.ids[:position]], looped.new_tokens, Knockout([0]))
+            hidden += rows
         tried.append(looped.effect_of("sink_from_start", written | {"sink_from_start": hidden}))
     return replace(
         text,
@@ -389,3 +385,15 @@ def why_loop(
         kept_by=tuple(kept_by),
         added=added,
     )
+
+
+def _text_to_continue(
+    setup: Setup, prompt: str | Sequence[int] | None, answer: str | Sequence[int] | None, max_new_tokens: int | None
+) -> tuple[list[int], int]:
+    """A prompt with its answer, which is given or which the model writes, and the length of the prompt."""
+    if answer is None:
+        return prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
+    if isinstance(answer, str):
+        answer = answer.rstrip()  # a file ends with a newline, and a token of white space is no copy
+    start = prompt_ids(setup, prompt)
+    return [*start, *read_row(setup.target, answer, special=False)], len(start)

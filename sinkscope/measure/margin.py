@@ -60,9 +60,9 @@ def interval_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float
     if len(finite) < FEWEST_VALUES:
         return None
     least, most = bounds or (-inf, inf)
-    whole = np.append(finite, bounds or ())
-    centre = float(whole.mean())
-    half = float(stdtrit(len(whole) - 1, (1 + SURE) / 2) * whole.std(ddof=1)) / sqrt(len(whole))
+    with_bounds = np.append(finite, bounds or ())
+    centre = float(with_bounds.mean())
+    half = float(stdtrit(len(with_bounds) - 1, (1 + SURE) / 2) * with_bounds.std(ddof=1)) / sqrt(len(with_bounds))
     return Interval(float(finite.mean()), max(centre - half, least), min(centre + half, most))
 
 

@@ -62,9 +62,11 @@ class Measurement(Generic[P, R]):
             for name in _EDITING - {*self.edits}:
                 del self.all_parameters[name], every[name]
         del self.all_parameters[setup.name], every[setup.name], every["loading"]
-        own = [every.pop(parameter.name) for parameter in self.parameters]
+        of_function = [every.pop(parameter.name) for parameter in self.parameters]
         model, *common = every.values()
-        self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda parameter: parameter.kind))
+        self.__signature__ = inspect.Signature(
+            sorted([model, *of_function, *common], key=lambda parameter: parameter.kind)
+        )
         self.__doc__ = f"{inspect.getdoc(self.function) or ''}\n\n{EVERY}"
 
     def __repr__(self) -> str:
@@ -76,7 +78,9 @@ class Measurement(Generic[P, R]):
         """Open the model and measure. `help` shows the arguments."""
         opening = dict(self.__signature__.bind(*args, **kwargs).arguments)
         self.refuse(opening)
-        own = {each.name: opening.pop(each.name) for each in self.parameters if each.name in opening}
+        of_function = {
+            parameter.name: opening.pop(parameter.name) for parameter in self.parameters if parameter.name in opening
+        }
         editing = {name: opening.pop(name) for name in self.edits if name in opening}
         with ProgressBar() as bar:
             if opening.get("progress") is None:
@@ -87,7 +91,7 @@ class Measurement(Generic[P, R]):
             for name, value in editing.items():
                 if value:
                     setup.settings[name] = str(named_file(value) if self.all_parameters[name].names_file else value)
-            return self._measured(setup, own)
+            return self._measured(setup, of_function)
 
     @plain_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
@@ -104,25 +108,29 @@ class Measurement(Generic[P, R]):
         for name in self.all_parameters.keys() & arguments.keys():
             self.all_parameters[name].check(arguments[name])
         if self.check is not None:
-            self.check(**{each.name: arguments.get(each.name, each.default) for each in self.parameters})
+            self.check(
+                **{parameter.name: arguments.get(parameter.name, parameter.default) for parameter in self.parameters}
+            )
 
-    def _measured(self, setup: Setup, own: Mapping[str, Any]) -> R:
-        plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
+    def _measured(self, setup: Setup, arguments: Mapping[str, Any]) -> R:
+        plan = json.dumps(
+            dict(arguments), default=lambda value: type(value).__name__
+        )  # objects have no text of their own
         config = {**setup.target.config.to_dict(), "_name_or_path": ""}  # each process may have a folder of its own
-        whole = self.function.__name__, plan, config, setup.text, setup.ids.tolist(), setup.seed
-        setup.target.shards.agree("model, text, seed or setting", *whole)
+        measured = self.function.__name__, plan, config, setup.text, setup.ids.tolist(), setup.seed
+        setup.target.shards.agree("model, text, seed or setting", *measured)
         with held(setup.target), watched_by(setup.progress), evaluating(setup.target.hf):
-            result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
+            result = self.function(setup, **arguments)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,
             "texts": len(setup.ids),
             "seed": setup.seed,
             TEXT_READ: setup.text_read,
         }
-        for each in self.parameters:
-            if each.name not in NO_SETTINGS:
-                value = own.get(each.name, each.default)
-                settings[each.name] = named_file(value) if each.names_file else value
+        for parameter in self.parameters:
+            if parameter.name not in NO_SETTINGS:
+                value = arguments.get(parameter.name, parameter.default)
+                settings[parameter.name] = named_file(value) if parameter.names_file else value
         settings |= setup.settings
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -23,11 +22,10 @@ from sinkscope.files.envelope import ModelInfo, Provenance, provenance
 from sinkscope.files.plain import named_file, pathless
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.records import Whole
-from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.checkpoints.checkpoint import fingerprint_of
 from sinkscope.models.checkpoints.config import check_finite
-from sinkscope.models.inputs import check_length, read_row
+from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target, tokenizer_of
 from sinkscope.models.text import (
     Halves,
@@ -48,7 +46,6 @@ PIECE = 64
 UNKNOWN = 0.1  # share of the text from which a result says so: unknown tokens in a row act as a repeated token
 FIRST_IDS = 4  # of the first text, which a result says
 WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
-NEW_TOKENS = 512  # written by default after a prompt in which a loop is looked for, if the context holds them
 
 
 def model_info(target: Target) -> ModelInfo:
@@ -137,38 +134,29 @@ class Setup:
             SinkscopeError: Bad input; the message is one line and says what to do.
         """
         started = time.perf_counter()
-        content = typical_text()
         if field is not None and text is None:
             raise SinkscopeError(f"--field {field}: no text is given whose field it is; give --text")
         records = None if text is None else text_records(text, field)
-        given: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device}
-        target = open_target(model, tokenizer, **given, whole=loading == "whole")
-        if loading == "fits" and not target.resident and fits(target, dtype):
-            target = open_target(model, target.tokenizer, **given, whole=True)
-        if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
-            check_finite(target.hf)
-        start = resolve_bos(tokenizer_of(target), bos)
-        read: list[str] = []
+        target = _opened(model, tokenizer, loading, revision=revision, dtype=dtype, device=device)
+        first_id = resolve_bos(tokenizer_of(target), bos)
+        content = typical_text()
+        remarks: list[str] = []
         if records is not None:
-            content, said = own_text(records, target.tokenizer, target.name)
-            read.append(f"{pathless(str(text))}: {said}.")
-        if start is None:
+            content, remark = own_text(records, target.tokenizer, target.name)
+            remarks.append(f"{pathless(str(text))}: {remark}.")
+        if first_id is None:
             texts *= WITHOUT_BOS
-        ids = text_rows(
-            target.tokenizer, halves_of(content).choose, texts, min(PIECE, target.max_positions or PIECE), start
-        )
-        unknown = getattr(target.tokenizer, "unk_token_id", None)
-        share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
-        if share > UNKNOWN:
-            read.append(f"{share:.0%} of the text is unknown to this tokenizer: give suitable text with --text.")
+        length = min(PIECE, target.max_positions or PIECE)
+        ids = text_rows(target.tokenizer, halves_of(content).choose, texts, length, first_id)
+        remarks += remarks_on_unknown(ids, target.tokenizer)
         return cls(
             target,
-            start,
+            first_id,
             content,
             ids,
             seed,
             progress or silent,
-            settings={"text": named_file(text), "revision": revision, "text_said": " ".join(read)},
+            settings={"text": named_file(text), "revision": revision, "text_said": " ".join(remarks)},
             started=started,
             own_text=text is not None,
         )
@@ -227,7 +215,23 @@ class Setup:
         )
 
 
-# -- prompts as token ids, and what a model writes after them ---------------------------------------------------------
+def _opened(model: object, tokenizer: Any, loading: str, **options: Any) -> Target:
+    """The model, read as `Setup.open` says."""
+    target = open_target(model, tokenizer, **options, in_memory=loading == "whole")
+    if loading == "fits" and not target.resident and fits(target, options["dtype"]):
+        target = open_target(model, target.tokenizer, **options, in_memory=True)
+    if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
+        check_finite(target.hf)
+    return target
+
+
+def remarks_on_unknown(ids: Int[Tensor, "row pos"], tokenizer: Any) -> list[str]:
+    """Return what a result says of texts of which a tokenizer does not know much; nothing where it does."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
+    if share <= UNKNOWN:
+        return []
+    return [f"{share:.0%} of the text is unknown to this tokenizer: give suitable text with --text."]
 
 
 def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
@@ -246,23 +250,3 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
     if isinstance(prompt, str) and setup.bos is not None:
         ids = behind_beginning(setup.tokenizer, setup.bos, ids)
     return ids
-
-
-def prompt_and_continuation(
-    setup: Setup, prompt: str | Sequence[int] | None, new: int | None, spare: int = 0
-) -> tuple[list[int], int]:
-    """Return a prompt with its greedy continuation, and the length of the prompt.
-
-    Args:
-        setup: The model, with the interventions under which it writes.
-        prompt: Text or ids. None: the beginning of the typical text.
-        new: Tokens to generate. None: 512, or as many as the context holds.
-        spare: Tokens for which there should still be room.
-    """
-    start = prompt_ids(setup, prompt)
-    if new is None:
-        room = (setup.target.max_positions or inf) - len(start) - spare
-        new = int(max(1, min(NEW_TOKENS, room)))
-    check_length(setup.target, "the prompt", len(start), new)
-    (answer,), _ = decode(setup.target, [start], new, setup.edit)
-    return [*start, *answer], len(start)

@@ -20,14 +20,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def product(left: Shaped[Tensor, "*left"], right: Shaped[Tensor, "*right"]) -> Shaped[Tensor, "*product"]:
+def product(first: Shaped[Tensor, "*left"], right: Shaped[Tensor, "*right"]) -> Shaped[Tensor, "*product"]:
     """Return the matrix product of two tensors, in the wider of their types."""
-    if left.dtype != right.dtype:
-        wider = torch.promote_types(left.dtype, right.dtype)
-        left = left.to(wider)
+    if first.dtype != right.dtype:
+        wider = torch.promote_types(first.dtype, right.dtype)
+        first = first.to(wider)
         right = right.to(wider)
-    with without_autocast(left.device):
-        return left @ right
+    with without_autocast(first.device):
+        return first @ right
 
 
 def affine(

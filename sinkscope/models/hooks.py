@@ -141,12 +141,12 @@ def on_hidden(module: nn.Module, when: str, fn: Callable[[Tensor], Tensor | None
         size = getattr(module, "out_features" if leaves else "in_features", None)
 
     def hook(_module: nn.Module, args: Args, kwargs: Kwargs, output: Any = None) -> Any:
-        seen = first_tensor(output) if leaves else hidden_of(args, kwargs)
-        new = fn(seen if size is None else shards.gather(seen, size))
+        hidden = first_tensor(output) if leaves else hidden_of(args, kwargs)
+        new = fn(hidden if size is None else shards.gather(hidden, size))
         if new is None:
             return None
         if size is not None:
-            new = shards.part(new, seen)
+            new = shards.part(new, hidden)
         if not leaves:
             return with_hidden(args, kwargs, new)
         return type(output)([new, *output[1:]]) if isinstance(output, tuple | list) else new

@@ -44,9 +44,9 @@ def check_site(
     _check_number(target, "neuron", neuron, target.width(layer, expert))
 
 
-def _check_number(target: Target, what: str, value: int | None, count: int) -> None:
+def _check_number(target: Target, name: str, value: int | None, count: int) -> None:
     if value is not None and not 0 <= value < count:
-        raise SinkscopeError(f"{what} {value} is not in {target.name}: give one from 0 to {count - 1}")
+        raise SinkscopeError(f"{name} {value} is not in {target.name}: give one from 0 to {count - 1}")
 
 
 def attending_layers(target: Target, layers: Sequence[int] | None) -> list[int]:
@@ -65,11 +65,11 @@ def attending_layers(target: Target, layers: Sequence[int] | None) -> list[int]:
     return wanted
 
 
-def check_length(target: Target, what: str, tokens: int, new: int = 0, remedy: str = "shorten it") -> None:
+def check_length(target: Target, name: str, tokens: int, new: int = 0, remedy: str = "shorten it") -> None:
     """Refuse a text that does not fit the context together with the tokens that are to follow it.
 
     Args:
-        what: The text, as the message names it.
+        name: The text, as the message names it.
         tokens: Length of the text.
         new: Number of tokens that are to follow.
         remedy: What to do about a text that is too long.
@@ -83,7 +83,7 @@ def check_length(target: Target, what: str, tokens: int, new: int = 0, remedy: s
         if new:
             length += f" and {new} more are to come"
             remedy += ", or ask for fewer new tokens"
-        raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
+        raise SinkscopeError(f"{name} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
 def end_ids(target: Target) -> list[int]:
@@ -176,13 +176,13 @@ def _encoded(target: Target, texts: Sequence[str], special: bool) -> list[list[i
     return rows
 
 
-def read_row(target: Target, inputs: Any, what: str = "the input", *, special: bool = True) -> list[int]:
+def read_row(target: Target, inputs: Any, name: str = "the input", *, special: bool = True) -> list[int]:
     """Return the ids of one text, or of one row of ids.
 
     Args:
         target: The model, whose tokenizer encodes a text.
         inputs: A text; or ids as a list, an array or a tensor.
-        what: What it is, as errors name it.
+        name: What it is, as errors name it.
         special: Whether the tokenizer adds its special tokens to a text.
 
     Raises:
@@ -191,7 +191,7 @@ def read_row(target: Target, inputs: Any, what: str = "the input", *, special: b
     try:
         rows = read_inputs(target, inputs, special=special).rows
     except SinkscopeError as error:
-        raise SinkscopeError(f"{what}: {error}") from None
+        raise SinkscopeError(f"{name}: {error}") from None
     if len(rows) > 1:
-        raise SinkscopeError(f"{what} has {len(rows)} rows: expected one text, or one row of token ids")
+        raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")
     return rows[0]

@@ -5,7 +5,7 @@ Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -86,8 +86,20 @@ def view_layer(
         hooks.append((target.sub(layer, "experts"), "post", keep_experts))
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
-    post, routing = [list[Tensor](), list[Tensor]()]
-    if layer in target.mixtures:
+    return view_of_parts(layer, parts)
+
+
+def view_of_parts(layer: int, parts: Mapping[str, Tensor]) -> LayerView:
+    """Return the view of a layer.
+
+    Args:
+        layer: The layer.
+        parts: What was kept: "experts" and "routing" of a mixture, "down" of a dense MLP or shared expert and the
+            "shared_gate" on it, and "post_mlp_norm", what a norm behind the MLP reads.
+    """
+    post: list[Tensor] = []
+    routing: list[Tensor] = []
+    if "experts" in parts:
         post.append(parts["experts"])
         routing.append(parts["routing"])
     if "down" in parts:
@@ -135,22 +147,22 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
     written = torch.zeros(len(neurons), target.d_model, device=neurons.device)
     with target.loaded(layer):
         for expert in experts.unique().tolist():
-            own = experts == expert
-            numbers = (neurons[own] - expert * target.d_mlp).tolist()
+            is_of_expert = experts == expert
+            numbers = (neurons[is_of_expert] - expert * target.d_mlp).tolist()
             if expert < count:
                 factor, of_expert = adapter.expert_factor, target.experts(layer).down[expert, numbers]
             else:
                 factor = adapter.shared_factor if count else adapter.down_factor
                 of_expert = input_columns(target, target.sub(layer, "down"), numbers)
-            written[own] = (of_expert.float() * (factor * adapter.write_factor)).to(neurons.device)
+            written[is_of_expert] = (of_expert.float() * (factor * adapter.write_factor)).to(neurons.device)
     return written
 
 
 def neutral_post(target: Target, view: LayerView, where: Bool[Tensor, " n"], number: int) -> float:
     """Return the median `hook_post` of a neuron at some positions; of a routed expert, at those that chose it."""
-    some = where.to(view.post.device)
-    weight = view.routing[some, min(number // target.d_mlp, view.routing.shape[1] - 1)]
-    post, chosen = view.post[some, number], weight > 0
+    chosen_positions = where.to(view.post.device)
+    weight = view.routing[chosen_positions, min(number // target.d_mlp, view.routing.shape[1] - 1)]
+    post, chosen = view.post[chosen_positions, number], weight > 0
     return float((post[chosen] / weight[chosen]).median()) if bool(chosen.any()) else 0.0
 
 
@@ -249,7 +261,7 @@ def neurons_point(target: Target, sites: Sequence[Neuron], site: str = "post") -
         UnsupportedError: The MLP of the layer could not be proved.
     """
     layer, expert = sites[0].layer, sites[0].expert
-    neurons = torch.tensor([each.neuron for each in sites], device=target.device)
+    neurons = torch.tensor([site_of_neuron.neuron for site_of_neuron in sites], device=target.device)
     target.check_proved(layer, "mlp.hook_post", "neurons")
     if expert is not None:
         return HookPoint(target.experts(layer).module, "post", neurons, expert)

@@ -49,27 +49,27 @@ class Shards:
 
         return DTensor.from_local(tensor.detach(), self._mesh, [Shard(dim)]).full_tensor()
 
-    def part(self, whole: Shaped[Tensor, ...], seen: Tensor) -> Shaped[Tensor, ...]:
+    def part(self, full: Shaped[Tensor, ...], held: Tensor) -> Shaped[Tensor, ...]:
         """Return the columns of a whole tensor that this process has seen; all of them if it has seen as many.
 
         Raises:
             UnsupportedError: It has seen a part, and gradients would pass.
         """
-        width = seen.shape[-1]
-        if not self._is_part(width, whole.shape[-1]):
-            return whole
-        if seen.requires_grad:
+        width = held.shape[-1]
+        if not self._is_part(width, full.shape[-1]):
+            return full
+        if held.requires_grad:
             raise UnsupportedError(
                 "no gradient passes through an edit of a model that is split over processes: call it under "
                 "torch.no_grad(), or load it with device_map"
             )
-        return whole.narrow(-1, self._mesh.get_local_rank() * width, width)
+        return full.narrow(-1, self._mesh.get_local_rank() * width, width)
 
-    def agree(self, what: str, *plan: object) -> None:
+    def agree(self, name: str, *plan: object) -> None:
         """Refuse to go on, on all processes, if they were given different things to do.
 
         Args:
-            what: What is compared, for the error.
+            name: What is compared, for the error.
             plan: Objects whose text says all that matters.
 
         Raises:
@@ -80,11 +80,11 @@ class Shards:
             dist.all_gather_object(plans, repr(plan), group=self._mesh.get_group())
         if len(set(plans)) > 1:
             raise SinkscopeError(
-                f"the {self.size} processes have a different {what}: give all of them the same model, texts, settings "
+                f"the {self.size} processes have a different {name}: give all of them the same model, texts, settings "
                 "and seeds"
             )
 
-    def check_alone(self, what: str) -> None:
+    def check_alone(self, name: str) -> None:
         """Refuse what one process does with a model that is split over several.
 
         Raises:
@@ -92,7 +92,7 @@ class Shards:
         """
         if self.size > 1:
             raise UnsupportedError(
-                f"{what} is for a model in one process, and this one is split over {self.size}: load it with device_map"
+                f"{name} is for a model in one process, and this one is split over {self.size}: load it with device_map"
             )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter
+from sinkscope.models.describe import as_page, describe
 from sinkscope.models.hooks import Hook, forward_parameters, has_hooks, hidden_of, hooked, on_hidden
 from sinkscope.models.shards import Shards, split_weight
 from sinkscope.models.weights import Experts, brought, experts_of, input_width, is_plain
@@ -127,6 +128,44 @@ def _put_back(attributes: dict[str, Any], forward: Any) -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
+def check_number(target: Target, number: int, attention: nn.Module) -> None:
+    """Refuse a layer whose attention says another number than its place, by which caches are told apart.
+
+    Raises:
+        UnsupportedError: It does, and it is not an earlier layer once more.
+    """
+    layer_idx = getattr(attention, "layer_idx", number)
+    if layer_idx != number and target.layers[number] not in target.layers[:number]:
+        raise UnsupportedError(
+            f"the layer at place {number} of {target.name} calls itself layer {layer_idx} (layer_idx), so that "
+            "attention and caches would be those of another layer: set the layer_idx of its attention to "
+            "the place"
+        )
+
+
+def tokenizer_of_origin(origin: str) -> Any:
+    """Return the tokenizer of a checkpoint that a live model names; None without one, or if it is made of no files."""
+    if not origin:
+        return None
+    from transformers import AutoTokenizer
+
+    with suppress(Exception):  # the origin may not exist any more
+        tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=False)
+        if tokenizer("a text", add_special_tokens=False)["input_ids"]:
+            return tokenizer
+    return None
+
+
+def configs_of(hf: Any, base: nn.Module) -> list[Any]:
+    """Return the configuration of a model, and every other one below its base, each once."""
+    configs = {id(hf.config): hf.config}
+    for module in base.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "model_type"):
+            configs[id(config)] = config
+    return list(configs.values())
+
+
 @dataclass(eq=False)
 class Target:
     """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
@@ -173,6 +212,14 @@ class Target:
     name: str = "model"
     store: Any = None
 
+    def describe(self) -> str:
+        """Return the model as a tree: which modules were found and proved, their sizes, and the sites read there."""
+        return describe(self)
+
+    def _repr_html_(self) -> str:
+        """Show the tree in a notebook."""
+        return as_page(self)
+
     def __repr__(self) -> str:
         """Return what it is, without its modules."""
         return f"Target(name={self.name!r}, kind={self.kind!r}, hf={type(self.hf).__name__})"
@@ -194,20 +241,21 @@ class Target:
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None) or None
         self.skips_layers = adapter.from_any_layer and adapter.adds
         self.unproved = dict(adapter.unproved)
+        self._look_for_parts()
+
+    def _look_for_parts(self) -> None:
+        """Note where each layer has its parts."""
+        parts = self.adapter.parts
         self.paths: list[dict[str, str]] = []
-        self.attending, self.with_neurons, self.mixtures = list[int](), list[int](), list[int]()
+        self.attending: list[int] = []
+        self.with_neurons: list[int] = []
+        self.mixtures: list[int] = []
         for number, layer in enumerate(self.layers):
-            paths = parts_of(layer, adapter.parts[number] if adapter.parts else {"": ""})
+            paths = parts_of(layer, parts[number] if parts else {"": ""})
             self.paths.append(paths)
             if "o" in paths:
                 self.attending.append(number)
-                own = getattr(layer.get_submodule(paths.get("attn", "")), "layer_idx", number)
-                if own != number and layer not in self.layers[:number]:  # by which attention and caches are told apart
-                    raise UnsupportedError(
-                        f"the layer at place {number} of {self.name} calls itself layer {own} (layer_idx), so that "
-                        "attention and caches would be those of another layer: set the layer_idx of its attention to "
-                        "the place"
-                    )
+                check_number(self, number, layer.get_submodule(paths.get("attn", "")))
             if "experts" in paths:
                 self.mixtures.append(number)
             if paths.keys() & {"experts", "down"} and f"blocks.{number}.mlp.hook_post" not in self.unproved:
@@ -216,16 +264,9 @@ class Target:
     @cached_property
     def available_tokenizer(self) -> Any:
         """The tokenizer; without one, that of the checkpoint which a live model names; None without either."""
-        origin = getattr(self.hf.config, "_name_or_path", "")
-        if self.tokenizer is not None or not origin:
+        if self.tokenizer is not None:
             return self.tokenizer
-        from transformers import AutoTokenizer
-
-        with suppress(Exception):  # the origin may not exist any more
-            tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=False)
-            if tokenizer("a text", add_special_tokens=False)["input_ids"]:  # else it was made of no files
-                return tokenizer
-        return None
+        return tokenizer_of_origin(getattr(self.hf.config, "_name_or_path", ""))
 
     @cached_property
     def configs(self) -> list[Any]:
@@ -233,12 +274,7 @@ class Target:
 
         A vision or audio tower beside the decoder attends in its own way.
         """
-        configs = {id(self.hf.config): self.hf.config}
-        for module in self.base.modules():
-            config = getattr(module, "config", None)
-            if hasattr(config, "model_type"):
-                configs[id(config)] = config
-        return list(configs.values())
+        return configs_of(self.hf, self.base)
 
     def n_experts(self, layer: int) -> int:
         """Return the number of routed experts in a layer; 0 if it is not a mixture."""
@@ -264,7 +300,7 @@ class Target:
             )
         return self.width(self.mixtures[0], 0) if self.mixtures else self.width(self.with_neurons[0])
 
-    def check_proved(self, layer: int, site: str, what: str) -> None:
+    def check_proved(self, layer: int, site: str, units: str) -> None:
         """Refuse neurons or heads of a layer that could not be proved, or neurons whose MLP may give something else.
 
         Raises:
@@ -275,7 +311,7 @@ class Target:
             if site == "mlp.hook_post" and part in self.paths[layer] and has_hooks(self.sub(layer, part)):
                 reason = "a hook of yours is on its MLP, and may change what it gives; remove it while you measure"
         if reason is not None:
-            raise UnsupportedError(f"the {what} of layer {layer} of {self.name} are not offered: {reason}")
+            raise UnsupportedError(f"the {units} of layer {layer} of {self.name} are not offered: {reason}")
 
     def check_head(self) -> None:
         """Refuse to read the logits of each token from a model without its unembedding, or with a head of another kind.
@@ -284,8 +320,13 @@ class Target:
             UnsupportedError: It is such a model, or it is read layer by layer.
         """
         if not self.resident or self.hf.get_output_embeddings() is None:
-            what = f"a {type(self.hf).__name__} without a language head" if self.resident else "read layer by layer"
-            raise UnsupportedError(f"{self.name} is {what}, so that it has no logits: load it with sinkscope.load(...)")
+            kind = f"a {type(self.hf).__name__} without a language head" if self.resident else "read layer by layer"
+            raise UnsupportedError(f"{self.name} is {kind}, so that it has no logits: load it with sinkscope.load(...)")
+
+    def keep_in_memory(self, n_layers: int) -> None:
+        """Keep the first layers in memory if the model is read layer by layer: many passes will go through them."""
+        if self.store is not None:
+            self.store.resident = n_layers
 
     @property
     def device(self) -> torch.device:

@@ -72,12 +72,12 @@ def _asked(target: Any, module: nn.Module, inputs: Sequence[int]) -> Tensor:
     units = torch.zeros(1, count + 2, input_width(module), device=target.device, dtype=target.dtype)
     units[0, range(count), inputs] = 1
     units[0, -2, inputs] = -_LARGE
-    behind = module, "pre", lambda _module, _args, kwargs: ((units,), kwargs)
-    with evaluating(module), apart(), hooked(behind):
+    hook = module, "pre", lambda _module, _args, kwargs: ((units,), kwargs)
+    with evaluating(module), apart(), hooked(hook):
         outputs = module(units)[0].float()
-    columns, given = (outputs[:-1] - outputs[-1]).split([count, 1])
-    off = given + _LARGE * columns.sum(0)
-    if not off.abs().max() <= _LINEAR * given.abs().max():
+    columns, offset = (outputs[:-1] - outputs[-1]).split([count, 1])
+    off = offset + _LARGE * columns.sum(0)
+    if not off.abs().max() <= _LINEAR * offset.abs().max():
         raise UnsupportedError(
             f"a {type(module).__name__} of the model is not linear in its inputs, so that it is not known what they "
             "write: somebody has replaced its forward, or has put a hook on it; measure the model without that"
@@ -111,7 +111,7 @@ class Experts:
         return down if self._is_transposed else down.mT
 
     def routed(
-        self, args: Args, kwargs: Kwargs, some: Any = slice(None)
+        self, args: Args, kwargs: Kwargs, tokens: Any = slice(None)
     ) -> tuple[Float[Tensor, "expert token d_model"], Float[Tensor, "token expert"]]:
         """Return what the arguments of a call, by any names, mean: what each expert reads, and its weight.
 
@@ -120,14 +120,14 @@ class Experts:
         Args:
             args: The arguments.
             kwargs: Those by name.
-            some: The tokens of which it is returned, by their indices or a mask on the CPU.
+            tokens: The tokens of which it is returned, by their indices or a mask on the CPU.
         """
-        given = (*args, *kwargs.values())
-        hidden = given[0].reshape(-1, given[0].shape[-1])[some]
+        tensors = (*args, *kwargs.values())
+        hidden = tensors[0].reshape(-1, tensors[0].shape[-1])[tokens]
         if self._is_scaled:  # the router is asked again
             scores = self.module.router(hidden)[0]
             return hidden * scores.T[..., None], (scores > 0).to(scores)
-        chosen, weights = given[1][some], given[2][some]
+        chosen, weights = tensors[1][tokens], tensors[2][tokens]
         count = len(self.down)
         return hidden.expand(count, -1, -1), weights.new_zeros(len(hidden), count).scatter_add_(
             1, chosen.long(), weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from sinkscope.engine.attention import set_attention, stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
@@ -33,6 +35,7 @@ from sinkscope.models.checkpoints.config import (
 )
 from sinkscope.models.checkpoints.gguf_file import forget_vocabulary, parsed_once
 from sinkscope.models.checkpoints.stream import LayerStore
+from sinkscope.models.describe import as_page
 from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target, check_divides
 from sinkscope.opening.memory import free_memory
@@ -212,7 +215,21 @@ def load(
             hf.config._name_or_path, hf.config._commit_hash = files.repo, files.commit
             if quantization_config is None:  # else it is not the model that it was made from
                 hf.sinkscope_origin = files.commit, fingerprint_of(target)
+    _show_in_notebooks()
     return hf
+
+
+def _show_in_notebooks() -> None:
+    """Let IPython, where it runs, show models that were loaded here as a tree of what was proved."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None:
+        shell.display_formatter.formatters["text/html"].for_type(PreTrainedModel, page_of)
+
+
+def page_of(hf: PreTrainedModel) -> str | None:
+    """Return the tree of a model that was loaded here; None of another one, which IPython then shows as ever."""
+    return as_page(target_of(hf)) if hasattr(hf, "sinkscope_name") else None
 
 
 def _ours(hf: Any, files: Files, tokenizer: Any, store: LayerStore | None = None) -> Target:
@@ -234,8 +251,8 @@ def _stream(files: Files, dtype: Any, device: Any, tokenizer: Any) -> Target:
     place, config = parse_device(device), files.read_config()
     if not files.weight_map or getattr(config, "quantization_config", None) or config is not config.get_text_config():
         raise UnsupportedError(f"{files.name} is quantised, no safetensors, or has more than a text model")
-    own = config.dtype if place.type != "cpu" else None  # half is slow there
-    kind = parse_dtype(dtype) or own or torch.float32
+    dtype_of_checkpoint = config.dtype if place.type != "cpu" else None  # half is slow there
+    kind = parse_dtype(dtype) or dtype_of_checkpoint or torch.float32
     store = LayerStore(files, config, device=place, dtype=kind)
     return _ours(store.causal, files, tokenizer, store)
 
@@ -247,11 +264,11 @@ def open_target(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     *,
-    whole: bool = False,
+    in_memory: bool = False,
 ) -> Target:
     """Open a live model, the bundled model (in memory), or a named model (streamed from disk if possible).
 
-    With `whole`, a named model is loaded into memory, too.
+    With `in_memory`, a named model is loaded into memory, too.
 
     Raises:
         SinkscopeError: `model` is not a model, or cannot be read.
@@ -259,7 +276,7 @@ def open_target(
     if model is None or isinstance(model, str | os.PathLike):
         name = os.fspath(model or BUNDLED)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "tokenizer": tokenizer}
-        if not (whole or world_size() > 1 or name == BUNDLED or name.endswith(".gguf")):
+        if not (in_memory or world_size() > 1 or name == BUNDLED or name.endswith(".gguf")):
             with quiet(), loading_errors(pathless(name)), suppress(UnsupportedError):
                 model = _stream(Files(name, revision), **options)
         if not isinstance(model, Target):

@@ -108,7 +108,7 @@ def _read(target: Target, layers: set[int]) -> dict[int, Record]:
     """What passes all modules of some layers; their attention, if it is seen."""
     with suppress(Exception):  # attention outside transformers' interface is not seen
         records = read(target, layers)
-        if any(record.shown for record in records.values()):
+        if any(record.computed_rows for record in records.values()):
             return records
     return read(replace(target, adapter=replace(target.adapter, attention_interface=False)), layers)
 
@@ -125,12 +125,12 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
     _check_layers(target)
     if target.processes > 1:  # transformers has split plain modules, and each process has a part of the heads
         return {}
-    own, hf = target, target.hf
+    unhooked, hf = target, target.hf
     to_copy = any(map(has_hooks, hf.modules())) or any(map(torch.is_inference, hf.parameters()))
     if target.kind == "hf" and to_copy:
         with suppress(Exception):  # somebody has put something into a module that cannot be copied
             twin = _twin(hf)
-            own = replace(target, model=twin, hf=twin)
+            unhooked = replace(target, model=twin, hf=twin)
 
     def said(reason: object) -> UnsupportedError:
         return UnsupportedError(
@@ -138,8 +138,8 @@ def _own_proof(target: Target, numbers: list[int]) -> dict[str, str]:
             "without what was replaced in it, or with the change in its weights and configuration"
         )
 
-    with _said(said), evaluating(own.hf), apart():
-        return Context().run(prove, own, numbers)  # in which no policy of a block sees attention
+    with _said(said), evaluating(unhooked.hf), apart():
+        return Context().run(prove, unhooked, numbers)  # in which no policy of a block sees attention
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -149,8 +149,8 @@ def _twin(model: nn.Module) -> nn.Module:
     """
     weights = [*model.parameters(), *model.buffers()]
     copies: dict[int, Any] = {id(weight): weight for weight in weights if not weight.is_inference()}
-    for own in map(vars, model.modules()):
-        copies |= {id(own[name]): OrderedDict() for name in ("_forward_hooks", "_forward_pre_hooks")}
+    for attributes in map(vars, model.modules()):
+        copies |= {id(attributes[name]): OrderedDict() for name in ("_forward_hooks", "_forward_pre_hooks")}
     return copy.deepcopy(model, copies)
 
 
@@ -199,8 +199,10 @@ def kinds_of(layers: Iterable[nn.Module]) -> list[int]:
 
 def _replaced(module: nn.Module) -> Any:
     """The function that somebody put in the place of a module's forward; None if there is none, or it calls that."""
-    own = vars(module)
-    function = own.get("_old_forward", own.get("forward"))  # accelerate brings weights, and calls what stood here
+    attributes = vars(module)
+    function = attributes.get(
+        "_old_forward", attributes.get("forward")
+    )  # accelerate brings weights, and calls what stood here
     if getattr(function, "__func__", function) is type(module).forward:
         return None
     return None if str(getattr(function, "__module__", None)).partition(".")[0] in _WRAPPERS else function

@@ -12,7 +12,8 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,103 +74,143 @@ def proposed(records: Mapping[int, Record], numbers: Sequence[int]) -> Adapter:
     Raises:
         NotInferredError: A part was not found.
     """
-    settings, placed, adds = Fields(), dict[int, Fields](), True
+    settings: Fields = {}
+    placed: dict[int, Fields] = {}
+    adds = True
     for layer in {*numbers}:
-        fields = _placed(records[layer])
-        settings |= _measured(replace(records[layer], paths=fields))
+        paths = _placed(records[layer])
+        settings |= _measured(replace(records[layer], paths=paths))
         adds = adds and settings["adds"]
-        placed[layer] = {part: path for part, path in fields.items() if path is not None}
-    for part, what in (("o", "softmax attention"), ("mlp", "MLP")):
+        placed[layer] = {part: path for part, path in paths.items() if path is not None}
+    for part, what_it_is in (("o", "softmax attention"), ("mlp", "MLP")):
         if not any(part in paths for paths in placed.values()):
-            raise NotInferredError(f"no {what} was found in its layers")
-    settings |= {"adds": adds, "from_any_layer": _begins(records[max(records)])}
+            raise NotInferredError(f"no {what_it_is} was found in its layers")
+    settings |= {"adds": adds, "from_any_layer": _is_enough(records[max(records)])}
     return replace(records[0].target.adapter, parts=tuple(placed[number] for number in numbers), **settings)
 
 
-def _begins(record: Record) -> bool:
+def _is_enough(record: Record) -> bool:
     """Whether a pass may begin at a layer: with what entered it in a whole pass, it gives the same."""
-    start = LayerInput(record.layer, record.into("").detach(), isinstance(record.output[""], tuple))
-    with suppress(LookupError, TypeError, ValueError):  # layers pass on more than the stream
-        return record.is_near(read(record.target, [record.layer], start)[record.layer].left(""), record.left(""))
+    start = LayerInput(record.layer, record.input_of("").detach(), isinstance(record.outputs[""], tuple))
+    with suppress(LookupError, TypeError, ValueError):  # a layer raises what it likes where it gets the stream alone
+        records = read(record.target, [record.layer], start)
+        return record.is_near(records[record.layer].output_of(""), record.output_of(""))
     return False
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
 
 
-def _there(record: Record, part: str, parent: str = "") -> list[str]:
-    """Where a layer has modules of the names of a part below a parent."""
+def _paths(record: Record, part: str, parent: str = "") -> list[str]:
+    """The paths at which a layer has modules of the names of a part, below a parent."""
     modules = dict(record.module.named_modules())
-    return [path for path in [f"{parent}.{name}".strip(".") for name in NAMES[part]] if path in modules]
+    paths = [f"{parent}.{name}".strip(".") for name in NAMES[part]]
+    return [path for path in paths if path in modules]
 
 
-def _first(record: Record, part: str, parent: str = "") -> Any:
+def _first_path(record: Record, part: str, parent: str = "") -> str | None:
     """The first of them; None if there is none."""
-    return next(iter(_there(record, part, parent)), None)
+    return next(iter(_paths(record, part, parent)), None)
 
 
 def _named_mlp(record: Record) -> Fields:
     """What names say of the MLP; empty if there is none."""
-    block, fields = _first(record, "mlp") or "", Fields()
+    block = _first_path(record, "mlp") or ""
+    fields: Fields = {}
+    modules = dict(record.module.named_modules())
     for path in (f"{block}.experts", block):
-        with suppress(AttributeError):
-            if experts_of(record.module.get_submodule(path)) is not None:
-                fields = {"mlp": block, "experts": path, "shared_gate": _first(record, "shared_gate", block)}
-    for parent in dict.fromkeys([block, *_there(record, "shared", block), "", *_there(record, "shared")]):
-        found = {part: _first(record, part, parent) for part in ("down", "up", "gate")}
-        if found["down"] and found["up"]:
-            if _there(record, "norm inside", parent):
-                found |= {"up": None, "gate": None}
-            return {"mlp": block or parent, **fields, **found}
+        if path in modules and experts_of(modules[path]) is not None:
+            fields = {"mlp": block, "experts": path, "shared_gate": _first_path(record, "shared_gate", block)}
+    for parent in dict.fromkeys([block, *_paths(record, "shared", block), "", *_paths(record, "shared")]):
+        projections: Fields = {part: _first_path(record, part, parent) for part in ("down", "up", "gate")}
+        if projections["down"] and projections["up"]:
+            if _paths(record, "norm inside", parent):
+                projections |= {"up": None, "gate": None}
+            return {"mlp": block or parent, **fields, **projections}
     return fields
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to place the norms of a layer, and the module of its MLP.
+
+    Attributes:
+        paths: Where all parts are.
+        n_unproved: How many sums do not hold.
+        explains_middle: Whether it is said what reads the stream between attention and MLP.
+        reads_hidden_norm: Whether that may read a norm that no module gives, so that sums need not hold.
+    """
+
+    paths: Fields
+    n_unproved: int
+    explains_middle: bool
+    reads_hidden_norm: bool
+
+    @property
+    def cost(self) -> int:
+        """How bad it is: of two ways without an unproved sum, that which says more is better."""
+        if self.n_unproved and self.reads_hidden_norm:
+            return len(NAMES)  # worse than all others
+        return self.n_unproved + (not self.explains_middle)
 
 
 def _placed(record: Record) -> Fields:
     """Where a layer has its parts: what names say, and the first way to place norms with which the sums hold."""
     fields = {"": ""} | _named_mlp(record)
-    mlp, experts, down = [fields.get(part) for part in ("mlp", "experts", "down")]
-    attn = _first(record, "attn")
-    if replace(record, paths={"attn": attn}).rows is not None:
+    mlp = fields.get("mlp")
+    attn = _first_path(record, "attn")
+    if record.rows_of(attn) is not None:
         for part in ("q", "k", "v", "fused_qkv", "o"):
-            fields[part] = _first(record, part, attn)
-        fields["o"] = fields["o"] or _first(record, "o")
+            fields[part] = None if attn is None else _first_path(record, part, attn)
+        fields["o"] = fields["o"] or _first_path(record, "o")
     if attn != mlp:
         fields["attn"] = attn
-    places: dict[str, Any] = {
-        "mid": [*_there(record, "mid"), mlp, None],
-        "post_mlp_norm": [*_there(record, "post_mlp_norm"), None],
-        "mlp": [*dict.fromkeys(filter(None, [mlp, experts, down]))] or [None],
-        "attn_out": [*_there(record, "attn_out"), None, fields.get("o")],
+    modules_of_mlp = [path for path in (mlp, fields.get("experts"), fields.get("down")) if path]
+    places: dict[str, Sequence[str | None]] = {
+        "mid": [*_paths(record, "mid"), mlp, None],
+        "post_mlp_norm": [*_paths(record, "post_mlp_norm"), None],
+        "mlp": [*dict.fromkeys(modules_of_mlp)] or [None],
+        "attn_out": [*_paths(record, "attn_out"), None, fields.get("o")],
     }
+    ways: list[Way] = []
+    for paths in itertools.product(*places.values()):
+        ways.append(_way(record, fields | dict(zip(places, paths, strict=True)), mlp))
+    return min(ways, key=attrgetter("cost")).paths
 
-    def wrong(way: Fields) -> int:
-        """How many sums do not hold, and whether nothing is known between the parts."""
-        problems = sum(not each.fit() for each in sums_of(replace(record, paths=way)))
-        if problems and way["mid"] in {mlp, way["attn_out"]} - {None}:  # it may read a norm that no module gives
-            return len(NAMES)
-        return problems + (way["mid"] is None)
 
-    ways = itertools.product(*places.values())
-    return min([fields | dict(zip(places, way, strict=True)) for way in ways], key=wrong)
+def _way(record: Record, paths: Fields, mlp: str | None) -> Way:
+    """Try where parts are said to be.
+
+    Args:
+        record: What passed the layer.
+        paths: The parts.
+        mlp: The module of its MLP by its name.
+    """
+    n_unproved = sum(not total.fit() for total in sums_of(replace(record, paths=paths)))
+    middle = paths["mid"]
+    is_read_by_a_part = middle is not None and middle in (mlp, paths["attn_out"])
+    return Way(paths, n_unproved, middle is not None, is_read_by_a_part)
 
 
 def _measured(record: Record) -> Fields:
     """What is measured of a layer: factors, and the order of what is in one module."""
-    found, up, post = Fields(), record.left("up"), record.into("down")
-    for each in sums_of(record):
-        fitted = each.fit()
-        found |= fitted | {"adds": bool(fitted)}  # the last one is what leaves the layer
+    settings: Fields = {}
+    up = record.output_of("up")
+    post = record.input_of("down")
+    for total in sums_of(record):
+        factors = total.fit()
+        settings |= factors | {"adds": bool(factors)}  # the last one is what leaves the layer
     if [*record.module.buffers(recurse=False)]:  # a factor, other in every layer
-        found["adds"] = False
-    if not found["adds"]:
-        found["write_factor"] = 1.0
+        settings["adds"] = False
+    if not settings["adds"]:
+        settings["write_factor"] = 1.0
     if up is not None and post is not None:
-        found["fused_gate_up"] = up.shape[-1] == 2 * post.shape[-1]
+        settings["fused_gate_up"] = up.shape[-1] == 2 * post.shape[-1]
     if record.paths.get("fused_qkv"):
         by_head = replace(record.target.adapter, qkv_layout="by head")
-        reads = reads_heads(replace(record, target=replace(record.target, adapter=by_head)), "v")
-        found["qkv_layout"] = "by head" if reads else "beside"
-    return found
+        is_by_head = reads_heads(replace(record, target=replace(record.target, adapter=by_head)), "v")
+        settings["qkv_layout"] = "by head" if is_by_head else "beside"
+    return settings
 
 
 # -- the small model ---------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def sink_mask(
         if more or named.point is None:
             problem = "names several" if more else "has attention rows"
             raise SinkscopeError(f"site {site!r} {problem}: expected one with a value for each position")
-    there = torch.zeros_like(real)
+    at_place = torch.zeros_like(real)
     for number, row in enumerate(rows):
         if len(row) < LEAST_TYPICAL:
             continue
@@ -72,8 +72,8 @@ def sink_mask(
             sinks = (survey.ratios[:, 0] > STANDS_OUT).any(0) | attended(survey)[0]
         else:
             sinks = ratios_of(trace(target, row_ids, [site])[site].flatten(2)[None])[0, 0] > STANDS_OUT
-        there[number, real[number]] = sinks
-    return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
+        at_place[number, real[number]] = sinks
+    return at_place.to(ids.device if isinstance(ids, Tensor) else "cpu")
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:

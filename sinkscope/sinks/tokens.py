@@ -108,8 +108,8 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     """
     least = requested or 1
     room = (target.max_positions or 1 << 30) - around
-    what = f"a text of --max-repeats {least} and {around} tokens around them"
-    check_length(target, what, least + around, remedy=f"there is room for {max(room, 0)}")
+    tried = f"a text of --max-repeats {least} and {around} tokens around them"
+    check_length(target, tried, least + around, remedy=f"there is room for {max(room, 0)}")
     return requested or min(MAX_REPEATS, room)
 
 

@@ -79,24 +79,24 @@ class Scores:
 
 
 def attention_of(
-    scores: Scores, rows: Int[Tensor, " row"], seen: Bool[Tensor, "head row key"] | None = None
+    scores: Scores, rows: Int[Tensor, " row"], visible: Bool[Tensor, "head row key"] | None = None
 ) -> Float[Tensor, "head row key"]:
     """Compute causal attention of some queries in float32.
 
     Args:
         scores: The scores of a layer.
         rows: Indices of the queries.
-        seen: Which keys they see. None: all up to their own, or within the window.
+        visible: Which keys they see. None: all up to their own, or within the window.
     """
     rows = rows.to(scores.query.device, non_blocking=True)
-    if seen is None:
+    if visible is None:
         key = torch.arange(scores.keys, device=rows.device)
         at = (rows + scores.past)[:, None]
-        seen = ((key <= at) & (key > at - (scores.window or scores.keys)))[None]
+        visible = ((key <= at) & (key > at - (scores.window or scores.keys)))[None]
     return attention_probs(
         scores.query[None, :, rows],
         scores.key[None],
-        seen[None],
+        visible[None],
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=scores.sinks,
@@ -140,7 +140,7 @@ def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key
         part = scores.part(start, min(start + ROWS, scores.keys))
         rows = torch.arange(part.queries, device=sums.device)
         probs = attention_of(part, rows)[:, :, since:]
-        seen = probs.shape[2]
-        sums[:, 0, :seen] += probs.sum(1)
-        sums[:, 1, :seen] += slash_sums(probs, rows + part.past - since)
+        n_keys = probs.shape[2]
+        sums[:, 0, :n_keys] += probs.sum(1)
+        sums[:, 1, :n_keys] += slash_sums(probs, rows + part.past - since)
     return sums

@@ -112,11 +112,11 @@ def lengths_of(
     """Count the causal cells of each column, those of them in the tile of its own, and those of each band."""
     position = torch.arange(grid.keys)
     to_end = torch.minimum(grid.tile - (position - grid.past) % grid.tile, grid.keys - position)
-    own = torch.where(position >= grid.past, to_end, 0)
-    near = grid.blocked(own)[grid.before :].sum(1).view(-1, grid.per).sum(0).flip(0)
+    of_tile = torch.where(position >= grid.past, to_end, 0)
+    near = grid.blocked(of_tile)[grid.before :].sum(1).view(-1, grid.per).sum(0).flip(0)
     far = crossed(grid, grid.blocked(torch.ones_like(position)).sum(1))
     columns = torch.arange(grid.keys, 0, -1).clamp(max=grid.queries)
-    return columns.to(device), own.to(device), torch.cat([near, far[grid.per :]]).to(device)
+    return columns.to(device), of_tile.to(device), torch.cat([near, far[grid.per :]]).to(device)
 
 
 def crossed(grid: BlockGrid, counts: Shaped[Tensor, "*n block"]) -> Shaped[Tensor, "*n block"]:
@@ -189,11 +189,11 @@ class Lines:
 
     def cells(self) -> Int[Tensor, "*choice head"]:
         """Return the number of cells on the lines, each counted once, without what dense rows see besides."""
-        columns, own, bands = lengths_of(self.grid, self.columns.device)
+        columns, of_tile, bands = lengths_of(self.grid, self.columns.device)
         far = self.offsets.long()
         far[..., : self.grid.per].zero_()
-        left = columns - own * self.offsets[..., :1] - self.grid.by_key(crossed(self.grid, far))
-        return (self.offsets * bands).sum(-1) + (self.columns * left).sum(-1)
+        outside_bands = columns - of_tile * self.offsets[..., :1] - self.grid.by_key(crossed(self.grid, far))
+        return (self.offsets * bands).sum(-1) + (self.columns * outside_bands).sum(-1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Return which keys the queries at these positions see."""

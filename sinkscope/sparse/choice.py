@@ -109,14 +109,14 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
     sought = torch.zeros(scores.heads, scores.keys, device=scores.key.device)
     sought[:, :begin].fill_(1.0)
     position = torch.arange(scores.keys, device=scores.key.device)
-    for key, query, own in zip(scores.key, scores.query.split(group), sought.split(group), strict=True):
+    for key, query, thresholds in zip(scores.key, scores.query.split(group), sought.split(group), strict=True):
         if checked:
             sinks = product(query[:, :queries], key[: max(1, begin)].mT).float() * scores.scaling
             rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices[..., None]
             asked = query.gather(1, rows.expand(-1, -1, key.shape[1])).float() * scores.scaling
             logits = product(asked, key.float().mT).masked_fill_(position > rows + scores.past, -torch.inf)
             weight, place = logits.softmax(2).max(2)
-            own.scatter_add_(1, place, (weight >= SOUGHT).float())
+            thresholds.scatter_add_(1, place, (weight >= SOUGHT).float())
     return sought > 0
 
 
@@ -149,8 +149,8 @@ class StoredRows:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         outside = (~chosen.offsets).float()[:, self._back]
         by_column = product(outside[:, :, None], self._probs).flatten(1)
-        left = self.grid.blocked((~chosen.columns).float())
-        by_block = product(self._probs, left[..., None]).flatten(1)
+        not_chosen = self.grid.blocked((~chosen.columns).float())
+        by_block = product(self._probs, not_chosen[..., None]).flatten(1)
         by_band = torch.zeros_like(outside[:, :, 0])
         by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block)
         return by_column[:, self.grid.lead : self.grid.lead + self.grid.keys], by_band

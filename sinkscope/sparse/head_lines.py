@@ -40,7 +40,7 @@ def top_lines(
     etas: Sequence[float],
     *,
     since: int = 0,
-    whole: bool = False,
+    weighs_whole: bool = False,
 ) -> Bool[Tensor, "eta head kind key"]:
     """Choose the heaviest `eta * 2 * queries` lines of both kinds together, one after the other, at least one.
 
@@ -53,13 +53,13 @@ def top_lines(
         weights: What `line_sums` returns for them: the weights of the lines over all queries.
         etas: Shares of lines; one choice is made for each.
         since: The argument of `line_sums`.
-        whole: Whether a line weighs all that it holds, also where a chosen line of the other kind holds it.
+        weighs_whole: Whether a line weighs all that it holds, also where a chosen line of the other kind holds it.
     """
     most = [max(1, math.floor(eta * 2 * scores.queries + 1e-9)) for eta in etas]
     held = weights.flatten(1).double()
     index = torch.arange(held.shape[1], device=held.device)
     turn = torch.full_like(held, held.shape[1], dtype=torch.long)  # of lines that are never chosen
-    along = None if whole else LineCells(scores, since)
+    along = None if weighs_whole else LineCells(scores, since)
     for number in range(min(max(most), held.shape[1])):
         units = (held / SMALLEST_DIFFERENCE).round().long()
         order = (units * len(index) - index).masked_fill(turn < number, -len(index))  # equal ones by index
@@ -117,10 +117,10 @@ class LineCells:
         is_column = line < keys
         place = torch.where(is_column, line + self.since, self.at - (line - keys))
         offset = self.at - place
-        seen = (place >= self.since) & (offset >= 0) & (offset < (self.scores.window or self.scores.keys))
+        visible = (place >= self.since) & (offset >= 0) & (offset < (self.scores.window or self.scores.keys))
         share = self.most * (self.logits(place.clamp(min=0)) - self.largest).exp()
         crossing = torch.where(is_column, offset + keys, place - self.since)
-        return share * seen, crossing.where(seen, 0)
+        return share * visible, crossing.where(visible, 0)
 
 
 def heaviest(
@@ -194,7 +194,7 @@ def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed
     rows = sample_queries(scores.queries, sample, seed)  # 1
     probs = attention_of(scores, rows)  # 2 to 4
     at = (rows + scores.past).to(probs.device)
-    chosen = torch.stack([faithful_lines(own, at, scores.queries, alpha) for own in probs.split(1)])
+    chosen = torch.stack([faithful_lines(of_head, at, scores.queries, alpha) for of_head in probs.split(1)])
     return Lines.of(chosen[:, 1], chosen[:, 0], scores.queries)
 
 

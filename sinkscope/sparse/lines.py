@@ -157,7 +157,7 @@ class HeadLines(Row, table="heads", title="each head, lowest first", most=6):
         return f"heaviest {self.key.eta:.0%} of lines"
 
 
-FIELDS = tuple(each.key for each in HeadLines.columns())
+FIELDS = tuple(column.key for column in HeadLines.columns())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +251,8 @@ class LineWeights(Result):
     def strongest(self) -> tuple[Mass, Mass, Subject]:
         """Return the mass on the heaviest lines, that on the strongest others, and their subject."""
         (subject,) = self.subjects()
-        mass, *others = (row for row in subject.rows if isinstance(row, Mass))
-        return mass, max(others, key=lambda row: row.share.value), subject
+        mass, *controls = (row for row in subject.rows if isinstance(row, Mass))
+        return mass, max(controls, key=lambda row: row.share.value), subject
 
     def conclusion(self) -> str:
         """Return the mass on the heaviest lines beside that on the strongest others."""
@@ -270,8 +270,8 @@ class LineWeights(Result):
         """Return the mass on the heaviest lines beside that on the strongest others."""
         mass, control, subject = self.strongest()
         verdict = verdict_of(mass.share.value, control.share.value, mass.share.margin)
-        others = {On.OTHER_TEXT: "another text's", On.NEAREST: "nearest", On.LAST_QUERIES: "last queries'"}
-        found, beside = mass.text("share"), f"{control.text('share')} ({others[control.key]})"
+        names = {On.OTHER_TEXT: "another text's", On.NEAREST: "nearest", On.LAST_QUERIES: "last queries'"}
+        found, beside = mass.text("share"), f"{control.text('share')} ({names[control.key]})"
         return [Headline(f"attention on {subject.key} lines", found, beside, verdict)]
 
     def figure(self) -> go.Figure:
@@ -330,34 +330,34 @@ def lines(
     wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
     every = len(wanted)
-    seen: list[tuple[Chosen, dict[str, ByHead]]] = []  # of one text after the other, layer by layer
+    read: list[tuple[Chosen, dict[str, ByHead]]] = []  # of one text after the other, layer by layer
 
     @torch.no_grad()
     def see(call: Attention) -> None:
         if call.layer in wanted and not call.is_repeated:
-            before = seen[-every][0] if len(seen) >= every else None
-            seen.append(weighed(scores_of(setup.target, call), shares, before, whole))
-            setup.progress("layers", len(seen), every * len(rows))
+            before = read[-every][0] if len(read) >= every else None
+            read.append(weighed(scores_of(setup.target, call), shares, before, whole))
+            setup.progress("layers", len(read), every * len(rows))
 
     with setup.edited(), tapped(setup.target, Listener(see)):
         for ids in rows:
             setup.target.forward(ids[None])
     arrays: dict[str, Any] = {}
-    for name in seen[-1][1]:
-        values = torch.stack([numbers[name] for _, numbers in seen if name in numbers])  # no text is before the first
+    for name in read[-1][1]:
+        values = torch.stack([numbers[name] for _, numbers in read if name in numbers])  # no text is before the first
         by_text = values.unflatten(0, (-1, every))
         arrays[name] = by_text.mean(0).transpose(0, 1).numpy()
         if name == "mass":
             arrays["text_mass"] = by_text.mean((1, 3)).T.numpy()
     if len(rows) > 1:
         for name, shared in (("inputs", in_both), ("inputs_random", by_chance)):
-            by_layer = [agreement([chosen for chosen, _ in seen[n::every]], shared) for n in range(every)]
+            by_layer = [agreement([chosen for chosen, _ in read[n::every]], shared) for n in range(every)]
             arrays[name] = torch.stack(by_layer, 1).numpy()
     return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
 
 
 def weighed(
-    scores: Scores, etas: Sequence[float], before: Chosen | None, whole: bool
+    scores: Scores, etas: Sequence[float], before: Chosen | None, weighs_whole: bool
 ) -> tuple[Chosen, dict[str, ByHead]]:
     """Weigh the heaviest lines of one layer and text, and those that were heaviest in the text before.
 
@@ -371,21 +371,21 @@ def weighed(
     late = scores.part(half, keys)
     second_sums = line_sums(late)
     sums = second_sums + pad(first_sums, (0, keys - half))
-    heaviest = top_lines(scores, sums, etas, whole=whole)
-    own = Lines.of(heaviest[..., 0, :], heaviest[..., 1, :], keys)
-    as_many = (own.cells() + 0.5) / own.grid.cells  # whatever is rounded
-    others = {"mass": own, "near_mass": nearest_of(own), "last_mass": minference_lines(scores, share=as_many)}
+    heaviest = top_lines(scores, sums, etas, weighs_whole=weighs_whole)
+    by_mass = Lines.of(heaviest[..., 0, :], heaviest[..., 1, :], keys)
+    as_many = (by_mass.cells() + 0.5) / by_mass.grid.cells  # whatever is rounded
+    choices = {"mass": by_mass, "near_mass": nearest_of(by_mass), "last_mass": minference_lines(scores, share=as_many)}
     if before is not None:  # what a text of another length has, too
         columns, offsets = pad(before, (0, keys - before.shape[-1])).unbind(-2)
-        others["other_mass"] = Lines.of(columns, offsets, keys)
-    numbers = {name: recovered(scores, lines) for name, lines in others.items()}
-    numbers["cells"] = own.attended()
-    first = top_lines(early, first_sums, etas, whole=whole)
-    second = top_lines(late, second_sums, etas, whole=whole)
+        choices["other_mass"] = Lines.of(columns, offsets, keys)
+    numbers = {name: recovered(scores, lines) for name, lines in choices.items()}
+    numbers["cells"] = by_mass.attended()
+    first = top_lines(early, first_sums, etas, weighs_whole=weighs_whole)
+    second = top_lines(late, second_sums, etas, weighs_whole=weighs_whole)
     count = in_both(second, second).clamp(min=1)
     numbers["segments"] = in_both(first, second) / count
     numbers["segments_random"] = by_chance(first, second) / count
-    inside = top_lines(late, line_sums(late, since=half), etas, since=half, whole=whole)
+    inside = top_lines(late, line_sums(late, since=half), etas, since=half, weighs_whole=weighs_whole)
     numbers["segments_relative"] = in_both(first, inside) / in_both(inside, inside).clamp(min=1)
     return heaviest, {name: values.double().cpu() for name, values in numbers.items()}
 
@@ -413,9 +413,9 @@ def by_chance(a: Chosen, b: Chosen) -> Float[Tensor, "eta head"]:
 def agreement(texts: Sequence[Chosen], count: Callable[..., Tensor]) -> ByHead:
     """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
     shares: list[Tensor] = []
-    for one, other in combinations(texts, 2):
-        both = count(one, other)
-        either = one.sum((-2, -1)) + other.sum((-2, -1)) - both
+    for first, other in combinations(texts, 2):
+        both = count(first, other)
+        either = first.sum((-2, -1)) + other.sum((-2, -1)) - both
         shares.append(both / either.clamp(min=1))
     return torch.stack(shares).double().mean(0).cpu()
 
@@ -426,11 +426,11 @@ def scores_of(target: Target, call: Attention) -> Scores:
     Raises:
         UnsupportedError: Attention is neither causal nor a sliding window.
     """
-    seen = shown(call.visible().mask())[0, 0]
-    keys = seen.shape[1]
-    past = keys - len(seen)
-    window = int(seen[-1].sum())
-    if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):
+    visible = shown(call.visible().mask())[0, 0]
+    keys = visible.shape[1]
+    past = keys - len(visible)
+    window = int(visible[-1].sum())
+    if not torch.equal(visible, torch.ones_like(visible).tril(past).triu(past - window + 1)):
         raise UnsupportedError(
             "lines are of causal attention, with or without a window; this mask is neither: leave out what hides keys"
         )

@@ -84,6 +84,6 @@ class Progressive(Policy):
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
-            whole = kv.copy()
+            untouched = kv.copy()
             kv.evict(self.chosen(LayerMoment(kv, step, rows)))
-            kv.whole_layer = whole
+            kv.whole_layer = untouched

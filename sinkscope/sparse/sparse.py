@@ -76,11 +76,22 @@ def line_attention(scores: Scores, value: Values, chosen: Lines) -> Float[Tensor
         raise SinkscopeError("lines of a head lack the main diagonal: expected all offsets of its own tile among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
     if is_single:
-        values = value.float().repeat_interleave(scores.heads // len(value), 0)
-        for rows in torch.arange(scores.queries, device=value.device).split(ROWS):
-            weights = attention_of(scores, rows, chosen.rows(scores.past + rows))
-            out[:, rows] = product(weights, values).to(out.dtype)
-        return out
+        _masked(scores, value, chosen, out)
+    else:
+        _by_head(scores, value, chosen, out)
+    return out
+
+
+def _masked(scores: Scores, value: Values, chosen: Lines, out: Float[Tensor, "head query d_value"]) -> None:
+    """Write attention on single lines, under a mask."""
+    values = value.float().repeat_interleave(scores.heads // len(value), 0)
+    for rows in torch.arange(scores.queries, device=value.device).split(ROWS):
+        weights = attention_of(scores, rows, chosen.rows(scores.past + rows))
+        out[:, rows] = product(weights, values).to(out.dtype)
+
+
+def _by_head(scores: Scores, value: Values, chosen: Lines, out: Float[Tensor, "head query d_value"]) -> None:
+    """Write attention on bands and columns, each head in a thread: its matrix products are too small to split."""
     is_dense = chosen.dense.tolist()
     is_inference = torch.is_inference_mode_enabled()
 
@@ -89,17 +100,17 @@ def line_attention(scores: Scores, value: Values, chosen: Lines) -> Float[Tensor
             if is_dense[head]:
                 _dense(scores, value, head, out[head])
             else:
-                own = replace(chosen, columns=chosen.columns[head : head + 1], offsets=chosen.offsets[head : head + 1])
-                _tiles(scores, value, own, head, out[head])
+                part = slice(head, head + 1)
+                of_head = replace(chosen, columns=chosen.columns[part], offsets=chosen.offsets[part])
+                _tiles(scores, value, of_head, head, out[head])
 
-    # Each head has its own thread, because the matrix products of one head are too small to split.
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(min(threads, scores.heads), initializer=partial(torch.set_num_threads, 1)) as pool:
-            list((map if threads == 1 else pool.map)(compute, range(scores.heads)))
+            run = map if threads == 1 else pool.map
+            list(run(compute, range(scores.heads)))
     finally:
         torch.set_num_threads(threads)  # the number that a thread sets is also what new threads start with
-    return out
 
 
 def _check(scores: Scores, value: Values, chosen: Lines) -> None:
@@ -116,9 +127,9 @@ def _check(scores: Scores, value: Values, chosen: Lines) -> None:
         )
 
 
-def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tensor, "query d_value"]) -> None:
+def _tiles(scores: Scores, value: Tensor, lines: Lines, head: int, out: Float[Tensor, "query d_value"]) -> None:
     """Write the attention of one head on lines of its own, tile by tile."""
-    grid = own.grid
+    grid = lines.grid
     width = scores.key.shape[2]
     kv_head = head * len(value) // scores.heads
     query = scores.query[head].float() * scores.scaling
@@ -126,10 +137,10 @@ def _tiles(scores: Scores, value: Tensor, own: Lines, head: int, out: Float[Tens
     future = torch.ones(TILE, TILE, dtype=torch.bool).triu_(1)
     stops = torch.arange(TILE, grid.queries + TILE, TILE).clamp(max=grid.queries)
     start = 0
-    for some in stops.split(_TILES):
+    for part in stops.split(_TILES):
         # What a tile meets before its own keys, all of its queries see: it is what its last query sees.
-        for stop, seen in zip(some.tolist(), own.rows(grid.past + some - 1)[0], strict=True):
-            met = both.index_select(0, seen.nonzero().flatten())
+        for stop, visible in zip(part.tolist(), lines.rows(grid.past + part - 1)[0], strict=True):
+            met = both.index_select(0, visible.nonzero().flatten())
             weights = product(query[start:stop], met[:, :width].T)
             weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
             torch.softmax(weights, 1, out=weights)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
@@ -86,8 +87,8 @@ class SparsePrompts(Intervention):
             return ""
         share = fmean(data.get("attended", 1.0) for data in prompts)
         reasons = ", ".join(dict.fromkeys(data["dense"] for data in prompts if "dense" in data))
-        left = f"; what the model's own attention read: {reasons}" if reasons else ""
-        return f"{type(self).__name__} computed {share:.0%} of the attention of prompts{left}."
+        of_the_rest = f"; what the model's own attention read: {reasons}" if reasons else ""
+        return f"{type(self).__name__} computed {share:.0%} of the attention of prompts{of_the_rest}."
 
     def read(
         self, scores: Scores, value: Float[Tensor, "kv_head key d_value"], layer: int
@@ -137,6 +138,54 @@ class SparsePrompts(Intervention):
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class RowsOfPrompt:
+    """Where the rows of a prompt have queries and keys in a layer; it holds neither the cache nor its keys.
+
+    Attributes:
+        step: Number of the forward call.
+        layer: The layer.
+        positions: Position of each query in its row; -1 at padding.
+        has_key: Which columns hold a real token.
+    """
+
+    step: int
+    layer: int
+    positions: Int[Tensor, "row query"]
+    has_key: Bool[Tensor, "row key"]
+
+    @classmethod
+    def of(cls, step: Step, prompt: Attention) -> RowsOfPrompt:
+        """Return those of a forward call."""
+        device = prompt.key.device
+        columns = slice(prompt.first_key, prompt.first_key + prompt.key.shape[2])
+        return cls(step.number, prompt.layer, step.on(device), step.tokens.pos[:, columns].to(device) >= 0)
+
+    def slices(self, row: int, *, padded: bool) -> tuple[Any, Any]:
+        """Return by what the queries and the keys of a row are chosen: all of them where nothing is padded."""
+        if not padded:
+            return slice(None), slice(None)
+        return self.positions[row] >= 0, self.has_key[row]
+
+    def events(self, read: Callable[[int], dict[str, Any]]) -> list[Event]:
+        """Return the event of each row that has queries, with what was read of it."""
+        events: list[Event] = []
+        for row, n_queries in enumerate((self.positions >= 0).sum(1).tolist()):
+            if n_queries:
+                data = {"keys": int(self.has_key[row].sum()), "queries": n_queries, **read(row)}
+                last = int(self.positions[row].max())
+                events.append(Event(row, self.step, last, self.layer, "prefill", data))
+        return events
+
+
+def rows_are_asked_for(step: Step, prompt: Attention) -> bool:
+    """Return whether the caller gets the rows of attention, which eager attention alone gives."""
+    is_asked = step.arguments.get("output_attentions")
+    if is_asked is None:
+        is_asked = getattr(prompt.module.config, "output_attentions", False)
+    return bool(is_asked) and prompt.selected.kind == "eager"
+
+
 class PromptReader(Actor):
     """Reads the prompts of a block along lines.
 
@@ -163,46 +212,25 @@ class PromptReader(Actor):
 
     def _compute(self, step: Step, prompt: Attention) -> AttentionOutput | None:
         """Read the rows of a layer along lines; None if the model's own attention reads it."""
-        query, key, value = prompt.query, prompt.key, prompt.value
-        at = step.on(key.device)
-        real = at >= 0
-        there = step.tokens.pos[:, prompt.first_key : prompt.first_key + key.shape[2]].to(key.device) >= 0
-        reads: list[Read] = []
-        output = None
-        why = self.prompts.why_dense(prompt)
-        asked = step.arguments.get("output_attentions")
-        if asked is None:
-            asked = getattr(prompt.module.config, "output_attentions", False)
-        if asked and prompt.own.kind == "eager":
-            why = why or "its rows are asked for"
-        if why is None:
-            self._check(step, prompt)
-            rows, heads, queries, _ = query.shape
-            output = query.new_zeros(rows, queries, heads, value.shape[-1])  # nothing attends at padding
-            for row in range(rows):
-                own = seen = slice(None)
-                if step.tokens.padded:
-                    own, seen = real[row], there[row]
-                scores = Scores(query[row, :, own], key[row, :, seen], prompt.scaling)
-                if not scores.queries:
-                    reads.append(dict)
-                    continue
-                attended, read = self.prompts.read(scores, value[row, :, seen], prompt.layer)
-                output[row, own] = attended.transpose(0, 1)
-                reads.append(read)
-        number, layer = step.number, prompt.layer  # events hold neither the cache nor its keys
-
-        def events() -> list[Event]:
-            logged: list[Event] = []
-            for row, queries in enumerate(real.sum(1).tolist()):
-                if queries:
-                    data = {"keys": int(there[row].sum()), "queries": queries}
-                    data |= reads[row]() if reads else {"dense": why}
-                    logged.append(Event(row, number, int(at[row].max()), layer, "prefill", data))
-            return logged
-
-        self._log(events)
-        return None if output is None else (output, None)
+        rows = RowsOfPrompt.of(step, prompt)
+        why_dense = self.prompts.why_dense(prompt)
+        if why_dense is None and rows_are_asked_for(step, prompt):
+            why_dense = "its rows are asked for"
+        if why_dense is not None:
+            self._log(partial(rows.events, lambda _: {"dense": why_dense}))
+            return None
+        self._check(step, prompt)
+        n_rows, n_heads, n_queries, _ = prompt.query.shape
+        output = prompt.query.new_zeros(n_rows, n_queries, n_heads, prompt.value.shape[-1])  # padding has no attention
+        reads: dict[int, Read] = {}
+        for row in range(n_rows):
+            queries, keys = rows.slices(row, padded=bool(step.tokens.padded))
+            scores = Scores(prompt.query[row, :, queries], prompt.key[row, :, keys], prompt.scaling)
+            if scores.queries:
+                attended, reads[row] = self.prompts.read(scores, prompt.value[row, :, keys], prompt.layer)
+                output[row, queries] = attended.transpose(0, 1)
+        self._log(partial(rows.events, lambda row: reads[row]()))
+        return output, None
 
     def _check(self, step: Step, prompt: Attention) -> None:
         """Refuse a cache that lacks tokens, and a mask that is not that of a causal model with padding.

@@ -45,9 +45,9 @@ def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, options: Options, **sizes: int) -> None:
     """Launch a kernel with the first options whose shared memory the device has."""
-    for number, own in enumerate(options, 1):
+    for number, option in enumerate(options, 1):
         try:
-            kernel[grid](*arguments, **sizes, **own)
+            kernel[grid](*arguments, **sizes, **option)
             return
         except OutOfResources:
             if number == len(options):

@@ -60,10 +60,10 @@ class ComputedRows(StoredRows):
         self._run(_normalisers, partial, query.new_zeros(scores.heads, len(padded), dtype=torch.float32))
         self._total = torch.logsumexp(partial * (1 / LOG2_E), 2) * LOG2_E
 
-    def _run(self, kernel: Any, *own: Any, **sizes: int) -> None:
+    def _run(self, kernel: Any, *arguments: Any, **sizes: int) -> None:
         options = [{"num_warps": 4, "num_stages": stages} for stages in (3, 2, 1)]
         grid = (self._chunks, self.scores.heads, self._parts)
-        launch(kernel, grid, *own, *self._arguments, options=options, **self._sizes, **sizes)
+        launch(kernel, grid, *arguments, *self._arguments, options=options, **self._sizes, **sizes)
 
     def sums(self, chosen: Lines) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""

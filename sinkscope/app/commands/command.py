@@ -69,9 +69,9 @@ class Command(click.Command):
         if isinstance(function, str):
             lines.append(f"Documentation: {documented_at('cli.md#sinkscope-' + words)}")
         names = {parameter.name for parameter in params}
-        others = [parameter for parameter in shared if parameter.name not in names]
+        unnamed = [parameter for parameter in shared if parameter.name not in names]
         # several commands may share a parameter, and each describes its own copy
-        every = [*map(copy, (*params, *others)), *(OUTPUTS if kinds else [])]
+        every = [*map(copy, (*params, *unnamed)), *(OUTPUTS if kinds else [])]
         super().__init__(words, params=every, epilog="\n".join(lines), context_settings={"show_default": True})
         self.words = words
         self.function = function

@@ -20,7 +20,7 @@ from sinkscope.results.console import end_bar
 from sinkscope.results.pages import source
 
 
-@partial(checks_arguments, others=Setup.open)
+@partial(checks_arguments, settings_of=Setup.open)
 def view_model(
     model: Any = None,
     *,

@@ -103,14 +103,14 @@ class Explorer(ModelSink):
     @cached_property
     def others(self) -> dict[str, str]:
         """What the measurements of other packages say of the model, with their defaults."""
-        said: dict[str, str] = {}
+        notes: dict[str, str] = {}
         for name, point in other_measurements().items():
             try:
                 outcome = point.load().on(replace(self.setup, settings={}, started=time.perf_counter()))
-                said[name.replace("_", "-")] = outcome.conclusion()
+                notes[name.replace("_", "-")] = outcome.conclusion()
             except Exception as error:
-                said[name.replace("_", "-")] = not_measured(why_missing(error))
-        return said
+                notes[name.replace("_", "-")] = not_measured(why_missing(error))
+        return notes
 
     def read(self, text: str | None) -> TextReading:
         """Return how the intact model reads a text, or a story; the last one is kept."""

@@ -62,8 +62,8 @@ def _shown(part: Any) -> Any:
 
 def _leave_out(variants: Sequence[dict[str, Any]]) -> None:
     """Leave out the attention of heads that is as in the intact model, which is the first variant."""
-    intact, *others = (variant["rows"] for variant in variants)
-    for rows in others:
+    intact, *edited = (variant["rows"] for variant in variants)
+    for rows in edited:
         for number, row in enumerate(intact):
             if rows[number] == row:
                 rows[number] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,27 +87,35 @@ class TextReading:
 @torch.no_grad()
 def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> TextReading:
     """Read a text under an edit, or intact (None), in one pass."""
-    target, length = sink.setup.target, len(ids)
-    shape = (sink.setup.target.n_layers, sink.setup.target.n_heads, length)
-    rows, received = np.zeros((*shape, length), np.uint8), torch.zeros(shape)
+    target = sink.setup.target
+    length = len(ids)
+    norms = np.zeros((target.n_layers, length), np.float32)
+    rows = np.zeros((target.n_layers, target.n_heads, length, length), np.uint8)
+    received = torch.zeros(target.n_layers, target.n_heads, length)
 
-    def see(seen: AttentionRows) -> None:
-        layer, first_query, probs = seen.layer, seen.first, seen.probs
-        rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
-        received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
+    def see(chunk: AttentionRows) -> None:
+        _, _, n_queries, n_keys = chunk.probs.shape
+        rows[chunk.layer, :, chunk.first : chunk.first + n_queries, :n_keys] = codes_of(chunk.probs[0])
+        without_own_query = chunk.probs[0].tril(chunk.first - 1)
+        received[chunk.layer, :, :n_keys] += without_own_query.sum(1).cpu()
 
     def keep(layer: int, hidden: Tensor) -> None:
         norms[layer] = hidden[0].float().norm(dim=-1).cpu().numpy()
 
-    norms = np.zeros((sink.setup.target.n_layers, length), np.float32)
     hooks = [on_hidden(layer, "post", partial(keep, number)) for number, layer in enumerate(target.layers)]
     with under(edit, target), attention_rows(target, see), target.hooks(*hooks):
         logits = target.forward(torch.tensor([ids]), unembed=True).logits[0, -1].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
+    return TextReading(ids, norms, rows, received, likeliest(logits, sink.setup.tokenizer))
+
+
+def likeliest(logits: Float[Tensor, " vocab"], tokenizer: Any) -> tuple[tuple[str, float], ...]:
+    """Return the five likeliest tokens with their probabilities."""
     best = logits.softmax(-1).topk(5)
-    words = map(sink.setup.tokenizer.decode, best.indices[:, None].tolist())
-    shares = [round(share, 4) for share in best.values.tolist()]
-    return TextReading(ids, norms, rows, received, tuple(zip(words, shares, strict=True)))
+    tokens: list[tuple[str, float]] = []
+    for token_id, share in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        tokens.append((tokenizer.decode([token_id]), round(share, 4)))
+    return tuple(tokens)
 
 
 def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:

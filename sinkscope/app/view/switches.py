@@ -18,7 +18,7 @@ from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
 from sinkscope.results.notation import Head, Neuron, word_list
-from sinkscope.sinks.spikes.needs import OtherNeurons, other_neurons
+from sinkscope.sinks.spikes.controls import OtherNeurons, other_neurons
 
 FEWEST_TOKENS = 8  # of a text whose middle one can be switched
 OTHERS_SWITCH = "other neurons zeroed"
@@ -61,10 +61,10 @@ def switches_of(sink: ModelSink) -> list[Switch]:
         if sink.circuit.first_spikes and sink.circuit.first_spikes[0] is sink.circuit.spike:
             meaning = f"Set to an ordinary value at each token but the first, which keeps its own: {names}."
             switches.append(Switch("patched", SinkPatch.from_result(sink.circuit), zeroed.control, meaning))
-        others = others_of(sink, sink.neurons)
-        if zeroed.control is not None and others is not None:
-            fair = "This is the control." if others.is_fair else "This is no fair control: they write too little."
-            meaning = f"Set to 0 at each token: {others.words}. {fair}"
+        control = others_of(sink, sink.neurons)
+        if zeroed.control is not None and control is not None:
+            fair = "This is the control." if control.is_fair else "This is no fair control: they write too little."
+            meaning = f"Set to 0 at each token: {control.words}. {fair}"
             switches.append(Switch(OTHERS_SWITCH, zeroed.control, meaning=meaning))
     if sink.marks:
         meaning = f"Replaced by their mean output at each token: {word_list(sink.marks)}."
@@ -78,10 +78,10 @@ def switch_off(
     """Zero some neurons and replace some heads by their mean; the control does the same to others."""
     setup, edit = sink.setup, _off(neurons, heads)
     every = starmap(Head, product(sorted({head.layer for head in heads}), range(setup.target.n_heads)))
-    others = [head for head in every if head not in (*heads, *sink.marks)]
-    if len(others) < len(heads):
+    candidates = [head for head in every if head not in (*heads, *sink.marks)]
+    if len(candidates) < len(heads):
         return Switch(name, edit, meaning=meaning)
-    other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
+    other_heads = some_of(candidates, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
     control = others_of(sink, neurons)
     if neurons and control is None:
         return Switch(name, edit, meaning=meaning)

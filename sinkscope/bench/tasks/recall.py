@@ -72,10 +72,10 @@ class Recall(Task):
 
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Return whether an answer is right, and the share of it before its first mistake: how far its chain went."""
-        wanted, (said, *_) = turn.answers[0].split(), answer.text.split(END)
+        wanted, (answered, *_) = turn.answers[0].split(), answer.text.split(END)
         words = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         right = takewhile(bool, map(eq, words, wanted))
-        return {"score": float(said.split() == wanted[:-1]), "prefix": sum(right) / len(wanted)}
+        return {"score": float(answered.split() == wanted[:-1]), "prefix": sum(right) / len(wanted)}
 
 
 def recall_dialogue(
@@ -92,12 +92,8 @@ def recall_dialogue(
     Raises:
         SinkscopeError: The facts do not fit, or a number is out of range.
     """
+    _check_numbers(tokens, hops)
     turns = len(tokens)
-    if not 1 <= turns <= len(TURNS) or min(tokens) < _FRAME + GAP or not 0 < hops * turns < len(KEYS):
-        raise SinkscopeError(
-            f"tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least {_FRAME + GAP} tokens "
-            f"each, and from 1 to fewer than {len(KEYS)} hops in all, since a key is used once"
-        )
     rng = random.Random(f"recall {seed}")
     keys = list(KEYS)
     rng.shuffle(keys)
@@ -106,28 +102,70 @@ def recall_dialogue(
     for chained in chains:
         for key, link in pairwise([*chained, END]):
             facts[key] = _fact(rng, key, link)
-    room = [(length - _FRAME - GAP) // (_FACT + GAP) for length in tokens]
-    placed: list[list[list[str]]] = [[] for _ in tokens]  # the facts of each turn
-
-    def with_room(number: int) -> list[int]:
-        return [turn for turn in range(number) if len(placed[turn]) < room[turn]]
-
-    for number, chained in enumerate(chains, 1):
-        for key in chained:  # its fact stands in the turn that needs it or before
-            places = with_room(number)
-            if not places:
-                raise SinkscopeError(f"turn {number} and those before it have no place left: give more tokens")
-            placed[rng.choice(places)].append(facts[key])
-    for key in keys[::-1]:  # facts that nobody asks about; every turn is filled to about the same share
-        for turn in sorted(with_room(turns), key=lambda turn: len(placed[turn]) / room[turn])[:1]:
+    placed = _PlacedFacts(rng, tokens)
+    for turn, chained in enumerate(chains):
+        for key in chained:
+            placed.put_before(turn, facts[key])
+    for key in keys[::-1]:  # facts that nobody asks about
+        turn = placed.emptiest()
+        if turn is not None:
             facts[key] = _fact(rng, key, rng.choice([*facts, END]))
-            placed[turn].append(facts[key])
+            placed.facts[turn].append(facts[key])
     questions: list[Turn] = []
-    for name, chained, own, length in zip(TURNS, chains, placed, tokens, strict=False):
+    for turn, chained in enumerate(chains):
         answer = " ".join(word for key in chained for word in facts[key][2:])
-        words = _context(rng, own, length - _FRAME, [ASK, chained[0], *QUESTION_END], position)
-        questions.append(Turn(f"{name} {words} {ANSWER}", (answer,)))
+        question = [ASK, chained[0], *QUESTION_END]
+        words = _context(rng, placed.facts[turn], tokens[turn] - _FRAME, question, position)
+        questions.append(Turn(f"{TURNS[turn]} {words} {ANSWER}", (answer,)))
     return Prompt(f"recall-{seed} {position} {sum(tokens)}", tuple(questions), "recall", position)
+
+
+def _check_numbers(tokens: Sequence[int], hops: int) -> None:
+    """Refuse lengths of turns and numbers of hops of which no dialogue can be made.
+
+    Raises:
+        SinkscopeError: There are too many or too few of them.
+    """
+    turns = len(tokens)
+    if not 1 <= turns <= len(TURNS) or min(tokens) < _FRAME + GAP or not 0 < hops * turns < len(KEYS):
+        raise SinkscopeError(
+            f"tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least {_FRAME + GAP} tokens "
+            f"each, and from 1 to fewer than {len(KEYS)} hops in all, since a key is used once"
+        )
+
+
+class _PlacedFacts:
+    """The facts that stand in each turn.
+
+    Args:
+        rng: Draws turns.
+        tokens: Tokens of the prompt of each turn.
+    """
+
+    def __init__(self, rng: random.Random, tokens: Sequence[int]) -> None:
+        self.facts: list[list[list[str]]] = [[] for _ in tokens]
+        self._rng = rng
+        self._room = [(length - _FRAME - GAP) // (_FACT + GAP) for length in tokens]
+
+    def turns_with_room(self, end: int) -> list[int]:
+        """Return the turns before `end` in which another fact can stand."""
+        return [turn for turn in range(end) if len(self.facts[turn]) < self._room[turn]]
+
+    def put_before(self, turn: int, fact: list[str]) -> None:
+        """Put a fact into the turn that needs it or into one before.
+
+        Raises:
+            SinkscopeError: None of them has room.
+        """
+        turns = self.turns_with_room(turn + 1)
+        if not turns:
+            raise SinkscopeError(f"turn {turn + 1} and those before it have no place left: give more tokens")
+        self.facts[self._rng.choice(turns)].append(fact)
+
+    def emptiest(self) -> int | None:
+        """Return the turn that is filled least, so that all are filled to about the same share; None: all are full."""
+        turns = self.turns_with_room(len(self.facts))
+        return min(turns, key=lambda turn: len(self.facts[turn]) / self._room[turn], default=None)
 
 
 def _fact(rng: random.Random, key: str, link: str) -> list[str]:

@@ -82,8 +82,8 @@ class TextFidelity(Task):
             return read_prompts(self.source)
         tokenizer = tokenizer_of(target)
         ids = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
-        whole = min(target.max_positions or len(ids), len(ids) // self.count + 2)
-        length = min(self.prompt, whole - 2 - self.answer)
+        n_tokens = min(target.max_positions or len(ids), len(ids) // self.count + 2)
+        length = min(self.prompt, n_tokens - 2 - self.answer)
         if length < 1:
             raise SinkscopeError(f"count={self.count}: the text has {len(ids)} tokens; give fewer or shorter pieces")
         prompts: list[Prompt] = []
@@ -112,9 +112,9 @@ class TextFidelity(Task):
         answer_rows(target, rows, batch.new, Full(), along=along, logits=full)
         records: list[BenchRecord] = []
         for method in batch.methods:
-            own: list[Logits] = []
-            answers = answer_rows(target, rows, batch.new, make_method(method) or Full(), along=along, logits=own)
-            steps = torch.stack([comparison(*both) for both in zip(full, own, strict=True)]).round(decimals=6)
+            of_method: list[Logits] = []
+            answers = answer_rows(target, rows, batch.new, make_method(method) or Full(), along=along, logits=of_method)
+            steps = torch.stack([comparison(*both) for both in zip(full, of_method, strict=True)]).round(decimals=6)
             for row, (prompt, answer) in enumerate(zip(batch.prompts, answers, strict=True)):
                 kl, agree = steps[: len(answer.tokens), :, row].T.tolist()
                 answer = replace(answer, steps={"kl": tuple(kl), "agree": tuple(agree)})

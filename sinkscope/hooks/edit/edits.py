@@ -58,11 +58,11 @@ class Values:
         """True position of each token in its row; -1 at padding."""
         return self.step.on(self.old.device)
 
-    def check_read(self, what: str, remedy: str) -> None:
+    def check_read(self, unknown: str, remedy: str) -> None:
         """Refuse a call that continues tokens which the edit had to see and did not.
 
         Args:
-            what: What is not known.
+            unknown: What is not known.
             remedy: What to do instead of entering the run first.
 
         Raises:
@@ -71,8 +71,8 @@ class Values:
         past = self.step.past
         if self.step.state.partial and past > 1:  # the first token is edited by itself
             raise SinkscopeError(
-                f"the first {past} tokens were read before this run was entered, so {what} is not known: enter the run "
-                f"first, or {remedy}"
+                f"the first {past} tokens were read before this run was entered, so {unknown} is not known: enter the "
+                f"run first, or {remedy}"
             )
 
 
@@ -275,14 +275,14 @@ class Ablate(NeuronEdit):
         """The mean of the first call that has one; before it nothing changes."""
         values.check_read("the mean of the row", "give a number as value")
         old, known, key = values.old, values.step.state.known, (*values.key, "mean")
-        there = (values.index > 0)[..., None]
+        in_mean = (values.index > 0)[..., None]
         is_second = (values.index == 1)[..., None]  # after a prompt of one token, it alone gives the mean
         drafts_from = values.step.state.drafts_from
         if drafts_from is not None:
             column = torch.arange(values.step.past, values.step.past + values.step.new, device=old.device)
-            there = there & ((column < drafts_from)[:, None] | is_second)
+            in_mean = in_mean & ((column < drafts_from)[:, None] | is_second)
         exact = torch.promote_types(old.dtype, torch.float32)
-        mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
+        mean = torch.where(in_mean, old, 0).sum(1, dtype=exact) / in_mean.sum(1)
         earlier = known.get(key, mean)
         mean = torch.where(earlier.isnan() | is_second.any(1), mean, earlier)  # what was read there was taken back
         known[key] = mean.detach()  # for later calls

@@ -68,8 +68,8 @@ class SinkPatch(NeuronEdit):
 
     def read_values(self) -> None:
         """Read calibrated values."""
-        given = checked_value(Mapping[Any, Any], self.calibrated, "calibrated")
-        calibrated = {site_of(site): python_numbers(value) for site, value in given.items()}
+        by_neuron = checked_value(Mapping[Any, Any], self.calibrated, "calibrated")
+        calibrated = {site_of(site): python_numbers(value) for site, value in by_neuron.items()}
         self.store(calibrated=checked_value(Mapping[Any, Finite], calibrated, "calibrated"))
         missing = [site for site in self.sites if site not in calibrated]
         if missing and calibrated:
@@ -146,7 +146,7 @@ class SinkPatch(NeuronEdit):
         values.check_read("the neuron's value at the second one", "give calibrated values")
         at = values.index == 1
         # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
-        here = torch.where(at[..., None], values.old, 0).sum(1)
-        second = torch.where(at.any(1, keepdim=True), here, step.state.known.get(key, torch.nan))
+        mean_of_step = torch.where(at[..., None], values.old, 0).sum(1)
+        second = torch.where(at.any(1, keepdim=True), mean_of_step, step.state.known.get(key, torch.nan))
         step.state.known[key] = second.detach()
         return second[:, None]

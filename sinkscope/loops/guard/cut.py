@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -64,15 +65,15 @@ def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Re
         even if it is bad; without one, bad anchors go, except the first token.
     """
     anchors = [position for position in cached if position < retention.anchors]  # I_anchor
-    others = cached[len(anchors) :]
-    clean = [position for position in others if position not in bad]  # C_recent, Eq. 11
+    not_anchors = cached[len(anchors) :]
+    clean = [position for position in not_anchors if position not in bad]  # C_recent, Eq. 11
     count = retention.recent_tokens(level)
     if retention.recent is None:
         anchors = [position for position in anchors if position == 0 or position not in bad]
         history = clean[:-count]
     else:
         begin = length - retention.recent
-        history = [position for position in others if position < begin]
+        history = [position for position in not_anchors if position < begin]
         clean = [position for position in clean if position >= begin]
     # At every level as many of the history: recent tokens that a higher level gives up are not replaced, so that the
     # cache shrinks with the level.
@@ -143,3 +144,40 @@ def evict_rows(layers: list[CacheLayer], kept_positions: dict[int, list[int]]) -
         allowed[row, positions] = True
     for kv in layers:
         kv.evict_others(allowed)
+
+
+@dataclass(frozen=True)
+class Act:
+    """What a guard does about a row that loops.
+
+    Attributes:
+        row: The row.
+        period: Tokens of one copy of the loop. None: it is not exact.
+        bad: Positions of the repetition that is cut, or that is reported.
+        n_cached: Number of tokens that were cached.
+        kept: Positions that stay cached.
+        level: How strongly the row is steered.
+        taken_back: Number of tokens that leave the output.
+    """
+
+    row: WatchedRow
+    period: int | None
+    bad: range
+    n_cached: int
+    kept: list[int]
+    level: int = 0
+    taken_back: int = 0
+
+    def data(self) -> dict[str, Any]:
+        """Return the data of the event, before the row has lost anything."""
+        return {
+            "period": self.period,
+            "bad": ranges_of(self.bad),
+            "level": self.level,
+            "cached_before": self.n_cached,
+            "taken_back": self.taken_back,
+            "left_in_text": 0 if self.taken_back else copied_tokens(self.row),
+            "kept": ranges_of(self.kept),
+            "kept_count": len(self.kept),
+            "generated": self.row.written,
+        }

@@ -21,14 +21,14 @@ class GuardedRows:
 
     Attributes:
         rows: The rows.
-        seen: Number of tokens in the cache after the last call.
+        n_read: Number of tokens in the cache after the last call.
         ends: Ids that end a row, or pad one that has ended.
         stops: Ids that end a row.
         count: Number of generated tokens of each row, with those after its end.
     """
 
     rows: list[WatchedRow]
-    seen: int
+    n_read: int
     ends: Collection[int]
     stops: Sequence[int] = ()
     count: int = 0

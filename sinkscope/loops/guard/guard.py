@@ -30,12 +30,12 @@ from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.loops.guard.cut import (
+    Act,
     Retention,
     cached_positions,
     copied_tokens,
     evict_rows,
     find_repetition,
-    ranges_of,
     tokens_to_keep,
 )
 from sinkscope.loops.guard.detect import GuardedRows, ids_of_setting, monitors
@@ -226,7 +226,7 @@ class GuardActor(Actor):
         rows = self._rows_of(step, ids)
         if rows is None:
             return None
-        rows.seen = step.past + 1
+        rows.n_read = step.past + 1
         rows.count += 1
         largest: list[float | None] = [None] * len(ids)
         if isinstance(self.settings, PaperSettings):
@@ -285,7 +285,7 @@ class GuardActor(Actor):
                 prompts = [[*row.ids, *new] for row, new in zip(rows.rows, prompts, strict=True)]
             self._begin_rows(step, prompts)
             return None
-        if rows is None or step.past != rows.seen:
+        if rows is None or step.past != rows.n_read:
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._begin_rows(step, [[] for _ in ids])
         return rows
@@ -313,7 +313,7 @@ class GuardActor(Actor):
             text = "" if tokenizer is None else tokenizer.decode(prompt[-ASKED_WITHIN:])
             monitor_of_row = partial(monitor, asked=asked_copies(text), asked_items=asked_items(text))
             rows.append(WatchedRow(monitor_of_row, length, prompt))
-        begun = GuardedRows(rows, known.seen, ends, stops)
+        begun = GuardedRows(rows, known.n_columns, ends, stops)
         step.state.known[_GUARDED] = begun
         return begun
 
@@ -323,38 +323,41 @@ class GuardActor(Actor):
         if cuts:
             for kv in step.layers:
                 kv.settle()
-        stays: dict[int, list[int]] = {}
+        kept: dict[int, list[int]] = {}
         taken_back = 0
         events: list[Event] = []
         for number in alarms:
-            row, cached = rows.rows[number], cached_positions(step.layers, number)
-            retention = self.guard.retention(row.prompt, self.keeper.anchors)
-            begin, period = find_repetition(row, retention)
-            bad, stay, level, back = range(begin, row.length), cached, 0, 0
+            row = rows.rows[number]
+            cached = cached_positions(step.layers, number)
             if cuts:
-                back = self._count_to_take_back(step, row)
-                level = self._steer_from_here(row, back, rows.count)
-                bad = range(*self.guard.to_cut(begin, row.length, period))
-                if back:
-                    bad = range(row.length - back, row.length)
-                    taken_back = back
-                stay = stays[number] = tokens_to_keep(cached, row.length, bad, retention, level)
-            data = {
-                "period": period,
-                "bad": ranges_of(bad),
-                "level": level,
-                "cached_before": len(cached),
-                "taken_back": back,
-                "left_in_text": 0 if back else copied_tokens(row),
-                "kept": ranges_of(stay),
-                "kept_count": len(stay),
-                "generated": row.written,
-            }
-            events.append(Event(number, step.number, row.length - 1, None, LoopGuard.KIND, data))
+                act = self._plan_cut(step, row, cached, rows.count)
+                kept[number] = act.kept
+                taken_back = act.taken_back or taken_back
+            else:
+                act = self._report(row, cached)
+            events.append(Event(number, step.number, row.length - 1, None, LoopGuard.KIND, act.data()))
         if cuts:
-            evict_rows(step.layers, stays)
+            evict_rows(step.layers, kept)
         self.run.log(lambda: events)
         return self._take_back(step, rows, taken_back) if taken_back else None
+
+    def _report(self, row: WatchedRow, cached: list[int]) -> Act:
+        """What is logged of a row that loops where nothing is done about it."""
+        retention = self.guard.retention(row.prompt, self.keeper.anchors)
+        begin, period = find_repetition(row, retention)
+        return Act(row, period, range(begin, row.length), len(cached), kept=cached)
+
+    def _plan_cut(self, step: Step, row: WatchedRow, cached: list[int], now: int) -> Act:
+        """What is cut of a row that loops: the latest copies, or all that is taken out of the text; and steer it."""
+        retention = self.guard.retention(row.prompt, self.keeper.anchors)
+        begin, period = find_repetition(row, retention)
+        taken_back = self._count_to_take_back(step, row)
+        level = self._steer_from_here(row, taken_back, now)
+        bad = range(*self.guard.to_cut(begin, row.length, period))
+        if taken_back:
+            bad = range(row.length - taken_back, row.length)
+        kept = tokens_to_keep(cached, row.length, bad, retention, level)
+        return Act(row, period, bad, len(cached), kept, level, taken_back)
 
     def _steer_from_here(self, row: WatchedRow, taken_back: int, now: int) -> int:
         """Steer a row that looped from here on; return the level of its act."""
@@ -372,11 +375,11 @@ class GuardActor(Actor):
         row = rows.rows[0]
         reread = row.ids[-count - 1]
         row.take_back(count + 1)
-        length = step.tokens.seen - count - 1
+        length = step.tokens.n_columns - count - 1
         step.state.tokens = step.tokens.first(length)
         for kv in step.layers:
             kv.crop(-count - 1)
-        rows.seen -= count + 1
+        rows.n_read -= count + 1
         return TakeBack(length, reread)
 
     def _count_to_take_back(self, step: Step, row: WatchedRow) -> int:

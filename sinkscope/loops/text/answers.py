@@ -38,14 +38,14 @@ class Piece(NamedTuple):
 
     Attributes:
         answer: Name of the answer.
-        said: A text, or token ids.
+        content: A text, or token ids.
         channel: "text" or "reasoning", which are watched apart.
         ends: Whether the answer ends here.
         prompt: What was asked; copies that it asks for are no loop.
     """
 
     answer: str
-    said: Any = ""
+    content: Any = ""
     channel: str = TEXT
     ends: bool = False
     prompt: str = ""
@@ -193,8 +193,8 @@ def _pieces_of_choices(choices: list[Mapping[str, Any]]) -> Iterator[Piece]:
     """The pieces of answers in a chunk of a stream."""
     for choice in choices:
         name = f"choice {choice.get('index') or 0}"
-        for channel, said in said_in(choice.get("delta") or choice.get("message") or choice):
-            yield Piece(name, said, channel)
+        for channel, text in said_in(choice.get("delta") or choice.get("message") or choice):
+            yield Piece(name, text, channel)
         if choice.get("finish_reason"):
             yield Piece(name, ends=True)
 
@@ -203,10 +203,10 @@ def _pieces_of_record(row: Any, field: str | None, name: str) -> Iterator[Piece]
     """The whole answers in a record."""
     answers, prompt = answers_in(at_field(row, field)), asked_in(row)
     for number, answer in enumerate(answers, 1):
-        own = name if len(answers) == 1 else f"{name} answer {number}"
-        for channel, said in answer:
-            yield Piece(own, said, channel, prompt=prompt)
-        yield Piece(own, ends=True)
+        label = name if len(answers) == 1 else f"{name} answer {number}"
+        for channel, text in answer:
+            yield Piece(label, text, channel, prompt=prompt)
+        yield Piece(label, ends=True)
 
 
 def answers_in(value: Any) -> list[Answer]:
@@ -233,8 +233,8 @@ def answers_in(value: Any) -> list[Answer]:
                 return answers_in(field)
         if fields:
             return [[]]
-    there = ", ".join(value) if isinstance(value, dict) else repr(value)
-    raise ValueError(f"it holds no text and no token ids, but {there:.200}: name the field of the answer by --field")
+    names = ", ".join(value) if isinstance(value, dict) else repr(value)
+    raise ValueError(f"it holds no text and no token ids, but {names:.200}: name the field of the answer by --field")
 
 
 def is_ids(value: Any) -> bool:
@@ -242,7 +242,7 @@ def is_ids(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
         and bool(value)
-        and all(type(one) is int and 0 <= one < 1 << 32 for one in value)
+        and all(type(number) is int and 0 <= number < 1 << 32 for number in value)
     )
 
 
@@ -272,6 +272,6 @@ def at_field(row: Any, field: str | None) -> Any:
         try:
             row = row[int(name) if isinstance(row, list) else name]
         except (LookupError, TypeError, ValueError):
-            there = ", ".join(row) if isinstance(row, dict) else "none"
-            raise ValueError(f"no field {field}: there are {there:.200}") from None
+            fields = ", ".join(row) if isinstance(row, dict) else "none"
+            raise ValueError(f"no field {field}: there are {fields:.200}") from None
     return row

@@ -309,9 +309,9 @@ def _has_short_lines(words: Sequence[str]) -> bool:
             lines.append([])
         else:
             lines[-1].append(word)
-    whole = [line for line in lines[1:-1] if line]
+    complete = [line for line in lines[1:-1] if line]
     short = 0
-    for line in whole:
+    for line in complete:
         is_item = line[0].isdigit() and _is_marker(line, 0)
         short += len(line) <= SHORT_LINE and line[-1][0] not in _ENDS and not is_item
-    return 2 * short > len(whole)
+    return 2 * short > len(complete)

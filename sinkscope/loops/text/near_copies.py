@@ -107,10 +107,10 @@ class Echoes:
         """Note a word; whether the last ones are few different ones."""
         is_few = False
         if word[0].isalnum():
-            for few in self._few:
-                onset = few.add(word, place)
+            for tracker in self._few:
+                onset = tracker.add(word, place)
                 if onset is not None:
-                    self.onset, self.copies = onset, max(few.copies, self._sentences)
+                    self.onset, self.copies = onset, max(tracker.copies, self._sentences)
                     is_few = True
         return is_few
 
@@ -122,10 +122,10 @@ class Echoes:
             return False
         self._lone = (self._lone + word)[-IN_A_ROW:]
         is_few = False
-        for few in self._few_lone:
-            onset = few.add(self._lone, place)
-            if onset is not None and place - onset < 2 * few.words:
-                self.onset, self.copies = onset, max(few.copies, self._sentences)
+        for tracker in self._few_lone:
+            onset = tracker.add(self._lone, place)
+            if onset is not None and place - onset < 2 * tracker.words:
+                self.onset, self.copies = onset, max(tracker.copies, self._sentences)
                 is_few = True
         return is_few
 

@@ -87,19 +87,19 @@ class TailRepetition:
 
     def _look_up(self) -> None:
         """Find the nearest stretch that equals the last tokens, and follow its period."""
-        ids, seen = self._ids, self._seen
-        if seen < self._length:
+        ids, n_seen = self._ids, self._seen
+        if n_seen < self._length:
             return
         stretch = hash(tuple(ids[-self._length :]))
         end = self._ends.pop(stretch, None)
-        self._ends[stretch] = seen
+        self._ends[stretch] = n_seen
         if len(self._ends) > self._longest:  # the oldest one is too far back
             del self._ends[next(iter(self._ends))]
-        if end is None or seen - end > self._longest or seen - end in self._starts:
+        if end is None or n_seen - end > self._longest or n_seen - end in self._starts:
             return
-        period = seen - end
+        period = n_seen - end
         equal = copy_length(ids, len(ids) - period, len(ids))  # exact, also if only the hash is equal
-        self._starts[period] = seen - equal - period
+        self._starts[period] = n_seen - equal - period
 
 
 class CounterRepetition:

@@ -92,13 +92,13 @@ class TextWatch:
         self._covered = 0
         self._last_copy = 0  # number of tokens up to the last one that repeats
 
-    def feed(self, said: str | Sequence[int], last: bool = False) -> None:
+    def feed(self, piece: str | Sequence[int], last: bool = False) -> None:
         """Take a piece of the text, or further ids; `last` says that it ends here."""
-        if not isinstance(said, str):
-            for token in said:
+        if not isinstance(piece, str):
+            for token in piece:
                 self._advance(token, str(token))
             return
-        for word in self._splitter.feed(said, last):
+        for word in self._splitter.feed(piece, last):
             self._advance(crc32(word.encode("utf-8", "replace")), word)
         if last and self.monitor.last.step:
             self._look_for_echoes("\n", self.monitor.last.step + 1)
@@ -183,17 +183,17 @@ class Watch:
 
     def take(self, piece: Piece) -> Iterator[CheckedOutput]:
         """Take a piece of an answer; yield the answer once it loops, and before that once it is suspicious."""
-        if not piece.said and not piece.ends:
+        if not piece.content and not piece.ends:
             return
         channels = self.open.setdefault(piece.answer, {})
-        if piece.said and piece.channel not in channels:
+        if piece.content and piece.channel not in channels:
             prompt = f"{self._prompt}\n{piece.prompt}"
-            has_words = isinstance(piece.said, str)
+            has_words = isinstance(piece.content, str)
             channels[piece.channel] = TextWatch(self.settings, asked_copies(prompt), asked_items(prompt), has_words)
         for channel, watch in channels.items():
             level = watch.level
             if channel == piece.channel:
-                watch.feed(piece.said, piece.ends)
+                watch.feed(piece.content, piece.ends)
             elif piece.ends:
                 watch.feed("", last=True)
             if watch.level > level:
@@ -204,8 +204,8 @@ class Watch:
     def _ended(self, name: str) -> CheckedOutput:
         """The verdict on an answer that has ended: that of its worst channel."""
         outputs = [watch.checked(name, channel) for channel, watch in self.open.pop(name).items()]
-        worst = min(outputs, key=lambda one: WORST.index(one.verdict), default=CheckedOutput(name, "empty"))
-        return replace(worst, tokens=sum(one.tokens for one in outputs))
+        worst = min(outputs, key=lambda output: WORST.index(output.verdict), default=CheckedOutput(name, "empty"))
+        return replace(worst, tokens=sum(output.tokens for output in outputs))
 
     def read(self, source: Any, name: str = "the input", field: str | None = None) -> Iterator[CheckedOutput]:
         """Read a whole input; yield each answer once it loops, and before that once it is suspicious.

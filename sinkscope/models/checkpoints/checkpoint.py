@@ -86,20 +86,20 @@ def locate(model: str | os.PathLike[str] | None) -> tuple[str, Path | str]:
     Raises:
         SinkscopeError: It is none of these.
     """
-    given = BUNDLED if model is None else os.fspath(model)
-    path = path_of(given)
+    source = BUNDLED if model is None else os.fspath(model)
+    path = path_of(source)
     if path.suffix != _GGUF and path.resolve().suffix == _GGUF and os.path.isfile(path):
         path = path.resolve()  # a link of another name
-    is_path = isinstance(model, os.PathLike) or given.startswith((".", "~", os.sep)) or path.suffix == _GGUF
-    if given in (BUNDLED, RECALL) and not is_path:
-        return given, Path(__file__).parents[1] / given
+    is_path = isinstance(model, os.PathLike) or source.startswith((".", "~", os.sep)) or path.suffix == _GGUF
+    if source in (BUNDLED, RECALL) and not is_path:
+        return source, Path(__file__).parents[1] / source
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
     holds = any(os.path.isfile(path / name) for name in ("config.json", _ADAPTER))
     is_file = os.path.isfile(path)
-    if given and (holds or (is_file and path.suffix == _GGUF)):
+    if source and (holds or (is_file and path.suffix == _GGUF)):
         return in_one_line(path.resolve().name), path
-    is_hub_id = _HUB_ID.fullmatch(given) and not is_path and not is_file
-    return given, given if is_hub_id else hub_id_of(given)
+    is_hub_id = _HUB_ID.fullmatch(source) and not is_path and not is_file
+    return source, source if is_hub_id else hub_id_of(source)
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -365,20 +365,20 @@ def fingerprint_of(target: Target) -> str:
     store = target.store
     if store is not None and store.source.commit is not None:
         return store.source.commit
-    said: list[str] = []
+    numbers: list[str] = []
     base = getattr(target.hf, "base_model", target.base)
     for name, parameter in base.named_parameters():
         weight = local(parameter.detach()) if store is None else store.stored(name)
         if is_plain(weight) and not weight.is_meta:  # else it is quantised, or elsewhere
             # An odd distance, so that columns take turns.
             sample = weight.flatten()[:: weight.numel() // _SOME | 1]
-            said.append(str(sample.to(torch.bfloat16).tolist()))
+            numbers.append(str(sample.to(torch.bfloat16).tolist()))
     for name, value in target.hf.config.to_diff_dict().items():
         if name not in _NOT_OF_THE_MODEL:
-            said.append(f"{name} {value}")
-    here = hashlib.sha256(repr(sorted(said)).encode()).hexdigest()[:16]
+            numbers.append(f"{name} {value}")
+    digest = hashlib.sha256(repr(sorted(numbers)).encode()).hexdigest()[:16]
     commit, loaded = getattr(target.hf, "sinkscope_origin", ("", ""))
-    return commit if here == loaded else here
+    return commit if digest == loaded else digest
 
 
 def check_made_for(target: Target, model: Mapping[str, Any]) -> None:

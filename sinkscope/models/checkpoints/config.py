@@ -23,21 +23,21 @@ def loading_errors(name: str) -> Generator[None]:
     except SinkscopeError:
         raise
     except Exception as error:
-        what = f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}"
+        reason = f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}"
         remedy = (
             "check name, revision, access (`hf auth login`) and connection, that what it asks for is installed, and "
             "that the files are whole (`git lfs pull` fetches what Git LFS left) and belong together"
         )
         if "trust_remote_code" in str(error):
-            what = f"{name} holds Python code of its own, which is never run here"
+            reason = f"{name} holds Python code of its own, which is never run here"
             remedy = "if you trust it, load the model or tokenizer with transformers and give that"
         if "Unrecognized configuration class" in str(error):
-            what = f"{name} is of a type that AutoModelForCausalLM of transformers does not open"
+            reason = f"{name} is of a type that AutoModelForCausalLM of transformers does not open"
             remedy = "load it with the class of its type, such as Emu3ForCausalLM.from_pretrained(...), and give that"
         if is_out_of_memory(error):
-            what = f"out of memory while loading {name}"
+            reason = f"out of memory while loading {name}"
             remedy = 'try --dtype bfloat16 (in Python dtype=), a quantization_config or device_map="auto"'
-        raise SinkscopeError(f"{what}; {remedy}") from error
+        raise SinkscopeError(f"{reason}; {remedy}") from error
 
 
 @contextmanager
@@ -120,8 +120,8 @@ def check_finite(hf: torch.nn.Module, path: str = "") -> None:
     Raises:
         SinkscopeError: A parameter does; the message names the first.
     """
-    for name, each in hf.named_parameters():
-        tensor = local(each)
+    for name, weight in hf.named_parameters():
+        tensor = local(weight)
         if tensor.is_meta or not is_plain(tensor) or tensor.itemsize < 2:
             continue
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.

@@ -7,7 +7,7 @@ of a scaling. transformers has each of these under another name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -34,9 +34,9 @@ def scale_rope(config: Any, file: Path) -> None:
     import gguf
 
     reader: Any = gguf.GGUFReader(str(file))  # as transformers gives it, so that it is parsed once
-    said = {key.rpartition(".")[2]: field.contents() for key, field in reader.fields.items() if ".rope.scal" in key}
-    kind = said.get("type", "linear")
-    factor = 1.0 if kind == "none" else float(said.get("factor") or said.get("scale_linear") or 1.0)
+    settings = {key.rpartition(".")[2]: field.contents() for key, field in reader.fields.items() if ".rope.scal" in key}
+    kind = settings.get("type", "linear")
+    factor = 1.0 if kind == "none" else float(settings.get("factor") or settings.get("scale_linear") or 1.0)
     tables: dict[str, list[float]] = {}
     for tensor in reader.tensors:
         if tensor.name in (_LONG, _SHORT, _ALL):
@@ -46,32 +46,46 @@ def scale_rope(config: Any, file: Path) -> None:
         rope = rope.get("full_attention", rope)  # layers with a window are not scaled
         if rope.get("rope_type", "default") != "default":  # transformers has read it
             return
-    trained = int(said.get("original_context_length") or getattr(config, "max_position_embeddings", 0))
-    scaled: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    trained = int(settings.get("original_context_length") or getattr(config, "max_position_embeddings", 0))
+    scaled = _rope_parameters(settings, kind, factor, tables, trained)
+    known = _READ | ({"attn_factor"} if tables else set[str]())
+    unknown = sorted(settings.keys() - known)
+    is_served = not unknown and kind in ("none", "linear", "longrope" if tables else "yarn")
+    if not is_served or (scaled and not isinstance(rope, dict)):
+        raise UnsupportedError(
+            f"{file.name} scales rope by {', '.join([kind, *tables, *unknown])}, of which transformers has no equal: "
+            "give the model as a checkpoint of transformers"
+        )
+    if scaled:
+        rope.update(scaled)
+
+
+def _rope_parameters(
+    settings: Mapping[str, Any], kind: str, factor: float, tables: Mapping[str, list[float]], trained: int
+) -> dict[str, Any]:
+    """The rope parameters of transformers; none where nothing is scaled.
+
+    Args:
+        settings: What the file says, by the last part of each key.
+        kind: How rope is scaled.
+        factor: By how much.
+        tables: Factors of single frequencies, by the name of their tensor.
+        trained: The length of contexts before that.
+    """
     if tables:
         long = tables.get(_LONG, tables.get(_ALL))
-        scaled = {
+        return {
             "rope_type": "longrope",
             "factor": 1.0,
             "long_factor": long,
             "short_factor": tables.get(_SHORT, long),
-            "attention_factor": said.pop("attn_factor", 1.0),
+            "attention_factor": settings.get("attn_factor", 1.0),
             "original_max_position_embeddings": trained,
         }
-    elif kind == "yarn":
-        scaled["original_max_position_embeddings"] = trained
-        scaled |= {field: said[key] for key, field in _YARN.items() if key in said}
-    elif factor == 1.0:
-        scaled = {}
-    odd = sorted(said.keys() - _READ)
-    is_served = not odd and kind in ("none", "linear", "longrope" if tables else "yarn")
-    if not is_served or (scaled and not isinstance(rope, dict)):
-        raise UnsupportedError(
-            f"{file.name} scales rope by {', '.join([kind, *tables, *odd])}, of which transformers has no equal: give "
-            "the model as a checkpoint of transformers"
-        )
-    if scaled:
-        rope.update(scaled)
+    if kind == "yarn":
+        scaled: dict[str, Any] = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
+        return scaled | {field: settings[key] for key, field in _YARN.items() if key in settings}
+    return {} if factor == 1.0 else {"rope_type": kind, "factor": factor}
 
 
 _LOCK = threading.RLock()

@@ -48,18 +48,27 @@ class LayerStore:
         prefix, stack = f"{self.causal.base_model_prefix}.", stack_of(self.causal)
         self._path = f"{stack.removeprefix(prefix)}."  # of the layers, below the base
         self._stored = {name.removeprefix(prefix): name for name in source.weight_map}
-        own = base.state_dict()
-        missing, further = own.keys() - self._stored, self._stored.keys() - own
-        kept = base._keep_in_fp32_modules or base._keep_in_fp32_modules_strict
-        if missing or without_place(base, further) or (kept and dtype != torch.float32):
-            raise UnsupportedError(f"{source.name} does not store its tensors as its model has them")
-        self._read(base, "", {name: own[name] for name in own if not name.startswith(self._path)})
+        tensors = base.state_dict()
+        self._check_stored(base, tensors, dtype)
+        self._read(base, "", {name: tensors[name] for name in tensors if not name.startswith(self._path)})
         self._layers = [*self.causal.get_submodule(stack)]
         self._empty = [layer.state_dict() for layer in self._layers]
         layer_bytes = sum(weight.nbytes for weight in self._layers[-1].parameters())
         self.resident = max(1, LAYER_BYTES // max(layer_bytes, 1))
         for index, layer in enumerate(self._layers):
             layer.forward = self._reading(index, layer.forward)
+
+    def _check_stored(self, base: Any, tensors: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Refuse a checkpoint whose tensors cannot be read one by one into those of the model.
+
+        Raises:
+            UnsupportedError: Its tensors are others, or some of them stay in float32.
+        """
+        missing = tensors.keys() - self._stored
+        further = self._stored.keys() - tensors
+        stays_float32 = base._keep_in_fp32_modules or base._keep_in_fp32_modules_strict
+        if missing or without_place(base, further) or (stays_float32 and dtype != torch.float32):
+            raise UnsupportedError(f"{self.source.name} does not store its tensors as its model has them")
 
     def _reading(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +85,8 @@ class LayerStore:
         if index in self._in_memory:
             return
         while len(self._in_memory) >= self.resident:
-            other = max(self._in_memory, key=lambda held: (held < index, held))
+            below = [number for number in self._in_memory if number < index]
+            other = max(below or self._in_memory)
             self._layers[other].load_state_dict(self._empty[other], assign=True)
             self._in_memory.remove(other)
         self._read(self._layers[index], f"{self._path}{index}.", self._empty[index])
@@ -86,9 +96,9 @@ class LayerStore:
         """Read a parameter as it is stored, by its name below the base."""
         return self.source.tensor(self._stored[name])
 
-    def _read(self, module: nn.Module, path: str, own: Mapping[str, Tensor]) -> None:
-        """Read tensors of a module, of which `own` has the dtypes; `path` is before their names below the base."""
+    def _read(self, module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> None:
+        """Read tensors of a module, of which `tensors` has the dtypes; `path` is before their names below the base."""
         with loading_errors(self.source.name):
-            state = {name: self.stored(path + name).to(self._device, own[name].dtype) for name in own}
+            state = {name: self.stored(path + name).to(self._device, tensors[name].dtype) for name in tensors}
             module.load_state_dict(state, strict=False, assign=True)
             check_finite(module, path)

@@ -88,8 +88,8 @@ def resolve_bos(tokenizer: Any, bos: bool | None) -> int | None:
 def put_before(tokenizer: Any) -> list[int]:
     """Return the special tokens that the tokenizer itself puts before every text."""
     plain = plain_ids(tokenizer, SHORT_TEXT)
-    whole = tokenizer(SHORT_TEXT)["input_ids"]
-    return whole[: whole.index(plain[0])] if plain and plain[0] in whole else []
+    all_ids = tokenizer(SHORT_TEXT)["input_ids"]
+    return all_ids[: all_ids.index(plain[0])] if plain and plain[0] in all_ids else []
 
 
 def beginning(tokenizer: Any, bos: int | None) -> list[int]:
@@ -111,11 +111,11 @@ def behind_beginning(tokenizer: Any, bos: int | None, ids: Sequence[int]) -> lis
     return [*start, *ids]
 
 
-def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
+def note_second_bos(ids: Sequence[int], bos: int | None, name: str) -> None:
     """Warn if a text begins with BOS and gets a second BOS in front."""
     if bos is not None and [*ids[:2]] == [bos, bos]:
         warn(
-            f"{what} begins with BOS (id {bos}) twice, because it is in the text and is put before it: leave it out of "
+            f"{name} begins with BOS (id {bos}) twice, because it is in the text and is put before it: leave it out of "
             "the text, or give bos=False (--no-bos)"
         )
 
@@ -193,9 +193,9 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
     for number in range(MOST):
         for kind in KINDS:
             documents = _shipped(f"kinds/{kind}.txt").removesuffix("\n").split(BETWEEN)
-            own = documents[half == "report" :: 2]
+            of_half = documents[half == "report" :: 2]
             ids: list[int] = []
-            for document in (*own[number:], *own[:number]):
+            for document in (*of_half[number:], *of_half[:number]):
                 if len(ids) < body:
                     ids += plain_ids(tokenizer, document)
             if len(ids) < body:

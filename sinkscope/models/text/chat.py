@@ -106,8 +106,8 @@ def _formatted(tokenizer: Any, messages: Messages, name: str, remedy: str, **opt
     try:
         return str(tokenizer.apply_chat_template([*messages], tokenize=False, **options))
     except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
-        said = visible(first_line(error))
-        raise SinkscopeError(f"the chat template of {name} failed ({said}): {remedy}") from None
+        reason = visible(first_line(error))
+        raise SinkscopeError(f"the chat template of {name} failed ({reason}): {remedy}") from None
 
 
 # -- a file of the user's own ------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def own_text(records: Sequence[Messages], tokenizer: Any, model: str) -> tuple[s
                 text = _without_bos(tokenizer, messages, _formatted(tokenizer, messages, model, remedy).rstrip())
         if text.strip():
             texts.append(text)
-    said = count_of(len(texts), "text")
+    words = count_of(len(texts), "text")
     if chats:
         how = "in the model's template" if tokenizer.chat_template else "without authors, because it has no template"
-        said += f", {chats:,} of them chats {how}"
-    return "\n\n".join(texts), said
+        words += f", {chats:,} of them chats {how}"
+    return "\n\n".join(texts), words

@@ -14,7 +14,7 @@ from enum import StrEnum
 from sinkscope.measure import Setup
 from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, column, detail, optional, whole
-from sinkscope.sinks.spikes.asked import measure
+from sinkscope.sinks.spikes.cases import case_of, effect_of
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.record import SpikeResult
 from sinkscope.sinks.spikes.result import FindSinks
@@ -125,15 +125,15 @@ def fate_of(spike: SpikeResult, after: FindSinks) -> Kept:
     )
 
 
-def partner_of(spike: SpikeResult, others: Sequence[SpikeResult]) -> SpikeResult | None:
+def partner_of(spike: SpikeResult, candidates: Sequence[SpikeResult]) -> SpikeResult | None:
     """Return the spike at the same place that shares most layers; None: no other shares any."""
-    best = max(others, key=lambda other: spike.key.shared(other.key), default=None)
+    best = max(candidates, key=lambda other: spike.key.shared(other.key), default=None)
     return best if best is not None and spike.key.shared(best.key) else None
 
 
-def elsewhere(spike: SpikeResult, others: Sequence[SpikeResult]) -> SpikeResult | None:
+def elsewhere(spike: SpikeResult, candidates: Sequence[SpikeResult]) -> SpikeResult | None:
     """Return a spike along the same dimensions at another place or in other layers; None: there is none."""
-    return next((other for other in others if {*spike.dims} & {*other.dims}), None)
+    return next((other for other in candidates if {*spike.dims} & {*other.dims}), None)
 
 
 def heads_at(spike: SpikeResult, after: FindSinks) -> Mean:
@@ -213,4 +213,5 @@ def effect_of_set(setup: Setup, spike: SpikeResult, first: SpikeResult) -> Effec
     )
     found = circuit.reported
     layers = found.reading_layers if found.is_read else ()
-    return measure(Edit(Done.NEEDED), found, layers, [first.needed], parts=first.needed)
+    reading = case_of(found, [first.needed]).read(layers)
+    return effect_of(Edit(Done.NEEDED), reading, parts=first.needed)

@@ -104,13 +104,13 @@ class FindSinks(Result):
         for number, spike in enumerate(self.spikes):
             also = [other for other in self.spikes if other.like == number]
             subjects.append(spike_subject(spike, also, is_shown=spike is shown))
-        others: list[Brief] = []
+        briefs: list[Brief] = []
         for spike in self.spikes:
             if spike.like is None and spike is not shown:
-                others.append(brief_of(spike))
-        summary = Subject("", tuple(others), "other spikes", is_summary=True)
+                briefs.append(brief_of(spike))
+        summary = Subject("", tuple(briefs), "other spikes", is_summary=True)
         attention = Subject("", (*self.attention, self.largest), "attention")
-        return [*subjects[:1], *([summary] if others else []), attention, *subjects[1:]]
+        return [*subjects[:1], *([summary] if briefs else []), attention, *subjects[1:]]
 
     def compared(self) -> list[Subject]:
         """Return the same without the lines of other spikes, whose tables have their numbers."""

@@ -78,7 +78,7 @@ def control_sentence(spike: SpikeResult, effect: Effect) -> str:
         return "There is no fair control: no other neurons of these layers write as much."
     if control.key.done is Done.AS_MANY:
         return f"No other neurons write as much: the busiest write {control.text('norm')} as much and {does}."
-    what = (
+    subject = (
         "replacing another component would"
         if norm is None
         else f"{control.text('size')} other neurons that write as much"
@@ -87,8 +87,8 @@ def control_sentence(spike: SpikeResult, effect: Effect) -> str:
     if number == "left":
         gap = -gap
     if gap <= (effect[number].margin or 0.0):
-        return f"{NOT_SHOWN} to matter more than others: as a control, {what} {does}."
-    return f"As a control, {what} {does}."
+        return f"{NOT_SHOWN} to matter more than others: as a control, {subject} {does}."
+    return f"As a control, {subject} {does}."
 
 
 def readers_sentence(row: Attention) -> str:
@@ -160,8 +160,8 @@ def cause_sentence(spike: SpikeResult) -> str | None:
         return None
     enough = sufficient(spike.conditions)
     if not enough:
-        given = [row for row in spike.conditions if row.key.gives or row.key == AS_IT_IS]
-        most = max(given, key=lambda row: row.left.value).text("left", margin=False)
+        rows = [row for row in spike.conditions if row.key.gives or row.key == AS_IT_IS]
+        most = max(rows, key=lambda row: row.left.value).text("left", margin=False)
         return (
             "Neither its token, nor seeing only itself, nor position id 0 makes an ordinary token the sink: it gets at "
             f"most {most} of the spike."
@@ -171,14 +171,14 @@ def cause_sentence(spike: SpikeResult) -> str | None:
     for causes in enough:
         causes_words.append(word_list([cause.given for cause in causes]))
     control = spike.condition(AS_IT_IS)
-    seen = "as it is"
+    words = "as it is"
     if any(Cause.ALONE in causes for causes in enough):
         control = spike.condition(ONE_OTHER)
-        seen = "that also sees one other token"
+        words = "that also sees one other token"
     verdict = f"{NOT_SHOWN}: an" if best.left.value - control.left.value <= (best.left.margin or 0.0) else "An"
     return (
         f"{verdict} ordinary token that {' or '.join(causes_words)} gets {best.text('left')} of the spike of "
-        f"{spike.place.words} (as a control, a token {seen}: {control.text('left')})."
+        f"{spike.place.words} (as a control, a token {words}: {control.text('left')})."
     )
 
 
@@ -266,10 +266,10 @@ def norm_words(spike: SpikeResult) -> str:
     if size.norm_at_ratio is None:  # results of earlier versions
         return f"{start}, {size.text('norm_after')} after layer {spike.peak}; {ratio} after layer {spike.highest}"
     other = f"{size.text('ratio')} times that of other tokens ({size.text('typical')})"
-    there = f"{size.text('norm_at_ratio')} after layer {spike.highest}, {other}"
+    norm = f"{size.text('norm_at_ratio')} after layer {spike.highest}, {other}"
     if spike.peak == spike.highest or size.text("norm_after") == size.text("norm_at_ratio"):
-        return f"{start}, {there}"
-    return f"{start}, {there}; largest after layer {spike.peak}: {size.text('norm_after')}"
+        return f"{start}, {norm}"
+    return f"{start}, {norm}; largest after layer {spike.peak}: {size.text('norm_after')}"
 
 
 def brief_of(spike: SpikeResult) -> Brief:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from inspect import signature
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -32,6 +31,7 @@ from sinkscope.models.neurons import (
     number_of,
     view_layer,
 )
+from sinkscope.models.quirks import adds_stream_inside
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Component, Head, Neuron
@@ -97,15 +97,15 @@ def writers_of(spike: Spike) -> tuple[dict[Unit, float], dict[Neuron, float]]:
         if layer > spike.peak or (not target.skips_layers and Component("mlp", layer) not in large):
             continue
         with target.loaded(layer):
-            seen = of_layer(spike, layer, spike.survey.start(layer))
-            written = seen.shares.mean(1)
-            for numbers in equal_neurons(target, seen, written):
+            of_neurons = of_layer(spike, layer, spike.survey.start(layer))
+            written = of_neurons.shares.mean(1)
+            for numbers in equal_neurons(target, of_neurons, written):
                 share = float(written[numbers].sum())
                 if abs(share) >= NAMED:
                     unit = list[Neuron]()
                     for number in numbers.tolist():
                         unit.append(neuron_at(target, layer, number))
-                        neutral[unit[-1]] = neutral_post(target, seen.view, seen.ordinary, number)
+                        neutral[unit[-1]] = neutral_post(target, of_neurons.view, of_neurons.ordinary, number)
                     shares[tuple(unit)] = share
     return shares, neutral
 
@@ -137,46 +137,48 @@ def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> Layer
     """
     survey = spike.survey
     mask = spike.place.mask
-    few = survey.ordinary.clone()
+    ordinary = survey.ordinary.clone()
     target = survey.target
     width = target.d_mlp * max(1, target.n_experts(layer))
-    if int(few.sum()) * width > MOST_NUMBERS:  # ordinary positions of as many texts as memory allows
-        few[rows_at_once(few.shape[1], width) :] = False
-    where = mask | few
+    if int(ordinary.sum()) * width > MOST_NUMBERS:  # ordinary positions of as many texts as memory allows
+        ordinary[rows_at_once(ordinary.shape[1], width) :] = False
+    where = mask | ordinary
     with target.loaded(layer):
         view = view_layer(target, layer, survey.ids, where, start)
         post = view.post
         gain, scale = writing_of(target, view, survey.mlp[layer][where])
         onto = (spike.direction * gain).to(post.device)
         projection = torch.zeros(post.shape[1], device=post.device)
-        for some in post.any(0).nonzero().flatten().split(1024):
-            projection[some] = product(columns(target, layer, some), onto).float()
+        for numbers in post.any(0).nonzero().flatten().split(1024):
+            projection[numbers] = product(columns(target, layer, numbers), onto).float()
         written = (post * projection).cpu() * scale
     of_place = mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
     return LayerShares(beyond.T, written, view, ~of_place)
 
 
-def equal_neurons(target: Target, seen: LayerShares, shares: Float[Tensor, " neuron"]) -> list[Int[Tensor, " some"]]:
+def equal_neurons(
+    target: Target, of_neurons: LayerShares, shares: Float[Tensor, " neuron"]
+) -> list[Int[Tensor, " some"]]:
     """Return the numbers of a layer's neurons that write a trace of the spike, equal neurons together (`Unit`).
 
     Args:
         target: The model.
-        seen: What they write.
+        of_neurons: What they write.
         shares: What each writes of the spike.
     """
-    some = (shares.abs() >= TRACE).nonzero().flatten()
+    candidates = (shares.abs() >= TRACE).nonzero().flatten()
     units = list[Tensor]()
-    equal = torch.ones(len(some), len(some), dtype=torch.bool)
-    for vectors in (columns(target, seen.view.layer, some).cpu(), seen.written.T[some]):
+    equal = torch.ones(len(candidates), len(candidates), dtype=torch.bool)
+    for vectors in (columns(target, of_neurons.view.layer, candidates).cpu(), of_neurons.written.T[candidates]):
         unit = normalize(vectors.float(), dim=1)
         equal &= product(unit, unit.T).abs() >= PARALLEL
-    free = torch.ones(len(some), dtype=torch.bool)
-    for number in range(len(some)):
+    free = torch.ones(len(candidates), dtype=torch.bool)
+    for number in range(len(candidates)):
         if free[number]:
             members = equal[number] & free
             members[number] = True
-            units.append(some[members])
+            units.append(candidates[members])
             free &= ~members
     return units
 
@@ -192,14 +194,14 @@ def shares_on(spike: Spike, neurons: Iterable[Neuron]) -> dict[Neuron, tuple[Mea
     found = dict[Neuron, tuple[Mean, float]]()
     target = spike.survey.target
     for layer, group in groupby(sorted(neurons, key=attrgetter("layer")), attrgetter("layer")):
-        seen = of_layer(spike, layer, spike.survey.start(layer))
+        of_neurons = of_layer(spike, layer, spike.survey.start(layer))
         for neuron in group:
             number = number_of(target, neuron)
-            by_text = mean_by_row(seen.shares[number], spike.place.mask)[spike.texts]
+            by_text = mean_by_row(of_neurons.shares[number], spike.place.mask)[spike.texts]
             margin = margin_of(by_text.numpy())
-            mean = float(seen.shares[number].mean())
+            mean = float(of_neurons.shares[number].mean())
             share = Mean(mean, margin, tuple(by_text.tolist()), "share")
-            found[neuron] = share, neutral_post(target, seen.view, seen.ordinary, number)
+            found[neuron] = share, neutral_post(target, of_neurons.view, of_neurons.ordinary, number)
     return found
 
 
@@ -264,8 +266,7 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
             modules = [target.sub(layer, "attn_out")]
         case "attention":
             module = target.sub(layer, "attn")
-            original = getattr(module, "original_component", module)  # also below a bridge's wrapper
-            if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
+            if adds_stream_inside(module):
                 module = target.sub(layer, "o")
             modules = [module]
         case "mixer":
