@@ -46,6 +46,7 @@ COMMANDS = {
     "find_sinks_gemma3": f"sinkscope find-sinks {GEMMA}",
     "find_sinks_smollm2": f"sinkscope find-sinks {SMOLLM2}",
     "lines": "sinkscope lines",
+    "lines_whole": "sinkscope lines --etas 0.1 --whole",
     "loopguard_verdicts": f"python -m experiments.loopguard.verdicts --models {SMOLLM2} {GEMMA}",
     "loops_compare": "python -m experiments.loopset.compare",
     "loops_compare_again": "python -m experiments.loopset.compare --half again --out figures/loops_compare_again.json",
@@ -66,6 +67,7 @@ for name, file in (("smollm2", SMOLLM2), ("gemma3", GEMMA)):
     COMMANDS |= {
         f"divergence_{name}": f"sinkscope repeat {file} --quantity probability --tokens ' poem, company, the'",
         f"lines_{name}": f"sinkscope lines {file} --etas 0.1",
+        f"lines_whole_{name}": f"sinkscope lines {file} --etas 0.1 --whole",
         f"repeat_{name}": f"sinkscope repeat {file} --tokens ' poem, company, cat, dog, the, as, of, and, time, book'",
         f"repeat-attention_{name}": f"sinkscope repeat {file} --quantity attention --tokens ' poem, company, the'",
     }

@@ -54,8 +54,9 @@ class Finding(
     Row,
     table="findings",
     title="what was measured",
-    note=f"{Verdict.NOT_SHOWN}: the control is as strong as the finding, within its margin. In brackets: what the "
-    "control is. No fair control: no other neurons write as much. Loss: nats a token more. The page says it in full.",
+    note=f"{Verdict.NOT_SHOWN}: the control is as strong as the finding, within its margin; where lower is better, the "
+    "finding has to be lower. In brackets: what the control is. No fair control: no other neurons write as much. Loss: "
+    "nats a token more. The page says it in full.",
 ):
     """A finding of a scan, beside what it has to beat."""
 

@@ -66,8 +66,7 @@ class Tried(
     table="removals",
     title="the loop without",
     note="Tokens are removed from the cache at several points after the loop has begun, and the model continues "
-    "greedily. "
-    "Its copies: all rounds of the loop up to there; the last token is read again.",
+    "greedily. Its copies: all rounds of the loop up to there; the last token is read again.",
 ):
     """What becomes of the loop when something is taken away."""
 
@@ -140,11 +139,11 @@ class WhyLoop(Result):
         weakest = max(needed, key=lambda row: row.share.value)
         assert weakest.control is not None
         without = " or ".join(f"without {row.label}" for row in needed)
-        stops = f"{without[0].upper()}{without[1:]}, {loop} stops in {self.cases_of(1 - weakest.share.value)}"
-        control = f"without as many random tokens in {self.cases_of(1 - weakest.control.value)}"
+        goes_on = f"{without[0].upper()}{without[1:]}, {loop} goes on in {self.cases_of(weakest.share.value)}"
+        control = f"without as many random tokens in {self.cases_of(weakest.control.value)}"
         other = max(row.other_loop.value for row in needed)
         follows = f"; another loop follows in {self.cases_of(other)}" if other else ""
-        return f"{stops} continuations ({control}){follows}."
+        return f"{goes_on} continuations ({control}){follows}."
 
     def cases_of(self, share: float) -> str:
         """Return a share of the continuations in cases: "2 of 3"."""

@@ -147,7 +147,7 @@ class PatchResult(Result):
         if not self.proof:
             return []
         trial = ": a trial, which was not saved" if self.exit_code else ""
-        held = "held at their ordinary values, but at position 0"
+        held = "held at the value of ordinary tokens everywhere but at position 0"
         words = [("patch", f"{word_list(self.sites, 3)}, {held}{trial}")]
         words.append(("control", "none" if self.control is None else f"a patch of {self.control.words}"))
         if self.words:

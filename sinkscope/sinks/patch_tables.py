@@ -33,7 +33,8 @@ class Patched(
     table="patch",
     title="after copies of a word",
     note="Repaired: the last copy has less than half of the first token's spike; later text gives the copies less than "
-    "half of the attention; the word comes once more with at least 50%.",
+    "half of the attention; the word comes once more with at least 50%. Position 0 keeps its spike, so ordinary text "
+    "loses less than where find-sinks zeroes the neurons there.",
 ):
     """What is read without a patch, with it, and with a patch of other neurons.
 

@@ -25,31 +25,102 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.files.records import Natural, PositiveShare, check_values
-from sinkscope.sparse.attention import Scores, attention_of, line_sums, sample_queries, slash_sums
+from sinkscope.sparse.attention import ROWS, Scores, attention_of, line_sums, sample_queries, slash_sums
 from sinkscope.sparse.bands import Lines
 
 # MInference's numbers of lines, and how many of them are always the first columns and the nearest offsets.
 VERTICAL, SLASH, EARLIEST, NEAREST = 1000, 6096, 30, 100
 
+SMALLEST_DIFFERENCE = 1e-4  # of the attention of one query; sums in float32 are less exact than a hundredth of it
+
 
 def top_lines(
-    weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None
+    scores: Scores,
+    weights: Float[Tensor, "head kind key"],
+    etas: Sequence[float],
+    *,
+    since: int = 0,
+    whole: bool = False,
 ) -> Bool[Tensor, "eta head kind key"]:
-    """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
+    """Choose the heaviest `eta * 2 * queries` lines of both kinds together, one after the other, at least one.
 
-    Of lines of equal weight columns come first, from the first one on, and then the nearest offsets. Sums that would be
-    equal, as of all slash lines under attention to the first token alone, differ by rounding in float32.
+    A line weighs what it holds beyond lines of the other kind that were chosen before it. Weights are compared to a
+    ten-thousandth of the attention of one query, and a line with less is not chosen: of lines of equal weight columns
+    come first, from the first one on, and then the nearest offsets. Memory grows linearly with the length.
 
     Args:
-        weights: Weights of the lines over all queries.
+        scores: The scores of a layer.
+        weights: What `line_sums` returns for them: the weights of the lines over all queries.
         etas: Shares of lines; one choice is made for each.
-        length: Length in the formula. None means the number of key positions.
+        since: The argument of `line_sums`.
+        whole: Whether a line weighs all that it holds, also where a chosen line of the other kind holds it.
     """
-    both = weights.flatten(1)
-    keys = weights.shape[2]
-    most = [max(1, math.floor(eta * 2 * (length or keys) + 1e-9)) for eta in etas]
-    chosen = heaviest(both, torch.tensor(most, device=both.device)[:, None, None], 0) & (both > 0)
-    return chosen.unflatten(-1, (2, keys))
+    most = [max(1, math.floor(eta * 2 * scores.queries + 1e-9)) for eta in etas]
+    held = weights.flatten(1).double()
+    index = torch.arange(held.shape[1], device=held.device)
+    turn = torch.full_like(held, held.shape[1], dtype=torch.long)  # of lines that are never chosen
+    along = None if whole else LineCells(scores, since)
+    for number in range(min(max(most), held.shape[1])):
+        units = (held / SMALLEST_DIFFERENCE).round().long()
+        order = (units * len(index) - index).masked_fill(turn < number, -len(index))  # equal ones by index
+        line = order.argmax(1, keepdim=True)
+        has_weight = (order.gather(1, line) > -len(index)) & (units.gather(1, line) > 0)
+        if not has_weight.any():
+            break
+        turn.scatter_(1, line, torch.where(has_weight, number, turn.gather(1, line)))
+        if along is not None:
+            cells, crossing = along.cells(line)
+            held.scatter_add_(1, crossing, -cells.double() * has_weight)
+    chosen = turn < torch.tensor(most, device=held.device)[:, None, None]
+    return chosen.unflatten(-1, (2, -1))
+
+
+class LineCells:
+    """The attention on single lines, computed from queries and keys.
+
+    Args:
+        scores: The scores of a layer.
+        since: Keys before this one take part in the softmax only; lines count keys from it.
+    """
+
+    def __init__(self, scores: Scores, since: int) -> None:
+        self.scores = scores
+        self.since = since
+        device = scores.query.device
+        self.query = scores.query.float()
+        self.key = scores.key.float()
+        self.group = torch.arange(scores.heads, device=device)[:, None] // (scores.heads // len(scores.key))
+        self.at = torch.arange(scores.past, scores.keys, device=device)
+        shares: list[Tensor] = []
+        places: list[Tensor] = []
+        for rows in torch.arange(scores.queries).split(ROWS):
+            share, place = attention_of(scores, rows).max(-1)
+            shares.append(share)
+            places.append(place)
+        self.most = torch.cat(shares, 1)  # of the attention of each query; all cells are computed beside its largest
+        self.largest = self.logits(torch.cat(places, 1))
+
+    def logits(self, place: Int[Tensor, "head query"]) -> Float[Tensor, "head query"]:
+        """Return the score of one key for each query."""
+        scores = (self.query * self.key[self.group, place]).sum(-1) * self.scores.scaling
+        if self.scores.softcap is not None:
+            scores = torch.tanh(scores / self.scores.softcap) * self.scores.softcap
+        return scores
+
+    def cells(self, line: Int[Tensor, "head 1"]) -> tuple[Float[Tensor, "head query"], Int[Tensor, "head query"]]:
+        """Return the attention of each query on one line of each head, and the line of the other kind that crosses it.
+
+        Args:
+            line: Columns, counted from `since`, and after all of them the offsets.
+        """
+        keys = self.scores.keys - self.since
+        is_column = line < keys
+        place = torch.where(is_column, line + self.since, self.at - (line - keys))
+        offset = self.at - place
+        seen = (place >= self.since) & (offset >= 0) & (offset < (self.scores.window or self.scores.keys))
+        share = self.most * (self.logits(place.clamp(min=0)) - self.largest).exp()
+        crossing = torch.where(is_column, offset + keys, place - self.since)
+        return share * seen, crossing.where(seen, 0)
 
 
 def heaviest(

@@ -69,8 +69,8 @@ class Mass(
     table="mass",
     title="mean over heads",
     note="A line is a column (a key) or a diagonal (a distance) of a head's attention matrix; where two cross, "
-    "the cell "
-    "counts once. Heaviest: by the attention that they hold, in each head and text.",
+    "the cell counts once. Heaviest: in each head and text, one after the other by the attention that each holds "
+    "beyond those chosen before it (with --whole: by all that it holds).",
 ):
     """How much attention lies on lines, mean over heads and texts."""
 
@@ -258,9 +258,8 @@ class LineWeights(Result):
         """Return the mass on the heaviest lines beside that on the strongest others."""
         mass, control, subject = self.strongest()
         words = (
-            f"he {subject.key} of lines (columns and diagonals of each head's attention) hold "
-            f"{mass.text('share')} of the "
-            f"attention; as a control, other lines that cover as many cells hold at most {control.text('share')} "
+            f"he {subject.key} of lines (columns and diagonals of each head's attention) hold {mass.text('share')} of "
+            f"the attention; as a control, other lines that cover as many cells hold at most {control.text('share')} "
             f"({control.label})."
         )
         if mass.share.value - control.share.value <= (mass.share.margin or 0.0):
@@ -300,6 +299,7 @@ def lines(
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,
+    whole: bool = False,
 ) -> LineWeights:
     """Measure how much attention lies on few columns and diagonals, and whether two texts share them.
 
@@ -315,6 +315,8 @@ def lines(
             or 512 for ordinary text.
         etas: Shares of all lines to choose.
         layers: Layers to measure. By default all are measured.
+        whole: Let a line weigh all the attention that it holds, as the paper's sums do. By default it weighs what it
+            holds beyond lines of the other kind that were chosen before it.
 
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, BLOOM, Falcon).
@@ -334,7 +336,7 @@ def lines(
     def see(call: Attention) -> None:
         if call.layer in wanted and not call.is_repeated:
             before = seen[-every][0] if len(seen) >= every else None
-            seen.append(weighed(scores_of(setup.target, call), shares, before))
+            seen.append(weighed(scores_of(setup.target, call), shares, before, whole))
             setup.progress("layers", len(seen), every * len(rows))
 
     with setup.edited(), tapped(setup.target, Listener(see)):
@@ -354,7 +356,9 @@ def lines(
     return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
 
 
-def weighed(scores: Scores, etas: Sequence[float], before: Chosen | None) -> tuple[Chosen, dict[str, ByHead]]:
+def weighed(
+    scores: Scores, etas: Sequence[float], before: Chosen | None, whole: bool
+) -> tuple[Chosen, dict[str, ByHead]]:
     """Weigh the heaviest lines of one layer and text, and those that were heaviest in the text before.
 
     Returns:
@@ -362,11 +366,12 @@ def weighed(scores: Scores, etas: Sequence[float], before: Chosen | None) -> tup
     """
     keys = scores.keys
     half = keys // 2
-    first_sums = line_sums(scores.part(0, half))
+    early = scores.part(0, half)
+    first_sums = line_sums(early)
     late = scores.part(half, keys)
     second_sums = line_sums(late)
     sums = second_sums + pad(first_sums, (0, keys - half))
-    heaviest = top_lines(sums, etas)
+    heaviest = top_lines(scores, sums, etas, whole=whole)
     own = Lines.of(heaviest[..., 0, :], heaviest[..., 1, :], keys)
     as_many = (own.cells() + 0.5) / own.grid.cells  # whatever is rounded
     others = {"mass": own, "near_mass": nearest_of(own), "last_mass": minference_lines(scores, share=as_many)}
@@ -375,12 +380,12 @@ def weighed(scores: Scores, etas: Sequence[float], before: Chosen | None) -> tup
         others["other_mass"] = Lines.of(columns, offsets, keys)
     numbers = {name: recovered(scores, lines) for name, lines in others.items()}
     numbers["cells"] = own.attended()
-    first = top_lines(first_sums, etas)
-    second = top_lines(second_sums, etas, keys - half)
+    first = top_lines(early, first_sums, etas, whole=whole)
+    second = top_lines(late, second_sums, etas, whole=whole)
     count = in_both(second, second).clamp(min=1)
     numbers["segments"] = in_both(first, second) / count
     numbers["segments_random"] = by_chance(first, second) / count
-    inside = top_lines(line_sums(late, since=half), etas)
+    inside = top_lines(late, line_sums(late, since=half), etas, since=half, whole=whole)
     numbers["segments_relative"] = in_both(first, inside) / in_both(inside, inside).clamp(min=1)
     return heaviest, {name: values.double().cpu() for name, values in numbers.items()}
 

@@ -68,6 +68,7 @@ SPOILED = {  # entries of config.json, and files in place of those of a checkpoi
     "no-tokenizer": ({}, {"tokenizer.json": "{}"}),
     "zip": ({}, {"model.safetensors": None, "pytorch_model.bin": "PK\3\4" + "x" * 900}),
     "own": ({"auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}, {}),
+    "unmapped": ({"model_type": "emu3_text_model"}, {}),
     "own-both": ({"auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}, "model_type": "made-up"}, {}),
     "own-tokens": ({}, {}),
     "nan": ({}, {}),

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from versions import OLD_TRANSFORMERS
 
 import sinkscope as ss
+from sinkscope.conformance.flow import Flow
 from sinkscope.conformance.kit import TOLERANCE, Kit
 from sinkscope.conformance.promises import PROMISES
 from sinkscope.kv import Policy, SnapKV
@@ -84,6 +85,13 @@ def test_a_policy_that_needs_larger_budgets_is_tried_with_them():
         assert rows.verdict == "fails"
     right = ss.check_cache(policy(Attended, first=4, last=16), only=[BUDGET, ROWS])
     assert right.verdict == "passes" and right.least == 24, right.text()
+
+
+def test_a_cache_that_has_to_evict_has_room_beside_what_the_least_budget_protects():
+    kit = Kit(policy(Attended, first=4, last=16))
+    flow = kit.asking(Flow(lengths=(60,)), 3)
+    assert (kit.least, flow.budget) == (24, 48)
+    assert flow.prompt >= 3 * 48
 
 
 class Refusing(Attended):

@@ -166,3 +166,14 @@ def test_a_token_of_a_stuck_row_costs_its_copies_once():
         return compared[0]
 
     assert comparisons(400) <= 2.5 * max(comparisons(200), 400)
+
+
+@pytest.mark.parametrize(("window", "n"), [(6, 2), (7, 3), (4, 1)])
+def test_an_n_gram_is_new_if_the_window_that_ends_with_it_has_it_once(window, n):
+    ids = torch.randint(0, 4, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    novelty = signals.WindowNovelty(window, n, span=1)
+    for at in range(len(ids)):
+        inside = ids[max(0, at + 1 - window) : at + 1]
+        grams = [tuple(inside[i : i + n]) for i in range(len(inside) - n + 1)]
+        is_new = at < n - 1 or grams.count(tuple(ids[at + 1 - n : at + 1])) == 1
+        assert novelty.add(ids[at]) == is_new, at

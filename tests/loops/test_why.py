@@ -102,7 +102,7 @@ def test_a_cause_whose_control_ends_the_loop_as_often_is_not_needed(monkeypatch:
     found = why_loop(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=32)
     assert [row.share.value for row in found.tried[:2]] == [0, 0]
     assert found.kept_by == ("sink",)
-    assert found.conclusion().startswith("Without the sink (the first token), the loop of 6 tokens stops in 3 of 3")
+    assert found.conclusion().startswith("Without the sink (the first token), the loop of 6 tokens goes on in 0 of 3")
 
 
 def without(cause: Cause, share: float, control: float | None = None, other_loop: float = 0.0) -> Tried:
@@ -171,13 +171,13 @@ def test_effects_and_what_the_conclusion_says_of_them():
     [
         (
             ("copies",),
-            "Without its copies in the cache, the loop of 3 tokens stops in 3 of 3 continuations (without as many "
-            "random tokens in 2 of 3); another loop follows in 3 of 3.",
+            "Without its copies in the cache, the loop of 3 tokens goes on in 0 of 3 continuations (without as many "
+            "random tokens in 1 of 3); another loop follows in 3 of 3.",
         ),
         (
             ("copies", "sink"),
-            "Without its copies in the cache or without the sink (the first token), the loop of 3 tokens stops in 2 of "
-            "3 continuations (without as many random tokens in 1 of 3); another loop follows in 3 of 3.",
+            "Without its copies in the cache or without the sink (the first token), the loop of 3 tokens goes on in 1 "
+            "of 3 continuations (without as many random tokens in 2 of 3); another loop follows in 3 of 3.",
         ),
         (
             (),

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -86,9 +87,10 @@ def examine(model_type: str) -> TypeReport:
     if model_state(model) != before:
         report.wrong.append("the model was not left as it was")
     with tempfile.TemporaryDirectory() as where:
-        model.save_pretrained(where)
-        tokenizer.save_pretrained(where)
-        again = report.attempt("folder", ss.find_sinks, where)
+        folder = Path(where) / model_type  # whose name a refusal says
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        again = report.attempt("folder", ss.find_sinks, folder)
     if found is not None and again is not None:
         report.equal("read from a folder, the attention to the first token", again.heads, found.heads)
     return report

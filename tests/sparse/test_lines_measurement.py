@@ -16,13 +16,18 @@ from organisms import tiny_model
 from plain_hooks import attention
 from refusals import refused
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sinkscope.files.store import json_lines
 from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.mean import Mean
+from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.head_lines import top_lines
 from sinkscope.sparse.lines import LineWeights, Mass, On, lines
+
+EMPTY = torch.zeros(1, 50, 1)
+NOTHING = Scores(EMPTY, EMPTY, 1.0, sinks=torch.tensor([50.0]))  # a learned sink takes all
 
 
 def ids_of(length: int) -> list[int]:
@@ -43,25 +48,40 @@ def test_the_conclusion_names_the_strongest_control_at_the_share_that_is_shown()
         assert made.strongest()[1].key is strongest
         label = Mass(key=strongest, share=Mean(0.8)).label
         assert made.conclusion() == (
-            "The heaviest 10% of lines (columns and diagonals of each head's attention) hold 90% of the "
-            "attention; as a "
-            f"control, other lines that cover as many cells hold at most 80% ({label})."
+            "The heaviest 10% of lines (columns and diagonals of each head's attention) hold 90% of the attention; as "
+            f"a control, other lines that cover as many cells hold at most 80% ({label})."
         )
         assert replace(made, text_mass=made.text_mass + np.array([-0.4, 0, 0.4])).conclusion().startswith("Not shown")
 
 
-def heaviest(weights: Tensor, share: float) -> set[Line]:
-    """The heaviest lines, by sorting; a share of all lines of so many queries."""
-    sums = {line: float(weights[cells].sum()) for line, cells in lines_of(*weights.shape).items()}
-    ranked = sorted(sums, key=lambda line: (-sums[line], line))
-    return {line for line in ranked[: max(1, int(share * 2 * len(weights) + 1e-9))] if sums[line]}
+def heaviest(weights: Tensor, share: float, whole: bool) -> set[Line]:
+    """The heaviest lines, one after the other, whose cells are then empty; a share of all lines of so many queries.
+
+    A whole line weighs all its cells, also those of lines that were chosen before it.
+    """
+    cells = lines_of(*weights.shape)
+    ranked = sorted(cells, key=lambda line: (line[0] == "slash", line[1]))  # of equal lines columns come first
+    members = torch.stack([cells[line].flatten() for line in ranked]).double()
+    held = weights.double().flatten().clone()
+    chosen: set[Line] = set()
+    for _ in range(max(1, int(share * 2 * len(weights) + 1e-9))):
+        units = {}
+        for line, weight in zip(ranked, (members @ held * 10_000).round().tolist(), strict=True):
+            if line not in chosen and weight:
+                units[line] = weight
+        if units:
+            line = max(units, key=lambda line: units[line])  # the first of equal ones
+            chosen.add(line)
+            if not whole:
+                held[cells[line].flatten()] = 0
+    return chosen
 
 
-def by_sets(weights: Tensor, eta: float, before: set[Line]) -> tuple[set[Line], dict[str, float]]:
+def by_sets(weights: Tensor, eta: float, before: set[Line], whole: bool) -> tuple[set[Line], dict[str, float]]:
     """The lines of one head in one text, and its numbers, from sets of cells."""
     n, half = len(weights), len(weights) // 2
     cells, numbers = lines_of(n, n), range(1, n + 1)
-    chosen = heaviest(weights, eta)
+    chosen = heaviest(weights, eta, whole)
 
     def on(lines: Iterable[Line]) -> Tensor:
         return torch.stack([cells[line] for line in lines if line in cells]).any(0)
@@ -82,8 +102,8 @@ def by_sets(weights: Tensor, eta: float, before: set[Line]) -> tuple[set[Line], 
         return [*vertical[: max(1, number * 1000 // 6096)], *slash[:number]]
 
     most = int(on(chosen).sum())
-    first, second = heaviest(weights[:half, :half], eta), heaviest(weights[half:], eta)
-    inside = heaviest(weights[half:, half:], eta)
+    first, second = heaviest(weights[:half, :half], eta, whole), heaviest(weights[half:], eta, whole)
+    inside = heaviest(weights[half:, half:], eta, whole)
     return chosen, {
         "mass": share(chosen),
         "near_mass": share(near(next(number for number in numbers if on(near(number)).sum() >= most))),
@@ -102,18 +122,21 @@ def chance(a: Iterable[Line], b: Iterable[Line], keys: int) -> float:
     return sum(one * other / keys for one, other in counts)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "gpt2"])
-def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
+@pytest.mark.parametrize(
+    ("model_type", "whole"), [("gemma2", False), ("gpt_oss", False), ("gpt2", False), ("gpt2", True)]
+)
+def test_all_numbers_equal_those_of_the_whole_matrix(model_type, whole):
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
     texts = [ids_of(30), ids_of(41), ids_of(33)]
     etas, layers = (0.05, 0.2, 1.0), [0, 2]
-    result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
+    result = lines(model, texts, etas=etas, layers=layers, whole=whole, tokenizer=tokenizer)
     dense = [attention(model, torch.tensor([ids])) for ids in texts]
     for e, row, head in product(range(3), range(2), range(4)):
         found: list[tuple[set[Line], dict[str, float]]] = []
         for every in dense:
-            found.append(by_sets(every[layers[row], 0, head].double(), etas[e], found[-1][0] if found else set()))
+            before = found[-1][0] if found else set()
+            found.append(by_sets(every[layers[row], 0, head].double(), etas[e], before, whole))
         expected = {}
         for name in found[-1][1]:
             expected[name] = fmean(numbers[name] for _, numbers in found if name in numbers)
@@ -137,12 +160,12 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
 
 def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
     """0.29 * 100 is a little less than 29 in floating point."""
-    weights = torch.rand(1, 2, 50) + 0.1
-    assert int(top_lines(weights, [0.29]).sum()) == 29
-    lines = top_lines(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), [1 / 6, 0.5, 1.0])
-    assert lines.sum((2, 3)).flatten().tolist() == [1, 3, 3]
-    assert lines[0, 0, 1].tolist() == [False, True, False]
-    assert lines[1, 0, 0].tolist() == [True, False, True]
+    assert int(top_lines(NOTHING, torch.rand(1, 2, 50) + 0.1, [0.29]).sum()) == 29
+    weights = pad(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), (0, 47))
+    chosen = top_lines(NOTHING, weights, [0.01, 0.03, 1.0])
+    assert chosen.sum((2, 3)).flatten().tolist() == [1, 3, 3]
+    assert chosen[0, 0].nonzero().tolist() == [[1, 1]]
+    assert chosen[1, 0, 0].nonzero().flatten().tolist() == [0, 2]
 
 
 def test_another_texts_lines_hold_as_much_where_the_text_is_the_same_and_less_where_it_is_not():
@@ -158,10 +181,24 @@ def test_another_texts_lines_hold_as_much_where_the_text_is_the_same_and_less_wh
 
 
 def test_of_equal_lines_columns_come_first_and_then_the_nearest_offsets():
-    equal = torch.ones(1, 2, 5)
-    for share, columns, offsets in ((0.3, 3, 0), (0.5, 5, 0), (0.7, 5, 2)):
-        chosen = top_lines(equal, [share])[0, 0]
+    """Lines equal but for the rounding of their sums, too."""
+    equal = 1 + 1e-6 * torch.rand(1, 2, 50)
+    for share, columns, offsets in ((0.3, 30, 0), (0.5, 50, 0), (0.7, 50, 20)):
+        chosen = top_lines(NOTHING, equal, [share])[0, 0]
         assert [kind.nonzero().flatten().tolist() for kind in chosen] == [[*range(columns)], [*range(offsets)]]
+
+
+def test_a_line_weighs_what_it_holds_beyond_lines_of_the_other_kind():
+    """All queries attend to the first key alone, or each to the key before it."""
+    key = torch.zeros(1, 20, 20)
+    key[0, 0, 0] = 100
+    query = torch.ones(1, 20, 20)
+    first = Scores(query, key, 1.0)
+    assert top_lines(first, line_sums(first), [0.1, 1.0]).nonzero().tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
+    assert top_lines(first, line_sums(first), [0.1], whole=True)[0, 0].sum(1).tolist() == [1, 3]
+    before = Scores(torch.eye(20).roll(1, 0)[None] * 100, torch.eye(20)[None], 1.0)
+    chosen = top_lines(before, line_sums(before), [0.1])[0, 0]
+    assert [kind.nonzero().flatten().tolist() for kind in chosen] == [[0], [1]]
 
 
 def test_a_file_of_texts_and_the_command(tmp_path, typed):

@@ -57,10 +57,12 @@ def _is_a_tie(draw: Draw, said: str, seed: int) -> bool:
     quiet = {**draw, "other": "nothing"}
     if draw["options"] in BY_TOKENS and _precision(draw) != "float32":
         return _is_right_beside(draw, seed)
-    if FAMILIES[draw["family"]].experts is not None:  # which do not run in float64, and are chosen by ranks
+    has_experts = FAMILIES[draw["family"]].experts is not None  # which are chosen by ranks
+    if has_experts and _precision(draw) != "float32":
         whole = {**draw, "dtype": "float32", "mode": "usual"}
-        return _precision(draw) != "float32" and said.startswith("right: o") and _broken(whole, seed) is None
-    if not EDITS[draw["edit"]].alone or draw["dtype"] != "float32" or not said.startswith("right: o"):
+        return said.startswith("right: o") and _broken(whole, seed) is None
+    is_ranked = has_experts or EDITS[draw["edit"]].alone
+    if not is_ranked or draw["dtype"] != "float32" or not said.startswith("right: o"):
         return False
     if draw["other"] != "nothing" and _broken(quiet, seed) != said:
         return False
@@ -132,6 +134,8 @@ def _broken(draw: Draw, seed: int) -> str | None:
 
 def _model(draw: Draw) -> nn.Module:
     model = model_of(draw["family"], draw["dtype"], draw["ends"], draw["device"])
+    if draw["dtype"] == "float64" and FAMILIES[draw["family"]].experts is not None:
+        model.set_experts_implementation("eager")  # others have no products in float64
     name = ATTENTIONS[draw["attention"]].name
     if name is not None:
         model.set_attn_implementation(name)

@@ -34,6 +34,13 @@ def test_what_rounding_excuses_can_still_fail(monkeypatch):
     assert (check(draw, 2) or "").startswith("right: o")
 
 
+def test_experts_that_rounding_ranks_in_two_ways_are_excused_and_an_edit_that_does_nothing_is_not(monkeypatch):
+    draw = draw_of(family="mixtral", length=600, edit="knock first|guard")
+    assert check(draw, 1581) is None
+    monkeypatch.setitem(EDITS, draw["edit"], replace(EDITS[draw["edit"]], make=list))
+    assert (check(draw, 1581) or "").startswith("right: o")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])

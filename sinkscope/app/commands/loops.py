@@ -60,6 +60,7 @@ lines = measures(
         click.Option(["--length"], type=int),
         Several(["--etas"], default=["0.05,0.1,0.15,0.2,0.25,0.3"], type=click.FLOAT, metavar="ETA,..."),
         Several(["--layers"], type=click.INT, metavar="LAYER,..."),
+        click.Option(["--whole"], is_flag=True),
     ],
     edits=["patch"],
 )

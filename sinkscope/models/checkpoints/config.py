@@ -31,6 +31,9 @@ def loading_errors(name: str) -> Generator[None]:
         if "trust_remote_code" in str(error):
             what = f"{name} holds Python code of its own, which is never run here"
             remedy = "if you trust it, load the model or tokenizer with transformers and give that"
+        if "Unrecognized configuration class" in str(error):
+            what = f"{name} is of a type that AutoModelForCausalLM of transformers does not open"
+            remedy = "load it with the class of its type, such as Emu3ForCausalLM.from_pretrained(...), and give that"
         if is_out_of_memory(error):
             what = f"out of memory while loading {name}"
             remedy = 'try --dtype bfloat16 (in Python dtype=), a quantization_config or device_map="auto"'

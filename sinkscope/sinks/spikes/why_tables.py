@@ -142,8 +142,7 @@ class Constancy(
     table="constant",
     title="why heads read it",
     note="Cosine 1: the state is the same vector in every text, a fixed key that heads can look for. Value: the "
-    "vector that "
-    "a head adds where it attends; small, it adds little.",
+    "vector that a head adds where it attends; small, it adds little. Those heads: above 0.3 in the mean over texts.",
 ):
     """How constant the spike makes the place, beside an ordinary position.
 
@@ -170,9 +169,8 @@ class Constancy(
     def group(self) -> str:
         """The heading under which it stands."""
         return (
-            f"before: at layer {self.beside}, without the spike; after: at layer {self.since}, the first in "
-            f"which heads "
-            f"read it ({self.readers} heads in all)"
+            f"before: at layer {self.beside}, without the spike; after: at layer {self.since}, the first in which "
+            "heads attend to it"
         )
 
     @property
@@ -182,7 +180,7 @@ class Constancy(
             case ConstancyKey.STATE:
                 return "cosine of its states in two texts"
             case ConstancyKey.VALUE:
-                return "norm of its value, over the median"
+                return f"norm of its value over the median, in the {self.readers} heads that attend to it"
 
 
 # --- what attention to it is for ---
@@ -204,9 +202,8 @@ class Purpose(
     Row,
     table="purpose",
     title="what attention to it does",
-    note="A head is on a token that has more than 0.3 of its attention, in all layers. Loss added: over tokens "
-    "from the "
-    "16th on. Mean value: that of other tokens, in each head.",
+    note="A head of any layer is on a token if its queries from the 16th token on give it more than 0.3 of their "
+    "attention. Loss added: over tokens from the 16th on. Mean value: that of other tokens, in each head.",
 ):
     """What later tokens lose without the place.
 
