@@ -27,7 +27,7 @@ from sinkscope.models.text import plain_ids
 from sinkscope.models.text.chat import chat_ids
 from sinkscope.opening.load import target_of
 from sinkscope.results.notation import Neuron
-from sinkscope.sinks.spikes.needs import other_neurons
+from sinkscope.sinks.spikes.controls import other_neurons
 from sinkscope.sinks.spikes.survey import read_survey
 
 Work = Callable[[], object]

@@ -287,6 +287,11 @@ class Target:
             what = f"a {type(self.hf).__name__} without a language head" if self.resident else "read layer by layer"
             raise UnsupportedError(f"{self.name} is {what}, so that it has no logits: load it with sinkscope.load(...)")
 
+    def keep_in_memory(self, n_layers: int) -> None:
+        """Keep the first layers in memory if the model is read layer by layer: many passes will go through them."""
+        if self.store is not None:
+            self.store.resident = n_layers
+
     @property
     def device(self) -> torch.device:
         """Device on which token ids are expected."""

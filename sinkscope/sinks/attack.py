@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
@@ -32,10 +32,10 @@ from sinkscope.results.style import BLUE, bars, figure_of
 from sinkscope.results.table import Subject, whole
 from sinkscope.sinks.attack_tables import Attempt, AttemptKey, Cluster, HeadsKept, Sequences, TokensWithSpike
 from sinkscope.sinks.repeat import along_spikes
-from sinkscope.sinks.spikes.asked import SpikeCircuit
-from sinkscope.sinks.spikes.edited import means_of
+from sinkscope.sinks.spikes.effects import SpikeCircuit
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, spike_of
 from sinkscope.sinks.spikes.marks import along_first, heads_up_to
+from sinkscope.sinks.spikes.row_edits import means_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import PerToken, TokenRows, sample_tokens, single_token
@@ -178,13 +178,7 @@ def attack(
         SinkscopeError: A number of tokens is given beside tokens, or a word is not one token.
         UnsupportedError: The model has no spike at the first token that needs neurons.
     """
-    if tokens and n_tokens is not None:
-        raise SinkscopeError("--n-tokens has no effect on tokens that are named: leave it out, or --tokens")
-    if tokens:
-        ids = list(dict.fromkeys(single_token(setup.tokenizer, token) for token in tokens))
-    else:  # every id that both the tokenizer and the embedding know
-        everyone = range(min(len(setup.tokenizer), int(setup.target.config.vocab_size)))
-        ids = sorted(sample_tokens(list(everyone), n_tokens or 256, setup.seed))
+    ids = tokens_to_try(setup, tokens, n_tokens)
     if sequences:
         check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
     chosen = spike_of(setup)
@@ -201,12 +195,33 @@ def attack(
     if not sequences or not found.heads:
         return found
     # Step 2: sequences
-    every, *pools = pools_of(setup, found)
-    if max(map(len, pools)) < length:
-        warn(f"no cluster has {length} tokens (the largest: {max(map(len, pools))}), so no sequence was tried")
+    all_tokens, *pools = pools_of(setup, found)
+    largest = max(map(len, pools))
+    if largest < length:
+        warn(f"no cluster has {length} tokens (the largest: {largest}), so no sequence was tried")
         return found
-    drawn = [draw_sequences(some, length, sequences, setup.seed) for some in (pools, [every])]
-    return replace(found, attempts=attempts_of(setup, chosen, drawn))
+    of_clusters = draw_sequences(pools, length, sequences, setup.seed)
+    random = draw_sequences([all_tokens], length, sequences, setup.seed)
+    return replace(found, attempts=attempts_of(setup, chosen, [of_clusters, random]))
+
+
+def tokens_to_try(setup: Setup, tokens: Sequence[str] | None, n_tokens: int | None) -> list[int]:
+    """Return the ids of some words, or of tokens of the vocabulary, drawn by the seed.
+
+    Args:
+        setup: The model and its text.
+        tokens: The words.
+        n_tokens: How many tokens of the vocabulary.
+
+    Raises:
+        SinkscopeError: Both are given, or a word is not one token.
+    """
+    if tokens and n_tokens is not None:
+        raise SinkscopeError("--n-tokens has no effect on tokens that are named: leave it out, or --tokens")
+    if tokens:
+        return list(dict.fromkeys(single_token(setup.tokenizer, token) for token in tokens))
+    n_known = min(len(setup.tokenizer), int(setup.target.config.vocab_size))  # to both tokenizer and embedding
+    return sorted(sample_tokens(list(range(n_known)), n_tokens or 256, setup.seed))
 
 
 def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, tuple[TokensWithSpike, ...]]:
@@ -220,34 +235,47 @@ def clusters_of(setup: Setup, spike: Spike, ids: list[int]) -> tuple[PerToken, t
     Returns:
         The heads; and how many tokens have the spike with all heads, by one head, by another one, and without any.
     """
-    heads = heads_up_to(setup.target, 0)
-    if setup.target.store is not None:  # many passes go through all of these layers
-        setup.target.store.resident = spike.peak + 1
-    means = means_of(spike, heads)
-    parts = list[torch.Tensor]()
-    edits = [heads, *(tuple(other for other in heads if other != head) for head in heads)]  # all replaced, then but one
-    for tokens in torch.tensor(ids).split(TOKENS):
-        along = along_first(spike, tokens, edits, means)
-        parts.append(along.double().round(decimals=4))  # threads may change what is beyond
-        setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
-    intact, none, *alone = torch.cat(parts, 1).numpy()
-    has = intact >= HALF
-    unneeded = none >= HALF
-    by_one = np.full(len(ids), np.nan)
+    intact, without_heads, *by_head = along_with_one_head(setup, spike, ids)
+    has_spike = intact >= HALF
+    needs_none = without_heads >= HALF
+    serving = np.full(len(ids), np.nan)
     another = None
-    if heads:
-        needing = has & ~unneeded
-        by_head = np.stack(alone)
-        by_one = np.where(needing & (by_head.max(0) >= HALF), by_head.argmax(0), np.nan)
-        another = Mean(float((needing & (np.median(by_head, 0) >= HALF)).mean()))  # the median head
+    if by_head:
+        is_served = has_spike & ~needs_none
+        along = np.stack(by_head)
+        serving = np.where(is_served & (along.max(0) >= HALF), along.argmax(0), np.nan)
+        by_median = is_served & (np.median(along, 0) >= HALF)
+        another = TokensWithSpike(key=HeadsKept.ANOTHER, share=Mean(float(by_median.mean())))
     rows = [
-        TokensWithSpike(key=HeadsKept.ALL, share=share_of(has)),
-        TokensWithSpike(key=HeadsKept.MARKING, share=share_of(np.isfinite(by_one))),
-        TokensWithSpike(key=HeadsKept.NONE, share=share_of(unneeded)),
+        TokensWithSpike(key=HeadsKept.ALL, share=share_of(has_spike)),
+        TokensWithSpike(key=HeadsKept.MARKING, share=share_of(np.isfinite(serving))),
+        TokensWithSpike(key=HeadsKept.NONE, share=share_of(needs_none)),
     ]
     if another is not None:
-        rows.append(TokensWithSpike(key=HeadsKept.ANOTHER, share=another))
-    return by_one, tuple(rows)
+        rows.append(another)
+    return serving, tuple(rows)
+
+
+def along_with_one_head(setup: Setup, spike: Spike, ids: list[int]) -> Float[np.ndarray, "state token"]:
+    """Project tokens, each alone, on a spike's direction: intact, without heads of layer 0, then with each alone.
+
+    Args:
+        setup: The model and its text.
+        spike: The spike of the first token.
+        ids: The tokens.
+    """
+    heads = heads_up_to(setup.target, 0)
+    setup.target.keep_in_memory(spike.peak + 1)  # many passes go through all of these layers
+    means = means_of(spike, heads)
+    replaced = [heads]
+    for head in heads:
+        replaced.append(tuple(other for other in heads if other != head))
+    parts: list[torch.Tensor] = []
+    for tokens in torch.tensor(ids).split(TOKENS):
+        along = along_first(spike, tokens, replaced, means)
+        parts.append(along.double().round(decimals=4))  # threads may change what is beyond
+        setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
+    return torch.cat(parts, 1).numpy()
 
 
 def share_of(values: Shaped[Any, " case"]) -> Mean:
@@ -267,7 +295,10 @@ def pools_of(setup: Setup, found: ClusterAttack) -> list[list[int]]:
     """Return the ids of all tokens, then the ids of each cluster, without special tokens."""
     special = [*setup.tokenizer.all_special_ids, *([] if setup.bos is None else [setup.bos])]
     usable = ~np.isin(found.ids, special)
-    return [found.ids[usable & some].tolist() for some in (usable, *(found.head == head for head in found.heads))]
+    pools = [found.ids[usable].tolist()]
+    for head in found.heads:
+        pools.append(found.ids[usable & (found.head == head)].tolist())
+    return pools
 
 
 def attempts_of(setup: Setup, chosen: SpikeCircuit, drawn: Sequence[TokenRows]) -> tuple[Attempt, ...]:

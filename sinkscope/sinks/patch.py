@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +29,7 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Mean, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.headline import Headline, Verdict, verdict_of
 from sinkscope.results.notation import Neuron, count_of, word_list
@@ -38,9 +38,9 @@ from sinkscope.results.table import Subject
 from sinkscope.sinks.patch_tables import Outcome, Patched, Reading
 from sinkscope.sinks.repeat import along_spikes, append_copy, attention_from, copies_of
 from sinkscope.sinks.repeat_tables import CopiesKey
+from sinkscope.sinks.spikes.controls import OtherNeurons, other_neurons
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
-from sinkscope.sinks.spikes.needs import OtherNeurons, other_neurons
 from sinkscope.sinks.spikes.spike import Spike, find_spikes, layers_words
 from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.thresholds import HALF, READS
@@ -224,13 +224,7 @@ def patch(
     most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
     setup.record(max_repeats=most)
     if file is not None:
-        edit = file if isinstance(file, SinkPatch) else SinkPatch.load(file)
-        edit.check(setup.target)
-        setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
-        survey = survey_of(setup)
-        spikes = [spike for spike in find_spikes(survey, setup.tokenizer) if spike.place.is_first]
-        others = control_of(survey, edit, setup.seed)
-        return proof_of(setup, spikes, edit, others, most, held_out(setup, pieces, length))
+        return proof_of_file(setup, file, most, held_out(setup, pieces, length))
     if out is not None:
         check_output(out, ["sink-patch"])
     chosen = spike_of(setup)
@@ -238,13 +232,34 @@ def patch(
         return PatchResult(verdict="no-sink", reason=f"{NO_FIRST_SPIKE.lower()}, so there is nothing to patch.")
     edit = replace(chosen.patch, model=vars(setup.info()))
     sinks = sinks_of(setup)
-    further = [circuit.spike for circuit in sinks.at_first if circuit is not chosen]
+    spikes = [chosen.spike]
+    for circuit in sinks.at_first:
+        if circuit is not chosen:
+            spikes.append(circuit.spike)
     others = control_of(sinks.survey, edit, setup.seed)
-    found = proof_of(setup, [chosen.spike, *further], edit, others, most, held_out(setup, pieces, length))
+    found = proof_of(setup, spikes, edit, others, most, held_out(setup, pieces, length))
     verdict, reason = patch_verdict(found, limit)
     if out is not None and verdict == "made" and is_first():
         edit.save(out)
     return replace(found, verdict=verdict, reason=reason, calibrated=tuple(edit.calibrated.values()))
+
+
+def proof_of_file(setup: Setup, file: Any, limit: int, pieces: TokenRows) -> PatchResult:
+    """Measure what a patch that is given does, in all spikes of the first token.
+
+    Args:
+        setup: The whole model and its text.
+        file: The patch, or the path of its file.
+        limit: Largest number of repetitions.
+        pieces: Held-out text.
+    """
+    edit = file if isinstance(file, SinkPatch) else SinkPatch.load(file)
+    edit.check(setup.target)
+    setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
+    survey = survey_of(setup)
+    spikes = [spike for spike in find_spikes(survey, setup.tokenizer) if spike.place.is_first]
+    others = control_of(survey, edit, setup.seed)
+    return proof_of(setup, spikes, edit, others, limit, pieces)
 
 
 def control_of(survey: Survey, patch: SinkPatch, seed: int) -> OtherNeurons | None:
@@ -296,7 +311,6 @@ def proof_of(
         limit: Largest number of repetitions.
         pieces: Held-out text.
     """
-    target = setup.target
     edits = [None, patch]
     if others is not None:
         edits.append(SinkPatch(sites=others.neurons, site=patch.site))
@@ -307,20 +321,36 @@ def proof_of(
         return found
     ids = pick_tokens(setup)
     before = prefix_of(setup, ids)
-    halves = chain(*copies_of(target, spikes, ids, before, limit))
-    slowest = max((half for half in halves if half is not None), default=limit)
-    count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
+    count = copies_to_read(setup.target, spikes, ids, before, limit)
     rows = repeated(before, ids, count)
-    cases = list[Tensor]()
+    cases: list[Tensor] = []
     for edit in edits:
         setup.progress("patches", len(cases), len(edits))
         cases.append(read_after(setup, spikes, edit, rows, len(before)))
-    texts = text_rows(setup.tokenizer, setup.halves.report, len(rows), rows.shape[1], setup.bos)
-    behind_text = append_copy(texts[torch.arange(len(rows)) % len(texts)], rows)
-    one_copy = torch.stack(along_spikes(target, spikes, behind_text))[:, :, -1]
     layers = [spike.layers for spike in spikes]
-    copies = copies_rows(token_texts(target, ids), layers, torch.stack(cases), one_copy)
+    words = token_texts(setup.target, ids)
+    copies = copies_rows(words, layers, torch.stack(cases), one_copy_after_text(setup, spikes, rows))
     return replace(found, words=len(ids), repeats=count, proof=(*copies, ordinary))
+
+
+def copies_to_read(
+    target: Target, spikes: Sequence[Spike], ids: Sequence[int], before: Sequence[int], limit: int
+) -> int:
+    """Return twice as many copies as the slowest word and spike need, and no more than a limit."""
+    reached: list[int] = []
+    for of_spike in copies_of(target, spikes, ids, before, limit):
+        for half in of_spike:
+            if half is not None:
+                reached.append(half)
+    slowest = max(reached, default=limit)
+    return max(2, min(limit, 2 * slowest))
+
+
+def one_copy_after_text(setup: Setup, spikes: Sequence[Spike], rows: TokenRows) -> Float[Tensor, "spike word"]:
+    """Project one copy of each word after ordinary text on each spike's direction, without a patch."""
+    texts = text_rows(setup.tokenizer, setup.halves.report, len(rows), rows.shape[1], setup.bos)
+    with_copy = append_copy(texts[torch.arange(len(rows)) % len(texts)], rows)
+    return torch.stack(along_spikes(setup.target, spikes, with_copy))[:, :, -1]
 
 
 def copies_rows(

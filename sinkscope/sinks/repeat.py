@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
@@ -194,33 +194,52 @@ def read_attention(setup: Setup, about: dict[str, Any], rows: TokenRows, spike: 
         rows: The sequences, each of which repeats a token.
         spike: The spike.
     """
-    target, place, (count, length) = setup.target, spike.place, rows.shape
-    before = length - about["copies"]
-    natural = text_rows(target.tokenizer, setup.halves.report, 1, length + TAIL, setup.bos)
-    natural[:, :before] = rows[:1, :before]
-    single, _ = contrasts(setup, rows, about["copies"])
-    ids = torch.cat([natural[:, :-TAIL], rows, single])
-    ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
-    there = torch.zeros_like(ids, dtype=torch.bool)
-    there[:, before:-TAIL] = True
-    keys = torch.stack([place.matches(ids) & ~there, there], 2).float()
+    target = setup.target
+    count, length = rows.shape
+    ids, at_copies = texts_after_copies(setup, rows, about["copies"])
+    keys = torch.stack([spike.place.matches(ids) & ~at_copies, at_copies], 2).float()
     received = attention_from(target, ids, keys, length, target.forward).mean(-1) / TAIL  # row place layer
     visible = torch.arange(length, ids.shape[1])[:, None] + 1
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
-    parts = (1, count, count)
+    n_rows = (1, count, count)  # of natural text, of copies, of one copy
     layer = next((number for number in target.attending if number > spike.layers[0]), target.attending[-1])
-    usual, copies, one_copy = received[:, 1, layer].split(parts)
-    shares = torch.stack([copies, one_copy, usual.expand(count)])
+    natural, copies, one_copy = received[:, 1, layer].split(n_rows)
+    shares = torch.stack([copies, one_copy, natural.expand(count)])
     return Repeat(
         **about,
         effects=tuple(effect_of_copies(shares, spike.layers)),
         spikes=(spike.layers,),
         conditions=("natural text", "copies", "one copy"),
-        values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),
-        tokens=(place.label.words, "the copies' positions"),
+        values=torch.stack([part.mean(0) for part in times.split(n_rows)]).numpy(),
+        tokens=(spike.place.label.words, "the copies' positions"),
         at=np.arange(target.n_layers),
         shown=layer,
     )
+
+
+def texts_after_copies(
+    setup: Setup, rows: TokenRows, n_copies: int
+) -> tuple[Int[Tensor, "sequence column"], Bool[Tensor, "sequence column"]]:
+    """Put the same natural text after natural text, after the copies of each token, and after one copy of each.
+
+    Args:
+        setup: The model and its text.
+        rows: The sequences, each of which repeats a token.
+        n_copies: Number of copies at their ends.
+
+    Returns:
+        The texts, in this order; and where the copies stand, or what is there instead.
+    """
+    length = rows.shape[1]
+    before = length - n_copies
+    natural = text_rows(setup.tokenizer, setup.halves.report, 1, length + TAIL, setup.bos)
+    natural[:, :before] = rows[:1, :before]
+    one_copy, _ = contrasts(setup, rows, n_copies)
+    ids = torch.cat([natural[:, :-TAIL], rows, one_copy])
+    ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
+    at_copies = torch.zeros_like(ids, dtype=torch.bool)
+    at_copies[:, before:-TAIL] = True
+    return ids, at_copies
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from sinkscope.app.view.readings import ModelSink
 from sinkscope.app.view.switches import Switch, switch_off, switch_without
 from sinkscope.hooks.edit import Ablate
 from sinkscope.results.notation import Head, Neuron
-from sinkscope.sinks.spikes.needs import OtherNeurons
+from sinkscope.sinks.spikes.controls import OtherNeurons
 
 TEXT = "A class is a block."
 QUIET = Neuron(1, None, 0)

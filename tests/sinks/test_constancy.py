@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from sinkscope.sinks.spikes.asked import TEXTS, ordinary_positions
+from sinkscope.sinks.spikes.conditions import TEXTS, ordinary_positions
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.why_tables import Cause, ConstancyKey

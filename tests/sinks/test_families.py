@@ -15,10 +15,12 @@ from refusals import refused
 from sinkscope.models.neurons import heads_point, neuron_at
 from sinkscope.opening.load import target_of
 from sinkscope.results.notation import Component, Head
-from sinkscope.sinks.spikes.asked import BEFORE, BEGIN, SpikeCircuit, conditions_of, ordinary_positions, purpose_of
+from sinkscope.sinks.spikes.conditions import BEFORE, conditions_of, ordinary_positions
 from sinkscope.sinks.spikes.edited import left_at_place, share_left
+from sinkscope.sinks.spikes.effects import SpikeCircuit
 from sinkscope.sinks.spikes.find import Sinks, answers_of
 from sinkscope.sinks.spikes.needs import Needs
+from sinkscope.sinks.spikes.purpose import BEGIN, purpose_of
 from sinkscope.sinks.spikes.spike import Place, PlaceKey, PlaceKind, PlaceWords, Spike, at_position
 from sinkscope.sinks.spikes.survey import read_survey
 from sinkscope.sinks.spikes.why_tables import AS_IT_IS, Cause, Condition, PurposeKey
@@ -99,7 +101,7 @@ def test_what_learned_sinks_take_is_what_no_key_gets():
 
 def test_the_sink_rate_is_a_share_of_the_heads_that_attend():
     survey = first_token(decoder("lfm2")).survey
-    survey.attention[survey.target.attending, ..., 0] = survey.own[survey.target.attending] = 1.0
+    survey.attention[survey.target.attending, ..., 0] = survey.first_to_itself[survey.target.attending] = 1.0
     assert 0 < len(survey.target.attending) < survey.target.n_layers and survey.sink_rate.tolist() == [1] * len(
         survey.ids
     )

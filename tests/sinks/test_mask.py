@@ -83,6 +83,6 @@ def test_a_long_text_is_read_in_chunks_of_queries(family, monkeypatch):
     monkeypatch.setattr("sinkscope.engine.attention._CHUNK", 16)
     got = read_survey(target, ids)
     assert {*lengths} == {16, 12}
-    for name in ("attention", "own", "seen", "learned"):
+    for name in ("attention", "first_to_itself", "n_queries", "learned"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6)
     assert want.attention.any() and (want.learned.any() or family != "gpt_oss")

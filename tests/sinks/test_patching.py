@@ -23,8 +23,8 @@ from sinkscope.results.notation import Neuron
 from sinkscope.sinks.patch import AFTER, PatchResult, control_of, copies_rows, patch_verdict
 from sinkscope.sinks.patch import patch as measured
 from sinkscope.sinks.patch_tables import Outcome, Patched, Reading
+from sinkscope.sinks.spikes.controls import OtherNeurons
 from sinkscope.sinks.spikes.find import sinks_of, spike_of
-from sinkscope.sinks.spikes.needs import OtherNeurons
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.tokens import held_out
 

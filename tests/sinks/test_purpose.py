@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import plain_hooks as plain
 import pytest
 import torch
 
 from sinkscope.results.notation import Neuron
-from sinkscope.sinks.spikes.asked import BEGIN, purpose_of
 from sinkscope.sinks.spikes.edited import Batch, read
 from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.spikes.purpose import BEGIN, purpose_of
+from sinkscope.sinks.spikes.row_edits import OtherValue, Zeroed
 from sinkscope.sinks.spikes.why_tables import PurposeKey
 
 
@@ -26,7 +26,7 @@ def batch(bundled):
 
 def test_neurons_are_zeroed_at_the_place_alone(bundled, batch):
     sites, model = [(1, 338), (2, 5)], bundled.target.hf
-    edited = replace(batch, edits=[tuple(map(Neuron.of, sites))], edit_of=torch.zeros(4, dtype=torch.long))
+    edited = batch.under(Zeroed([tuple(map(Neuron.of, sites))], torch.zeros(4, dtype=torch.long)))
     with plain.zeroed(model, sites, 0):
         expected = plain.losses(model, batch.ids)
     torch.testing.assert_close(read(edited, loss=True).loss, expected, atol=2e-4, rtol=1e-4)
@@ -50,7 +50,7 @@ def test_another_value_is_that_of_the_plain_model(bundled, batch, value):
             keep = intact[layer, :, :1]
             stack.enter_context(plain.outputs_edited(block, lambda out, keep=keep: torch.cat([keep, out[:, 1:]], 1)))
         expected = plain.losses(model, batch.ids)[:, BEGIN:]
-    seen = read(replace(batch, value=value, layers=layers), loss=True, since=BEGIN).loss[:, BEGIN:]
+    seen = read(batch.under(OtherValue(value, layers)), loss=True, since=BEGIN).loss[:, BEGIN:]
     torch.testing.assert_close(seen, expected, atol=2e-4, rtol=1e-4)
     assert float((seen - plain.losses(model, batch.ids)[:, BEGIN:]).mean().abs()) > 1e-3
 

@@ -11,9 +11,9 @@ from attack_kit import measured_spikes
 
 import sinkscope as ss
 from sinkscope.results.notation import Component, Neuron
-from sinkscope.sinks.spikes.asked import conditions_of
+from sinkscope.sinks.spikes.conditions import conditions_of
+from sinkscope.sinks.spikes.controls import MOST, by_norm
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of, why_sink
-from sinkscope.sinks.spikes.needs import MOST, by_norm
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.sentences import sufficient
 from sinkscope.sinks.spikes.survey import ratios_of

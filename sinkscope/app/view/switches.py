@@ -18,7 +18,7 @@ from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
 from sinkscope.results.notation import Head, Neuron, word_list
-from sinkscope.sinks.spikes.needs import OtherNeurons, other_neurons
+from sinkscope.sinks.spikes.controls import OtherNeurons, other_neurons
 
 FEWEST_TOKENS = 8  # of a text whose middle one can be switched
 OTHERS_SWITCH = "other neurons zeroed"

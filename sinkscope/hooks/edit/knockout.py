@@ -118,18 +118,15 @@ class _KnockoutActor(Actor):
         device, n_heads = attention.key.device, attention.query.shape[1]
         keys = chosen_positions(step.tokens.pos, self.knockout.keys).to(device)
         queries = chosen_positions(step.tokens.pos, self.knockout.queries).to(device)
+        hidden = HiddenCells(keys, None if self.knockout.queries is None else queries)
 
         def cells(query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
-            at, to = query[:, None, :, None], key[:, :, None]
-            later = to < at
-            if self.knockout.queries is not None:
-                later = _at(queries, query)[:, None, :, None] & (to != at)
-            gone = later & _at(keys, key.flatten(1)).view_as(key)[:, :, None]
+            of_heads = hidden(query, key)
             if chosen:
                 in_head = torch.zeros(n_heads, dtype=torch.bool, device=device)
                 in_head[chosen] = True
-                gone = gone & in_head[None, :, None, None]
-            return gone
+                of_heads = of_heads & in_head[None, :, None, None]
+            return of_heads
 
         attention.hide(cells)
         hidden_before = keys.cumsum(-1) - keys.int()
@@ -137,34 +134,52 @@ class _KnockoutActor(Actor):
         self.run.count("hidden", of_new_queries.sum() * (len(chosen) or n_heads))
 
 
-def _at(columns: Bool[Tensor, "batch seen"], at: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:
-    """Values of columns; False where there is none."""
-    row = torch.arange(len(at), device=at.device)[:, None]
-    return pad(columns, (0, 1))[row, at.clamp(max=columns.shape[1])]  # -1 is the last place
+@dataclass(frozen=True, eq=False)
+class HiddenCells:
+    """Cells of attention that are hidden, given columns of queries and keys; never a query's own key.
+
+    Attributes:
+        keys: The columns whose keys are hidden.
+        queries: The columns whose queries do not see them. None: all after the key.
+    """
+
+    keys: Bool[Tensor, "batch column"]
+    queries: Bool[Tensor, "batch column"] | None = None
+
+    def __call__(self, query: Int[Tensor, "batch query"], key: Int[Tensor, "batch _ key"]) -> Cells:
+        """Return which cells of these queries and keys are hidden."""
+        query_column = query[:, None, :, None]
+        key_column = key[:, :, None]
+        of_keys = _at(self.keys, key.flatten(1)).view_as(key)[:, :, None]
+        if self.queries is None:
+            return of_keys & (key_column < query_column)
+        return of_keys & _at(self.queries, query)[:, None, :, None] & (key_column != query_column)
+
+
+def _at(marked: Bool[Tensor, "batch column"], columns: Int[Tensor, "batch n"]) -> Bool[Tensor, "batch n"]:
+    """Whether columns are marked; False where there is none."""
+    row = torch.arange(len(columns), device=columns.device)[:, None]
+    with_none = pad(marked.to(columns.device), (0, 1))  # -1 is the last place
+    return with_none[row, columns.clamp(max=marked.shape[1])]
 
 
 @contextmanager
-def keys_hidden(target: Target, layers: Sequence[int], unseen: Bool[Tensor, "row query key"]) -> Iterator[None]:
-    """Context manager: queries do not see some keys in passes without a cache; each sees itself.
+def keys_hidden(target: Target, layers: Sequence[int], cells: HiddenCells) -> Iterator[None]:
+    """Context manager: queries do not see some keys in passes without a cache.
 
     Args:
         target: The model.
         layers: The layers.
-        unseen: Which queries do not see which keys.
+        cells: Which queries do not see which keys.
 
     Raises:
         UnsupportedError: No key can be hidden in the model.
     """
     check_keys_hidable(target)
 
-    def unseen_at(query: Int[Tensor, "row query"], key: Int[Tensor, "row _ key"]) -> Cells:
-        row = torch.arange(len(query), device=query.device)[:, None, None, None]
-        at, to = query[:, None, :, None], key[:, :, None]
-        return unseen.to(query.device)[row, at, to] & (at != to)
-
     def hide(call: Attention) -> None:
         if call.layer in layers:
-            call.hide(unseen_at)
+            call.hide(cells)
 
     with tapped(target, Listener(hide)):
         yield

@@ -27,16 +27,20 @@ from sinkscope.measure import Setup, measurement
 from sinkscope.measure.margin import count_above, mean_of
 from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, whole
-from sinkscope.sinks.spikes.asked import SpikeCircuit, conditions_of, effects_of, purpose_of
+from sinkscope.sinks.spikes.conditions import conditions_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.edited import left_at_place
+from sinkscope.sinks.spikes.effects import SpikeCircuit, effects_of
 from sinkscope.sinks.spikes.marks import heads_that_mark, marks_of
-from sinkscope.sinks.spikes.needs import like_needs, needs_of
+from sinkscope.sinks.spikes.needs import Needs, like_needs, needs_of
+from sinkscope.sinks.spikes.purpose import purpose_of
 from sinkscope.sinks.spikes.result import FindSinks, SpikeResult, WhySink
 from sinkscope.sinks.spikes.sentences import sufficient
 from sinkscope.sinks.spikes.spike import (
+    Parts,
     PlaceKey,
     PlaceKind,
+    Spike,
     at_position,
     attended,
     find_spikes,
@@ -45,6 +49,7 @@ from sinkscope.sinks.spikes.spike import (
 )
 from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.spikes.tables import Attended, AttendedKind, Attention, Largest, Size, Writer
+from sinkscope.sinks.spikes.why_tables import Constancy
 from sinkscope.sinks.spikes.writers import components_of, shares_on
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
 
@@ -130,8 +135,8 @@ def _sinks_of(setup: Setup) -> Sinks:
             others.remove(spike)
             circuits.append(SpikeCircuit(spike, reported, needs_of(spike, others)))
         setup.progress("spikes", len(circuits) + len(alike), len(spikes))
-    for some in (circuits, alike):
-        some.sort(key=attrgetter("heads"), reverse=True)
+    circuits.sort(key=attrgetter("heads"), reverse=True)
+    alike.sort(key=attrgetter("heads"), reverse=True)
     return Sinks(survey, report, (*circuits, *alike))
 
 
@@ -142,23 +147,28 @@ def answers_of(sinks: Sinks, seed: int) -> dict[SpikeCircuit, dict[str, tuple[Ro
         sinks: The spikes.
         seed: Seed of ordinary positions and tokens.
     """
-    asked = [one for one in sinks.at_first if one.like is None and one.reported.survey is sinks.report]
-    answers: dict[SpikeCircuit, dict[str, tuple[Row, ...]]] = {circuit: {} for circuit in asked}
-    for circuit in sinks.spikes[: not asked]:
-        place = circuit.spike.place.label.words
-        warn(f"what makes the sink is asked of the first token, and this spike is at {place}")
-    if not asked:
+    circuits: list[SpikeCircuit] = []
+    for circuit in sinks.at_first:
+        if circuit.like is None and circuit.reported.survey is sinks.report:
+            circuits.append(circuit)
+    if not circuits:
+        for circuit in sinks.spikes:
+            place = circuit.spike.place.label.words
+            warn(f"what makes the sink is asked of the first token, and this spike is at {place}")
         return {}
-    spikes = [circuit.reported for circuit in asked]
-    begins = min(spike.layers[0] for spike in spikes)
+    spikes = [circuit.reported for circuit in circuits]
+    first_layer = min(spike.layers[0] for spike in spikes)
+    answers: dict[SpikeCircuit, dict[str, tuple[Row, ...]]] = {}
     try:
         check_attention_visible(sinks.survey.target)
-        for circuit, rows in zip(asked, conditions_of(spikes, seed), strict=True):
-            enough = next(iter(sufficient(rows)), ())
-            constant = constancy_of(circuit.reported, begins, enough, seed) if rows else []
-            answers[circuit] |= {"conditions": tuple(rows), "constant": tuple(constant)}
-        for circuit, rows in zip(asked, purpose_of(asked), strict=True):
-            answers[circuit]["purpose"] = tuple(rows)
+        conditions = conditions_of(spikes, seed)
+        purposes = purpose_of(circuits)
+        for circuit, rows, purpose in zip(circuits, conditions, purposes, strict=True):
+            constant: list[Constancy] = []
+            if rows:
+                causes = next(iter(sufficient(rows)), ())
+                constant = constancy_of(circuit.reported, first_layer, causes, seed)
+            answers[circuit] = {"conditions": tuple(rows), "constant": tuple(constant), "purpose": tuple(purpose)}
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
         return {}
@@ -207,36 +217,50 @@ def attention_of(sinks: Sinks, tokenizer: Any) -> list[Attention]:
     Then the sink rate of position 0, heads that attend to learned sink logits, and places that heads attend to and at
     which there is no spike.
     """
-    survey = sinks.survey
     report = sinks.report
-    layers = sinks.report.target.attending
+    layers = report.target.attending
     total = whole(len(layers) * report.target.n_heads)
     place = PlaceKey(PlaceKind.FIRST)
     mask = at_position(report.ids, 0)
-    for circuit in sinks.spikes[:1]:
-        if circuit.heads and circuit.reported.survey is report:
-            place = circuit.reported.place.label.key
-            mask = circuit.reported.place.mask
+    first = next(iter(sinks.spikes), None)
+    if first is not None and first.heads and first.reported.survey is report:
+        place = first.reported.place.label.key
+        mask = first.reported.place.mask
     received = report.received(mask)[layers][:, :, mask.any(1)]
     rate = mean_of(report.sink_rate, "share")
-    learned = int((report.learned.mean(-1) > READS).sum())
     length = whole(report.ids.shape[1])
     rows = [
         Attention(key=Attended(AttendedKind.PLACE, place), heads=count_above(received, READS), total=total),
         Attention(key=Attended(AttendedKind.SINK_RATE), share=rate, length=length, eps=Mean(READS)),
     ]
-    if learned:
-        rows.append(Attention(key=Attended(AttendedKind.LEARNED), heads=whole(learned), total=total))
-    there = attended(survey)
-    without = list[Attention]()
+    n_learned = int((report.learned.mean(-1) > READS).sum())
+    if n_learned:
+        rows.append(Attention(key=Attended(AttendedKind.LEARNED), heads=whole(n_learned), total=total))
+    return [*rows, *attention_without_spike(sinks, tokenizer, total)]
+
+
+def attention_without_spike(sinks: Sinks, tokenizer: Any, total: Mean) -> list[Attention]:
+    """Return the places that heads attend to and at which there is no spike, most heads first.
+
+    Args:
+        sinks: The spikes.
+        tokenizer: Its `decode` gives words for places.
+        total: Number of all heads that attend.
+    """
+    survey = sinks.survey
+    report = sinks.report
+    layers = report.target.attending
+    positions = attended(survey)
     for circuit in sinks.spikes:
-        there &= ~circuit.spike.place.mask
-    for other in split_by_label(survey.ids, there, tokenizer.decode):
-        heads = int((report.received(other.matches(report.ids)).nanmean(-1)[layers] > READS).sum())
-        if heads >= SINK_HEADS:
-            key = Attended(AttendedKind.PLACE_WITHOUT_SPIKE, other.label.key)
-            without.append(Attention(key=key, heads=whole(heads), total=total))
-    return [*rows, *sorted(without, key=lambda row: -row["heads"].value)]
+        positions &= ~circuit.spike.place.mask
+    rows: list[Attention] = []
+    for place in split_by_label(survey.ids, positions, tokenizer.decode):
+        received = report.received(place.matches(report.ids)).nanmean(-1)
+        n_heads = int((received[layers] > READS).sum())
+        if n_heads >= SINK_HEADS:
+            key = Attended(AttendedKind.PLACE_WITHOUT_SPIKE, place.label.key)
+            rows.append(Attention(key=key, heads=whole(n_heads), total=total))
+    return sorted(rows, key=lambda row: -row["heads"].value)
 
 
 def largest_of(report: Survey, tokenizer: Any) -> Largest:
@@ -255,36 +279,6 @@ def record_of(sinks: Sinks, circuit: SpikeCircuit, tables: Mapping[str, Any]) ->
         tables: What was measured of it beyond, by the fields of its record.
     """
     spike = circuit.reported
-    needs = circuit.needs
-    place = spike.place.mask
-    layers = spike.survey.target.attending
-    over = spike.survey.norms[spike.highest, place] / spike.survey.typical_norm[spike.highest]
-    ratio = mean_of(mean_by_row(over, place)[spike.texts])
-    assert ratio is not None
-    left = mean_of(left_at_place(spike, [needs.needed])[0, 0], "share") if needs.needed else None
-    size = Size(
-        norm_before=Mean(float(spike.survey.entered[spike.layers[0], place].norm(dim=-1).mean())),
-        norm_after=Mean(float(spike.survey.norms[spike.peak, place].mean())),
-        ratio=replace(ratio, value=float(over.mean())),
-        norm_at_ratio=Mean(float(spike.survey.norms[spike.highest, place].mean())),
-        typical=Mean(float(spike.survey.typical_norm[spike.highest])),
-        heads=count_above(spike.attention, READS),
-        total=whole(sum(layer in spike.reading_layers for layer in layers) * spike.attention.shape[1]),
-        left=left,
-    )
-    written = shares_on(spike, needs.neutral)
-    writers = list[Writer]()
-    for unit, without in needs.alone.items():
-        for neuron in unit:
-            writers.append(
-                Writer(
-                    key=neuron,
-                    share=written[neuron][0],
-                    role=needs.role(unit),
-                    left=Mean(without[0], kind="share"),
-                    neutral=Mean(needs.neutral[neuron]),
-                )
-            )
     components, erasers = components_of(spike)
     return SpikeResult(
         place=spike.place.label,
@@ -292,13 +286,55 @@ def record_of(sinks: Sinks, circuit: SpikeCircuit, tables: Mapping[str, Any]) ->
         peak=spike.peak,
         highest=spike.highest,
         dims=spike.dims,
-        needed=needs.needed,
+        needed=circuit.needs.needed,
         like=None if circuit.like is None else sinks.spikes.index(circuit.like),
         held_out=spike.survey is sinks.report,
         texts=tuple(spike.texts.tolist()),
-        size=size,
-        writers=tuple(sorted(writers, key=lambda row: -row.share.value)),
+        size=size_of(spike, circuit.needs.needed),
+        writers=writer_rows(spike, circuit.needs),
         components=tuple(components),
         erasers=tuple(erasers),
         **tables,
     )
+
+
+def size_of(spike: Spike, needed: Parts) -> Size:
+    """Return how large a spike is, how many heads read it, and what is left of it without the needed parts."""
+    survey = spike.survey
+    place = spike.place.mask
+    norms = survey.norms[spike.highest, place]
+    over = norms / survey.typical_norm[spike.highest]
+    ratio = mean_of(mean_by_row(over, place)[spike.texts])
+    assert ratio is not None
+    left = None
+    if needed:
+        left = mean_of(left_at_place(spike, [needed])[0, 0], "share")
+    n_layers = sum(layer in spike.reading_layers for layer in survey.target.attending)
+    return Size(
+        norm_before=Mean(float(survey.entered[spike.layers[0], place].norm(dim=-1).mean())),
+        norm_after=Mean(float(survey.norms[spike.peak, place].mean())),
+        ratio=replace(ratio, value=float(over.mean())),
+        norm_at_ratio=Mean(float(norms.mean())),
+        typical=Mean(float(survey.typical_norm[spike.highest])),
+        heads=count_above(spike.attention, READS),
+        total=whole(n_layers * spike.attention.shape[1]),
+        left=left,
+    )
+
+
+def writer_rows(spike: Spike, needs: Needs) -> tuple[Writer, ...]:
+    """Return what each candidate writes of a spike, and what its removal does, the largest share first."""
+    written = shares_on(spike, needs.neutral)
+    rows: list[Writer] = []
+    for unit, left in needs.alone.items():
+        for neuron in unit:
+            share, _ = written[neuron]
+            row = Writer(
+                key=neuron,
+                share=share,
+                role=needs.role(unit),
+                left=Mean(left[0], kind="share"),
+                neutral=Mean(needs.neutral[neuron]),
+            )
+            rows.append(row)
+    return tuple(sorted(rows, key=lambda row: -row.share.value))

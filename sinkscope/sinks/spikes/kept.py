@@ -14,7 +14,7 @@ from enum import StrEnum
 from sinkscope.measure import Setup
 from sinkscope.results.mean import Mean
 from sinkscope.results.table import Row, column, detail, optional, whole
-from sinkscope.sinks.spikes.asked import measure
+from sinkscope.sinks.spikes.cases import case_of, effect_of
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.record import SpikeResult
 from sinkscope.sinks.spikes.result import FindSinks
@@ -213,4 +213,5 @@ def effect_of_set(setup: Setup, spike: SpikeResult, first: SpikeResult) -> Effec
     )
     found = circuit.reported
     layers = found.reading_layers if found.is_read else ()
-    return measure(Edit(Done.NEEDED), found, layers, [first.needed], parts=first.needed)
+    reading = case_of(found, [first.needed]).read(layers)
+    return effect_of(Edit(Done.NEEDED), reading, parts=first.needed)

@@ -10,7 +10,8 @@ Heads are asked at tokens that stand first, each alone, so that it sees nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, takewhile
 from statistics import median
 
@@ -23,9 +24,10 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.notation import Component, Head
 from sinkscope.results.table import whole
-from sinkscope.sinks.spikes.asked import SpikeCircuit
-from sinkscope.sinks.spikes.edited import Batch, Written, left_at_place, left_of, means_of, read, share_left
-from sinkscope.sinks.spikes.needs import RANDOM_SETS
+from sinkscope.sinks.spikes.controls import RANDOM_SETS
+from sinkscope.sinks.spikes.edited import Batch, left_at_place, left_of, read, share_left
+from sinkscope.sinks.spikes.effects import SpikeCircuit
+from sinkscope.sinks.spikes.row_edits import PartMeans, Replaced, means_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.why_tables import Mark, Marking, MarkingKey, MarkingKind
 from sinkscope.sinks.spikes.writers import components
@@ -38,6 +40,8 @@ FIRST_TOKENS = 32  # tokens that are put first
 
 Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 """What is left of a spike without each set of parts, by case; its mean over cases is what is left."""
+LeftOfComponents = Mapping[tuple[Component, ...], Sequence[float]]
+"""What is left of a spike without each set of components, strongest effect first."""
 
 
 @torch.no_grad()
@@ -50,33 +54,61 @@ def marks_of(circuit: SpikeCircuit) -> list[Mark]:
     Args:
         circuit: The spike, with what it needs.
     """
-    spike = circuit.spike
-    reported = circuit.reported
-    first = circuit.first_writer
-    rows = list[Mark]()
-    writers = [part for part in circuit.needs.needed if isinstance(part, Component) and (part.layer or 0) == first]
-    stops = writers or [Component("mlp", first)]
-    before = list(takewhile(lambda part: part not in stops, components(spike.survey.target, first)))
-    left = left_of(spike, [(part,) for part in before])
-    (least,), *_ = [*left.values(), [1.0]]  # the strongest effect is the first
-    if abs(least) >= REMOVED:
-        of_pairs = left_of(spike, [*combinations([*chain(*left)][:PAIRED], 2)])
-        (of_pair,), *_ = [*of_pairs.values(), [1.0]]
-        if abs(least) > REMAINS or abs(of_pair) < REMOVED:
-            left = of_pairs
+    before = components_before(circuit)
+    left = left_of_components(circuit.spike, before)
+    rows: list[Mark] = []
     for members, (share,) in [*left.items()][:MOST]:
-        if abs(share) > REMAINS:
-            continue
-        others = list[float]()
-        for other, (without,) in left.items():
-            if not {*other} & {*members}:
-                others.append(without)
-        along = left_at_place(reported, [members])[0, 0].expand(len(reported.texts))  # of texts that begin alike, once
-        beside = Mean(median(others), kind="share") if others else None
-        without = mean_of(along, "share")
-        assert without is not None
-        rows.append(Mark(key=members, left=without, others=beside))
+        if abs(share) <= REMAINS:
+            others = [without for other, (without,) in left.items() if not {*other} & {*members}]
+            rows.append(mark_of(circuit.reported, members, others))
     return rows
+
+
+def components_before(circuit: SpikeCircuit) -> list[Component]:
+    """Return the components before the first that writes a spike."""
+    first = circuit.first_writer
+    writers: list[Component] = []
+    for part in circuit.needs.needed:
+        if isinstance(part, Component) and (part.layer or 0) == first:
+            writers.append(part)
+    stops = writers or [Component("mlp", first)]
+    return list(takewhile(lambda part: part not in stops, components(circuit.spike.survey.target, first)))
+
+
+def left_of_components(spike: Spike, before: Sequence[Component]) -> LeftOfComponents:
+    """Return what is left of a spike without each component, or without pairs if none alone does enough."""
+    left: LeftOfComponents = left_of(spike, [(part,) for part in before])
+    least = strongest(left)
+    if least < REMOVED:
+        return left
+    pairs = [*combinations([*chain(*left)][:PAIRED], 2)]
+    left_of_pairs: LeftOfComponents = left_of(spike, pairs)
+    if least > REMAINS or strongest(left_of_pairs) < REMOVED:
+        return left_of_pairs
+    return left
+
+
+def strongest(left: LeftOfComponents) -> float:
+    """Return how little the strongest effect leaves, which is the first; all is left without any."""
+    for shares in left.values():
+        return abs(shares[0])
+    return 1.0
+
+
+def mark_of(reported: Spike, members: tuple[Component, ...], others: Sequence[float]) -> Mark:
+    """Return the row of a mark.
+
+    Args:
+        reported: The spike, in texts that did not choose the mark.
+        members: The components.
+        others: What others leave of the spike.
+    """
+    left = left_at_place(reported, [members])[0, 0]
+    by_text = left.expand(len(reported.texts))  # texts that begin alike are read once
+    without = mean_of(by_text, "share")
+    assert without is not None
+    beside = Mean(median(others), kind="share") if others else None
+    return Mark(key=members, left=without, others=beside)
 
 
 # --- heads, at many tokens ---
@@ -97,42 +129,75 @@ def heads_that_mark(setup: Setup, circuit: SpikeCircuit) -> tuple[list[Marking],
         that mark, without as many others, and without each head that takes half of it from a token; and the tokens that
         have it.
     """
-    spike = circuit.spike
-    target = setup.target
     words = sample_tokens(tokens_of_text(setup), FIRST_TOKENS, setup.seed)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
-    heads = heads_up_to(target, circuit.first_writer)
     tried = torch.tensor(words)
-    means = means_of(spike, heads)
-    has = along_first(spike, tried, [], means)[0] >= HALF
-    having = token_texts(target, tried[has].tolist())
+    heads = heads_up_to(setup.target, circuit.first_writer)
+    means = means_of(circuit.spike, heads)
+    has_spike = along_first(circuit.spike, tried, [], means)[0] >= HALF
+    at_tokens = AtTokens(circuit.spike, tried[has_spike], means)
+    having = token_texts(setup.target, at_tokens.tokens.tolist())
+    rows = [Marking(key=MarkingKey(MarkingKind.NONE), have=whole(len(having)), tried=whole(len(words)))]
+    if having and heads:
+        rows += marking_rows(at_tokens, heads, setup.seed)
+    return rows, having
 
-    def judge(sets: Sequence[Parts]) -> Float[Tensor, "edit token"]:
-        along = along_first(spike, tried[has], sets, means)
+
+@dataclass(frozen=True, eq=False)
+class AtTokens:
+    """A spike at tokens that stand first, each alone.
+
+    Attributes:
+        spike: The spike.
+        tokens: The tokens, all of which have it.
+        means: What replaced heads write instead.
+    """
+
+    spike: Spike
+    tokens: Int[Tensor, " token"]
+    means: PartMeans
+
+    def along(self, sets: Sequence[Parts]) -> Float[Tensor, "state token"]:
+        """Return the projection of each token on the spike's direction: intact, then without each set of heads."""
+        return along_first(self.spike, self.tokens, sets, self.means)
+
+    def left(self, sets: Sequence[Parts]) -> Float[Tensor, "set token"]:
+        """Return what is left of the spike without each set of heads."""
+        along = self.along(sets)
         return share_left(along[1:], along[:1])
 
-    rows = [Marking(key=MarkingKey(MarkingKind.NONE), have=whole(len(having)), tried=whole(len(words)))]
-    if not having or not heads:
-        return rows, having
-    along = along_first(spike, tried[has], [(head,) for head in heads], means)
-    order, marking = marking_heads(heads, share_left(along[1:], along[:1]), judge)
-    rows.append(
-        Marking(key=MarkingKey(MarkingKind.ALL), left=mean_of(judge([heads])[0], "share"), count=whole(len(heads)))
-    )
+
+def marking_rows(at_tokens: AtTokens, heads: tuple[Head, ...], seed: int) -> list[Marking]:
+    """Return what is left without all heads, without the fewest that mark, without as many others, and without each.
+
+    Args:
+        at_tokens: The spike at tokens that have it.
+        heads: The heads before the neurons that write it.
+        seed: Seed of the other heads.
+    """
+    along = at_tokens.along([(head,) for head in heads])
+    order, marking = marking_heads(heads, share_left(along[1:], along[:1]), at_tokens.left)
+    rows = [marking_row(MarkingKind.ALL, at_tokens.left([heads])[0], len(heads))]
     marks = tuple(head for head in heads if head in marking)
     if marks:
-        left = mean_of(judge([marks])[0], "share")
-        rows.append(Marking(key=MarkingKey(MarkingKind.FEWEST), marking=marks, left=left, count=whole(len(marks))))
-        others = [head for head in order if head not in marks]
-        if len(others) >= len(marks):
-            generator = draws(setup.seed, "heads beside those that mark")
-            left = judge([tuple(some_of(others, len(marks), generator)) for _ in range(RANDOM_SETS)])
-            rows.append(Marking(key=MarkingKey(MarkingKind.RANDOM), left=mean_of(left[left.mean(1).argmin()], "share")))
+        fewest = marking_row(MarkingKind.FEWEST, at_tokens.left([marks])[0], len(marks))
+        rows.append(replace(fewest, marking=marks))
+    others = [head for head in order if head not in marks]
+    if marks and len(others) >= len(marks):
+        generator = draws(seed, "heads beside those that mark")
+        sets = [tuple(some_of(others, len(marks), generator)) for _ in range(RANDOM_SETS)]
+        left = at_tokens.left(sets)
+        rows.append(marking_row(MarkingKind.RANDOM, left[left.mean(1).argmin()]))
     for head, left in zip(heads, along[1:] / along[0], strict=True):
         if bool((left < HALF).any()):
             rows.append(Marking(key=MarkingKey(MarkingKind.HEAD, head), left=mean_of(left, "share")))
-    return rows, having
+    return rows
+
+
+def marking_row(kind: MarkingKind, left: Float[Tensor, " token"], count: int | None = None) -> Marking:
+    """Return the row of a set of heads: what is left without them, and how many they are."""
+    return Marking(key=MarkingKey(kind), left=mean_of(left, "share"), count=None if count is None else whole(count))
 
 
 def marking_heads(
@@ -172,19 +237,21 @@ def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:
 
 
 def along_first(
-    spike: Spike, tokens: Int[Tensor, " token"], edits: Sequence[Parts], means: Written
+    spike: Spike, tokens: Int[Tensor, " token"], sets: Sequence[Parts], means: PartMeans
 ) -> Float[Tensor, "state token"]:
     """Project each token, which stands alone, on a spike's direction, as a share of the spike: intact, then edited.
 
     Args:
         spike: The spike of the first token.
         tokens: The tokens.
-        edits: The heads that each edit replaces.
+        sets: Sets of heads that are replaced in turn.
         means: What replaced heads write instead.
     """
-    every: list[Parts] = [(), *edits]
-    edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
-    ids = tokens.repeat(len(every))[:, None]
-    everywhere = torch.ones_like(ids, dtype=torch.bool)[:, None]
-    batch = Batch((spike,), ids, everywhere, every, edit_of=edit_of, values=means)
-    return read(batch).along[:, 0].reshape(len(every), -1)
+    with_intact: list[Parts] = [(), *sets]
+    set_of = torch.arange(len(with_intact)).repeat_interleave(len(tokens))
+    ids = tokens.repeat(len(with_intact))[:, None]
+    places = torch.ones_like(ids, dtype=torch.bool)[:, None]
+    batch = Batch((spike,), ids, places)
+    if any(sets):
+        batch = batch.under(Replaced(with_intact, set_of, means))
+    return read(batch).along[:, 0].reshape(len(with_intact), -1)

@@ -5,42 +5,25 @@
 2. Remove each candidate alone: what lowers the spike is a writer, what raises it or lowers another spike more is not.
 
 Neurons are zeroed at the place alone, equal neurons as one.
-
-Controls of what the needed neurons do are sets of other neurons that write as much:
-
-1. The busiest other neurons of the same layers: the largest mean written norm first, until they write as much as the
-   neurons that are compared, in norm. So a neuron that is split into many does not enlarge the control.
-2. Random sets of other neurons of these layers that write as much.
-3. More than two thirds of a layer are the layer, and no control: then the busiest others in equal number stand instead,
-   with the share that they write.
-
-A draw goes by an order that is measured, so that it is the same however a model numbers its parts. Norms are rounded
-for it, because their last digits differ by machine.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from math import inf
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.hooks.edit.base import under
 from sinkscope.models.arithmetic import product
-from sinkscope.models.draws import draws
-from sinkscope.models.neurons import LayerView, columns, neuron_at, number_of, view_layer
-from sinkscope.models.target import Target
-from sinkscope.results.notation import Component, Neuron, count_of, percent
+from sinkscope.models.neurons import neuron_at
+from sinkscope.results.notation import Component, Neuron
 from sinkscope.sinks.spikes.edited import left_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
-from sinkscope.sinks.spikes.survey import Survey, rows_at_once
-from sinkscope.sinks.spikes.tables import Done, Role, writes_enough
+from sinkscope.sinks.spikes.tables import Role
 from sinkscope.sinks.spikes.writers import (
     Unit,
     components,
@@ -48,7 +31,6 @@ from sinkscope.sinks.spikes.writers import (
     of_layer,
     shares_on,
     writers_of,
-    writing_of,
 )
 from sinkscope.sinks.thresholds import COUNTS, LIKE, NAMED, REMOVED
 
@@ -56,12 +38,6 @@ BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers
 PAIRED = 4  # components that are tried in pairs
 PREFIXES = 16  # the first units of an order are tried as sets of 1, 2, ... 16
 FEW = 4  # texts in which a set is searched
-RANDOM_SETS = 12  # random sets of heads; other components
-EQUAL_SETS = 8  # random sets of neurons that write as much, each read in a text of its own
-MOST = 2 / 3  # share of a layer's neurons that may be a control
-Sets = dict[tuple[Neuron, ...], float]
-"""Sets of neurons, each with what it writes, of what the needed ones write."""
-DIGITS = 1e-3  # relative differences of norms below this decide no order
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,33 +152,45 @@ def smallest_set(spike: Spike, members: Sequence[Unit], shares: Mapping[Unit, fl
     """
     if not members:
         return ()
+    by_effect = [*left_of(spike, members)]
+    by_share = sorted(members, key=shares.__getitem__, reverse=True)
     smallest = tuple[Unit, ...]()
     least = inf, inf
-    for order in ([*left_of(spike, members)], sorted(members, key=shares.__getitem__, reverse=True)):
-        sets = dict[Unit, tuple[Unit, ...]]()
-        for length in (*range(1, PREFIXES + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)):
-            some = tuple(order[:length])
-            sets[tuple(chain(*some))] = some
-        units = tuple[Unit, ...]()
-        share = 1.0
-        left = left_of(spike, [*sets])
-        for neurons, some in reversed(sets.items()):
-            if abs(left[neurons][0]) < REMOVED:
-                units = some
-                share = abs(left[neurons][0])
-        while len(units) > 1:  # drop the unit that adds least
-            fewer = dict[Unit, tuple[Unit, ...]]()
-            for some in combinations(units, len(units) - 1):
-                fewer[tuple(chain(*some))] = some
-            neurons, (left,) = next(iter(left_of(spike, [*fewer]).items()))
-            if abs(left) >= REMOVED:
-                break
-            units = fewer[neurons]
-            share = abs(left)
+    for order in (by_effect, by_share):
+        units, share = first_units(spike, order)
+        units, share = without_dispensable(spike, units, share)
         if units and (len(units), share) < least:
             smallest = units
             least = len(units), share
     return smallest
+
+
+def first_units(spike: Spike, order: Sequence[Unit]) -> tuple[tuple[Unit, ...], float]:
+    """Return the fewest first units of an order that leave less than a quarter, and what is left; none if none do."""
+    sets = dict[Unit, tuple[Unit, ...]]()
+    for length in (*range(1, PREFIXES + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)):
+        units = tuple(order[:length])
+        sets[tuple(chain(*units))] = units
+    left = left_of(spike, [*sets])
+    for neurons, units in sets.items():
+        share = abs(left[neurons][0])
+        if share < REMOVED:
+            return units, share
+    return (), 1.0
+
+
+def without_dispensable(spike: Spike, units: tuple[Unit, ...], share: float) -> tuple[tuple[Unit, ...], float]:
+    """Drop the unit that adds least, again and again, while less than a quarter is left; return what is left, too."""
+    while len(units) > 1:
+        fewer_units = dict[Unit, tuple[Unit, ...]]()
+        for subset in combinations(units, len(units) - 1):
+            fewer_units[tuple(chain(*subset))] = subset
+        neurons, (left,) = next(iter(left_of(spike, [*fewer_units]).items()))
+        if abs(left) >= REMOVED:
+            break
+        units = fewer_units[neurons]
+        share = abs(left)
+    return units, share
 
 
 def taking_over(spike: Spike, members: Sequence[Neuron]) -> list[Neuron]:
@@ -237,184 +225,3 @@ def components_needed(spike: Spike) -> dict[str, Parts]:
             if not needed and abs(share) < REMOVED:
                 needed = pair
     return {"needed": needed, "order": tuple(chain(*order))}
-
-
-# --- controls ---
-
-
-@torch.no_grad()
-def equal_sets(survey: Survey, units: Sequence[Unit], excluded: Iterable[Neuron], seed: int) -> dict[Done, Sets]:
-    """Choose other neurons that write as much, or as near to it as their layers come, in each MLP or expert apart.
-
-    Args:
-        survey: The survey, whose texts tell what neurons write.
-        units: The neurons that are compared.
-        excluded: Neurons that are no controls: all candidates.
-        seed: Seed of the random sets.
-
-    Returns:
-        Those that write most, in norm, and random sets, each with its mean written norm over that of the neurons that
-        are compared. Where more than two thirds of a layer's neurons would be needed for that: those that write most,
-        as many as are compared. None if no other neuron writes anything.
-    """
-    groups: dict[tuple[int, int | None], list[Unit]] = {}
-    for unit in units:
-        groups.setdefault((unit[0].layer, unit[0].expert), []).append(unit)
-    drawn: dict[int, list[Neuron]] = defaultdict(list)
-    sizes: dict[int, float] = defaultdict(float)
-    as_many: list[Neuron] = []
-    size = 0.0
-    whole = 0.0
-    enough = True
-    for (layer, expert), own in groups.items():
-        norms, total = written_norms(survey, layer, own)
-        first = number_of(survey.target, Neuron(layer, expert, 0))
-        width = survey.target.width(layer, expert)
-        whole = whole + total
-        most = int(MOST * width)
-        free = norms[first : first + width] > 0
-        for neuron in excluded:
-            if (neuron.layer, neuron.expert) == (layer, expert):
-                free[neuron.neuron] = False
-        pool = by_norm(first + free.nonzero().flatten(), norms)
-        for draw in range(1 + EQUAL_SETS if len(pool) else 0):
-            order = pool
-            if draw:
-                generator = draws(seed, f"neurons of equal norm, layer {layer}, draw {draw}")
-                order = pool[torch.randperm(len(pool), generator=generator)]
-            count = 1 + int((norms[order].cumsum(0) - total).abs().argmin())  # as near to it as these come
-            enough &= count <= most
-            members = order[: min(count, most)]
-            sizes[draw] += float(norms[members].sum())
-            for number in members.tolist():
-                drawn[draw].append(Neuron(layer, expert, number - first))
-        for number in pool[: sum(map(len, own))].tolist():
-            as_many.append(Neuron(layer, expert, number - first))
-            size += float(norms[number])
-    if not whole or not as_many:
-        return {}
-    if not enough:
-        return {Done.AS_MANY: {tuple(as_many): size / whole}}
-    known: set[frozenset[Neuron]] = set()
-    equal: dict[Done, Sets] = {}
-    for draw, members in drawn.items():
-        if frozenset(members) not in known:  # equal sets count once
-            known.add(frozenset(members))
-            done = Done.RANDOM if draw else Done.BUSIEST
-            equal.setdefault(done, {})[tuple(members)] = sizes[draw] / whole
-    return equal
-
-
-def by_norm(numbers: Int[Tensor, " some"], norms: Float[Tensor, " neuron"]) -> Int[Tensor, " some"]:
-    """Order neurons by what they write, largest norm first; those whose rounded norms are equal, by their numbers.
-
-    Args:
-        numbers: Numbers of neurons that write something, in ascending order.
-        norms: What each neuron writes.
-    """
-    steps = (norms[numbers].double().log() / DIGITS).round()
-    return numbers[steps.argsort(descending=True, stable=True)]
-
-
-@torch.no_grad()
-def written_norms(survey: Survey, layer: int, units: Sequence[Unit]) -> tuple[Float[Tensor, " neuron"], float]:
-    """Return the norm of what each neuron of a layer writes, mean over all tokens, and that of units, each as a vector.
-
-    Args:
-        survey: Its texts are read, as many as memory allows.
-        layer: The layer.
-        units: Units of the layer; their norms are summed.
-    """
-    target = survey.target
-    texts = survey.ids[: rows_at_once(survey.ids.shape[1], target.d_mlp * max(1, target.n_experts(layer)))]
-    where = torch.ones_like(texts, dtype=torch.bool)
-    rows = slice(0, len(texts))
-    view = view_layer(target, layer, texts, where, survey.start(layer, rows))
-    gain, scale = writing_of(target, view, survey.mlp[layer][rows][where])
-    total = 0.0
-    for unit in units:
-        numbers = list[int]()
-        for neuron in unit:
-            numbers.append(number_of(target, neuron))
-        written = columns(target, layer, torch.tensor(numbers)).cpu() * gain
-        vectors = product(view.post.cpu()[:, numbers] * scale, written)
-        total += float(vectors.norm(dim=1).mean())
-    return norms_of(target, view, gain, scale), total
-
-
-def norms_of(target: Target, view: LayerView, gain: Tensor, scale: Tensor) -> Float[Tensor, " neuron"]:
-    """Return the norm of what each neuron of a layer writes, mean over its positions.
-
-    Args:
-        target: The model.
-        view: The layer.
-        gain: Factor of each dimension.
-        scale: Factor of each position.
-    """
-    norms = (view.post.abs().cpu() * scale).mean(0)
-    every = torch.arange(view.post.shape[1])
-    for some in every.split(1024):
-        norms[some] *= (columns(target, view.layer, some).cpu() * gain).norm(dim=1)
-    return norms
-
-
-@dataclass(frozen=True)
-class OtherNeurons:
-    """Other neurons of the same layers, with which some neurons are compared.
-
-    Attributes:
-        neurons: The neurons: those that write most, as many as write as much together.
-        norm: The norm of what they write, over that of the neurons that are compared.
-        as_many: Whether no others write as much, and these are only as many.
-    """
-
-    neurons: tuple[Neuron, ...]
-    norm: float
-    as_many: bool
-
-    @property
-    def is_fair(self) -> bool:
-        """Whether they write enough to be compared with."""
-        return writes_enough(self.norm, as_many=self.as_many)
-
-    @property
-    def words(self) -> str:
-        """What they are: "580 other neurons of these layers, which write as much"."""
-        verb = "writes" if len(self.neurons) == 1 else "write"
-        much = f"which {verb} as much"
-        if self.as_many:
-            much = f"the busiest, which {verb} {percent(self.norm)} as much"
-        return f"{count_of(len(self.neurons), 'other neuron')} of these layers, {much}"
-
-
-def other_neurons(
-    survey: Survey, neurons: Sequence[Neuron], excluded: Iterable[Neuron], seed: int
-) -> OtherNeurons | None:
-    """Choose the control of some neurons, as `equal_sets` does: the busiest others. None: no other writes anything.
-
-    Args:
-        survey: The survey, whose texts tell what neurons write.
-        neurons: The neurons that are compared.
-        excluded: Neurons that are no controls, beside these.
-        seed: Seed of the random sets.
-    """
-    sets = equal_sets(survey, [(neuron,) for neuron in neurons], {*neurons, *excluded}, seed)
-    for done in (Done.BUSIEST, Done.AS_MANY):
-        for members, norm in sets.get(done, {}).items():
-            return OtherNeurons(members, norm, done is Done.AS_MANY)
-    return None
-
-
-def other_components(order: Sequence[Component], needed: Parts) -> list[Parts]:
-    """Return other components, each alone, the strongest first: of the same kinds, if there are such.
-
-    The embedding is left out, because everything is computed from it.
-
-    Args:
-        order: Components, strongest effect first.
-        needed: The components that are needed.
-    """
-    others = [part for part in order if part not in needed and part.layer is not None]
-    kinds = {part.kind for part in needed if isinstance(part, Component)}
-    alike = [part for part in others if part.kind in kinds] or others
-    return [(part,) for part in alike[:RANDOM_SETS]]

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.models.arithmetic import product
@@ -249,29 +249,39 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
         survey: The survey.
         tokenizer: Its `decode` gives words for places.
     """
-    spikes = list[Spike]()
+    spikes: list[Spike] = []
+    for place in split_by_label(survey.ids, (survey.ratios > STANDS_OUT).any(0), tokenizer.decode):
+        spikes += sorted(spikes_at(survey, place), key=attrgetter("layers"))
+    return spikes
+
+
+def spikes_at(survey: Survey, place: Place) -> list[Spike]:
+    """Return the spikes of a place, the highest first: each has a peak, and the layers around it in its direction."""
     states = survey.entered[1:]
     mean = states[:, survey.ordinary].mean(1)
-    for place in split_by_label(survey.ids, (survey.ratios > STANDS_OUT).any(0), tokenizer.decode):
-        found = list[Spike]()  # the highest first
-        away = states[:, place.mask].mean(1) - mean
-        size = away.norm(dim=-1)
-        over = survey.norms[:, place.mask].mean(1) / torch.tensor(survey.typical_norm)
-        free = survey.ratios[:, place.mask].mean(1) > STANDS_OUT
-        while bool(free.any()):
-            peak = int(size.masked_fill(~free, -1).argmax())
-            direction = away[peak] / size[peak]
-            carries = free & (product(away, direction) >= SAME * size)
-            first = last = peak
-            while first > 0 and carries[first - 1]:
-                first -= 1
-            while last + 1 < len(carries) and carries[last + 1]:
-                last += 1
-            highest = first + int(over[first : last + 1].argmax())
-            found.append(Spike(survey, place, mean[peak], direction, float(size[peak]), (first, last), peak, highest))
-            free[first : last + 1] = False
-        spikes += sorted(found, key=attrgetter("layers"))
+    away = states[:, place.mask].mean(1) - mean
+    size = away.norm(dim=-1)
+    over = survey.norms[:, place.mask].mean(1) / torch.tensor(survey.typical_norm)
+    free = survey.ratios[:, place.mask].mean(1) > STANDS_OUT
+    spikes: list[Spike] = []
+    while bool(free.any()):
+        peak = int(size.masked_fill(~free, -1).argmax())
+        direction = away[peak] / size[peak]
+        first, last = run_around(peak, free & (product(away, direction) >= SAME * size))
+        highest = first + int(over[first : last + 1].argmax())
+        spikes.append(Spike(survey, place, mean[peak], direction, float(size[peak]), (first, last), peak, highest))
+        free[first : last + 1] = False
     return spikes
+
+
+def run_around(peak: int, carries: Bool[Tensor, " layer"]) -> tuple[int, int]:
+    """Return the first and last of the layers around a peak that all carry its direction."""
+    first = last = peak
+    while first > 0 and carries[first - 1]:
+        first -= 1
+    while last + 1 < len(carries) and carries[last + 1]:
+        last += 1
+    return first, last
 
 
 # --- places ---
