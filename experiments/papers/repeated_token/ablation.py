@@ -115,8 +115,8 @@ def ablation(setup: Setup, *, words: Sequence[str] = PAPERS_WORDS, copies: Natur
     for key, values in shares.items():
         means = [mean_of(value) or Mean(0.0) for value in values]
         made.append(Ablated(key=key, intact=means[0], ablated=means[1], control=means[2] if len(means) > 2 else None))
-    curves = np.stack([by_row[grown].numpy() for by_row in read])
     grown = int(read[0][:, -last:].mean(1).argmax())
+    curves = np.stack([by_row[grown].numpy() for by_row in read])
     return Ablation(
         norms=tuple(made), neurons=tuple(map(str, sinks.neurons)), others=sinks.control_words, curves=curves
     )
