@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from experiments.papers.loopserve import LOOPSERVE
 from experiments.papers.repeated_token import REPEATED_TOKEN
 from sinkscope.app.cli import run
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import pathless
 from sinkscope.results.console import note, show
 from sinkscope.results.result import Result
 
 PAPERS = (REPEATED_TOKEN, LOOPGUARD, LOOPSERVE)
-PROGRAM = "python -m experiments.papers"
+PACKAGE = "experiments.papers"
+PROGRAM = f"python -m {PACKAGE}"
 MODEL = click.Option(["--model"], help="Short name, hub id, folder or .gguf file. By default the model in the package.")
 OUT = click.Option(
     ["--out"], type=click.Path(file_okay=False, path_type=Path), default=Path("papers"), help="Folder of the files."
@@ -110,6 +113,10 @@ def measure(paper: Paper, artefact: Artefact, model: str | None, out: Path, word
     command.main(args=typed, prog_name=f"sinkscope {command.name}", standalone_mode=False)
     file = paper.file_of(artefact, model, out)
     result: Any = paper.load(artefact, file)
+    chosen = [] if model is None else ["--model", model]
+    argv = ["python", "-m", PACKAGE, paper.name, artefact.name, *chosen, "--out", str(out), *words]
+    result = replace(result, provenance=replace(result.provenance, argv=tuple(map(pathless, argv))))
+    result.save(file)
     if type(result).figure is not Result.figure:
         try:
             write_png(result.figure(), file.with_suffix(".png"))

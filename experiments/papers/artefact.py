@@ -89,9 +89,12 @@ class Paper:
         """Return the command of sinkscope that answers an artefact, or that of its measurement."""
         if artefact.command:
             return COMMANDS[artefact.command.partition(" ")[0]]
-        place = f"{__package__}.{self.folder}.{artefact.module}:{artefact.module}"
         kind = artefact.module.replace("_", "-")
-        return other_command(kind, EntryPoint(kind, place, ""))
+        return other_command(kind, EntryPoint(kind, f"{self.place_of(artefact)}:{artefact.module}", ""))
+
+    def place_of(self, artefact: Artefact) -> str:
+        """Return the module that answers an artefact; empty if a command of the package does."""
+        return f"{__package__}.{self.folder}.{artefact.module}" if artefact.module else ""
 
     def words_of(self, artefact: Artefact, model: str | None, out: Path) -> list[str]:
         """Return what is typed behind the command.
@@ -123,7 +126,7 @@ class Paper:
         """Read a result of an artefact."""
         if artefact.command:
             return Result.load(file)
-        measurement = getattr(import_module(f"{__package__}.{self.folder}.{artefact.module}"), artefact.module)
+        measurement = getattr(import_module(self.place_of(artefact)), artefact.module)
         return measurement.result.load(file)
 
     @property
