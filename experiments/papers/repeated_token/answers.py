@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from experiments.papers.repeated_token.circuit import Word, first_tokens, sink_neurons_of
@@ -56,7 +57,7 @@ class Answers(Result):
 
     def mean(self, key: str) -> Mean:
         """Return the mean of a column over words."""
-        return mean_of([row[key].value for row in self.answers]) or Mean(0.0)
+        return mean_of(np.array([row[key].value for row in self.answers])) or Mean(0.0)
 
     def conclusion(self) -> str:
         """Return how much of the answers is the word, without the patch, with it and with a patch of others."""
