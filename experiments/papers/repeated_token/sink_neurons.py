@@ -48,8 +48,8 @@ class Record(
     table="records",
     title="model",
     note="Neurons: the fewest of the five that write most at BOS, in norm, without which BOS keeps less than half of "
-    "its norm. Repeats: the median word's first number of copies with half of the norm of BOS (the paper states no "
-    "criterion). Left: norm of BOS with the neurons zeroed.",
+    "its norm. Repeats: the first number of copies with half of the norm of BOS, median of the words that reach it (the "
+    "paper states no criterion). Left: norm of BOS with the neurons zeroed.",
 ):
     """A row of Table 1."""
 
@@ -75,18 +75,23 @@ class SinkNeuronsTable(Result):
         records: This model, then the paper's.
         norms: Norm of BOS and the median of later tokens after each layer, of the first text.
         found: The sink neurons.
+        words: Number of words that were repeated.
+        reached: How many of them reach half of the norm of BOS.
     """
 
     records: tuple[Record, ...]
     norms: Float[np.ndarray, "token layer"]
     found: tuple[str, ...]
+    words: int
+    reached: int
 
     def conclusion(self) -> str:
         """Return the neurons, what is left without them, and what the next ones leave."""
         row = self.records[0]
-        repeats = "no word reaches half of it"
+        repeats = f"none of {self.words} words reaches half of it"
         if row.repeats is not None:
-            repeats = f"words have half of it after {row.text('repeats')} copies (median)"
+            reached = f"{self.reached} of {self.words} words"
+            repeats = f"{reached} have half of it, after {row.text('repeats')} copies (median)"
         left = f"without {word_list(self.found, 3)} BOS keeps {row.text('left')} of its norm"
         return f"In layer {row.text('layer')}, {left} (as a control, without as many others that write next most: " + (
             f"{row.text('control')}); {repeats}."
@@ -144,7 +149,8 @@ def sink_neurons(setup: Setup, *, copies: Natural = 1024) -> SinkNeuronsTable:
         numbers = ", ".join(map(str, neurons))
         published.append(Record(key=Model(name, is_published=True), repeats=count, layer=at, neurons=numbers))
     curves = torch.stack([grown[:, 0], grown[:, 1:].median(1).values]).numpy()
-    return SinkNeuronsTable(records=(row, *published), norms=curves, found=tuple(map(str, order[:found])))
+    names = tuple(map(str, order[:found]))
+    return SinkNeuronsTable(records=(row, *published), norms=curves, found=names, words=len(words), reached=len(first))
 
 
 def written_norms(setup: Setup, layer: int) -> Float[Tensor, " neuron"]:
