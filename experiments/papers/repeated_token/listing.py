@@ -16,7 +16,7 @@ from experiments.papers.repeated_token.circuit import first_tokens, norms, sink_
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement
-from sinkscope.results.style import BLUE, bars, figure_of
+from sinkscope.results.style import BLUE, ORANGE, bars, figure_of
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.tokens import held_out, pick_tokens
 
@@ -91,9 +91,10 @@ class Listing(Result):
     def figure(self) -> Any:
         """Draw what the last copy has under each patch."""
         fig = go.Figure()
-        bars(fig, self.patches, "last", BLUE)
+        bars(fig, [row for row in self.patches if row.key.bos], "last", BLUE, "behind BOS")
+        bars(fig, [row for row in self.patches if not row.key.bos], "last", ORANGE, "copies alone", "/")
         fig.update_yaxes(tickformat=".0%", title_text="norm of the last copy")
-        return figure_of(fig, self, width=1000, height=520, bottom=160)
+        return figure_of(fig, self, width=1000, height=480)
 
 
 @measurement(loading="whole")

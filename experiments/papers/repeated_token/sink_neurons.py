@@ -48,8 +48,8 @@ class Record(
     table="records",
     title="model",
     note="Neurons: the fewest of the five that write most at BOS, in norm, without which BOS keeps less than half of "
-    "its norm. Repeats: the first number of copies with half of the norm of BOS, median of the words that reach it (the "
-    "paper states no criterion). Left: norm of BOS with the neurons zeroed.",
+    "its norm. Repeats: the first number of copies with half of the norm of BOS, median of the words that reach it "
+    "(the paper states no criterion). Left: norm of BOS with the neurons zeroed.",
 ):
     """A row of Table 1."""
 
