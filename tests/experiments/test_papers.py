@@ -22,7 +22,7 @@ SECONDS = {"repeated-token fig5": "--copies 20"}
 """Artefacts that take about a second, with the options of their smallest size."""
 SHORT = "--max-repeats 40 --tokens the"
 LONGER = {
-    "repeated-token fig1": "--max-repeats 40",
+    "repeated-token fig1": "--copies 40",
     "repeated-token fig2": SHORT,
     "repeated-token fig3": "--copies 60",
     "repeated-token fig4": "--pieces 24 --neuron 3",

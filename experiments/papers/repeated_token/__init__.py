@@ -10,7 +10,7 @@ REPEATED_TOKEN = Paper(
             "fig1",
             ("Fig. 1", "Fig. 8"),
             "How much attention do copies of a token get, layer by layer?",
-            command="repeat --quantity attention --tokens the",
+            module="attention",
             cost=Minutes(0.2, 3),
         ),
         Artefact(
