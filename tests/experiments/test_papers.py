@@ -13,7 +13,7 @@ from experiments.papers.artefact import Artefact, Paper
 from sinkscope.app.commands import COMMANDS
 
 NUMBERING = {
-    "repeated-token": ["Fig. 1-9", "Table 1-3", "Theorem 4.1", "Listing 1", "App. A-D"],
+    "repeated-token": ["Fig. 1-9", "Table 1-3", "Theorem 4.1", "Theorem D.2", "Listing 1", "App. A-D"],
     "loopguard": ["Fig. 1-5", "Table 1-3", "Lemma 1", "Eq. 1-13", "App. A-D"],
     "loopserve": ["Fig. 1-13", "Table 1-8", "Algorithm 1-6", "Theorem 1", "Obs. 1-4"],
 }
@@ -26,6 +26,7 @@ LONGER = {
     "repeated-token fig2": SHORT,
     "repeated-token fig3": "--copies 60",
     "repeated-token fig4": "--pieces 24 --neuron 3",
+    "repeated-token theorem": "--copies 40",
     "repeated-token fig6": "--sample 4 --copies 40",
     "repeated-token circuit": "",
     "repeated-token table1": "--copies 40",

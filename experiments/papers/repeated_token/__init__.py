@@ -42,6 +42,13 @@ REPEATED_TOKEN = Paper(
             cost=Minutes(0.1, 0.3),
         ),
         Artefact(
+            "theorem",
+            ("Theorem D.2", "Lemma D.1"),
+            "Does the residual stream after every layer converge as the proof says, with 1 over the number of copies?",
+            module="all_layers",
+            cost=Minutes(0.1, 0.5),
+        ),
+        Artefact(
             "fig6",
             ("Fig. 6",),
             "How many copies does each token of the vocabulary need to become a sink?",
