@@ -65,9 +65,9 @@ class AllLayers(Result):
         nearer = sum(row.last.value < row.control.value for row in self.layers)
         return (
             f"At copy {self.copies:,} the distance to the word alone is {first.text('last')} of its norm after layer "
-            f"0, at most {far.text('last')} (layer {far.key}), and falls with exponents of {first.text('exponent')} and "
-            f"{far.text('exponent')}. As a control, other words alone are farther than that copy after {nearer} of "
-            f"{len(self.layers)} layers."
+            f"0, at most {far.text('last')} (layer {far.key}), and falls with exponents of {first.text('exponent')} "
+            f"and {far.text('exponent')}. As a control, other words alone are farther than that copy after {nearer} "
+            f"of {len(self.layers)} layers."
         )
 
     def figure(self) -> Any:
