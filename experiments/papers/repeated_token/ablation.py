@@ -70,7 +70,7 @@ class Ablation(Result):
         most = max(copies, key=lambda row: row.intact.value)
         control = NO_CONTROL
         if self.others and bos.control is not None:
-            control = f"As a control, zeroing {self.others} leaves {bos.text('control')} and {most.text('control')}."
+            control = f"As a control, zeroing {self.others}, leaves {bos.text('control')} and {most.text('control')}."
         return (
             f"Zeroing {word_list(self.neurons, 3)} leaves {bos.text('ablated')} of the norm of BOS, and of copies of "
             f"{most.label}, which have {most.text('intact')} of it, {most.text('ablated')}. {control}"
@@ -79,10 +79,10 @@ class Ablation(Result):
     def figure(self) -> Any:
         """Draw the norm at each position of the sequence that grew most, as the paper's Fig. 3."""
         fig: Any = make_subplots(subplot_titles=["norm at each position of the sequence that grew most"])
-        for name, curve, colour in zip(
-            ("as it is", "sink neurons zeroed", "others zeroed"), self.curves, COLOURS, strict=False
-        ):
-            fig.add_scatter(y=curve, name=name, line={"color": colour})
+        names = ("as it is", "sink neurons zeroed", "others zeroed")
+        dashes = ("solid", "solid", "dash")  # the last lies on the first where the control does nothing
+        for name, curve, colour, dash in zip(names, self.curves, COLOURS, dashes, strict=False):
+            fig.add_scatter(y=curve, name=name, line={"color": colour, "dash": dash})
         fig.update_xaxes(title_text="position")
         fig.update_yaxes(type="log", title_text="norm")
         return figure_of(fig, self, width=900, height=460)

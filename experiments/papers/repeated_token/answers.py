@@ -80,7 +80,7 @@ class Answers(Result):
         bars(fig, self.answers, "intact", BLUE, "as it is")
         bars(fig, self.answers, "patched", GREEN, "patched", "/")
         bars(fig, self.answers, "control", GREY, "others patched", "x")
-        fig.update_yaxes(tickformat=".0%", title_text="tokens that are the word")
+        fig.update_yaxes(tickformat=".0%", range=[0, 1.02], title_text="tokens that are the word")
         return figure_of(fig, self, width=900, height=460)
 
 
