@@ -87,7 +87,7 @@ REPEATED_TOKEN = Paper(
             "patch",
             ("Sec. 5.3", "Table 2"),
             "Does a patch of the sink neurons repair copies, and what does it cost ordinary text?",
-            command="patch --out {stem}.patch.json",
+            command="patch --out {stem}.patch",
             cost=Minutes(0.2, 2),
         ),
         Artefact(

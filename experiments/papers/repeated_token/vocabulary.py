@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from jaxtyping import Bool
 
 from experiments.papers.repeated_token.circuit import Word, first_tokens, sink_neurons_of
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, measurement, optional
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement, optional
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.style import figure_of
 from sinkscope.sinks.repeat import copies_of
 from sinkscope.sinks.tokens import MAX_REPEATS, prefix_of, token_texts
 
-SAMPLE = 256
+SAMPLE = 128
 NO_SINK = ("Another", "bit", "dust")
 """Tokens that make no sink in the paper's Fig. 6."""
 AT_ONCE = 32  # tokens between two reports of progress
@@ -121,9 +122,17 @@ def vocabulary(
     reached = np.array([count is not None for count in repeats])
     first = np.array([count == 1 for count in repeats])
     row = Reached(
-        tokens=Mean(float(len(ids)), kind="count"), reached=Mean(float(reached.mean())), first=Mean(float(first.mean()))
+        tokens=Mean(float(len(ids)), kind="count"),
+        reached=share_of(reached, drawn=not every),
+        first=share_of(first, drawn=not every),
     )
     of_words: list[OfWord] = []
     for text, count in zip(token_texts(setup.target, asked), counts[len(ids) :], strict=True):
         of_words.append(OfWord(key=Word(text), copies=None if count is None else Mean(float(count), kind="count")))
     return Vocabulary(reached=(row,), words=tuple(of_words), ids=tuple(ids), repeats=tuple(repeats))
+
+
+def share_of(which: Bool[np.ndarray, " token"], *, drawn: bool) -> Mean:
+    """Return a share of tokens, with its margin if they were drawn."""
+    share = mean_of(which.astype(float)) if drawn else None
+    return share or Mean(float(which.mean()))
