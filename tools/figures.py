@@ -26,6 +26,7 @@ from pathlib import Path
 from threading import Lock
 
 from experiments.drawn import write_png
+from experiments.papers.__main__ import PAPERS
 from sinkscope.files.envelope import CODE, kinds
 from sinkscope.results.result import Result
 
@@ -33,7 +34,6 @@ ROOT = Path(__file__).parents[1]
 SMOLLM2, GEMMA = "real/smollm2-135m.gguf", "real/gemma3-270m.gguf"
 BENCH = "python -m experiments.bench_figures {} --work {work}"
 COMMANDS = {
-    "atlas": "python -m experiments.repeated_token.atlas",
     "attack": "sinkscope attack --n-tokens 4096",
     "barcode": "sinkscope barcode",
     "cache_loss": BENCH,
@@ -58,9 +58,6 @@ COMMANDS = {
     "recall_dialogues": BENCH,
     "repeat": "sinkscope repeat",
     "repeat-attention": "sinkscope repeat --quantity attention --tokens the",
-    "separate": "python -m experiments.repeated_token.separate",
-    "separate_gemma3": f"python -m experiments.repeated_token.separate --model {GEMMA} --name separate_gemma3",
-    "separate_smollm2": f"python -m experiments.repeated_token.separate --model {SMOLLM2} --name separate_smollm2",
     "why": "sinkscope why-loop",
 }
 for name, file in (("smollm2", SMOLLM2), ("gemma3", GEMMA)):
@@ -78,6 +75,30 @@ LONG = {
 }
 """Those that take more than five minutes each."""
 DRAWING = Lock()
+
+
+def of_papers() -> dict[str, str]:
+    """The command of each file of figures/papers: that in its JSON, with the folder of the real models."""
+    commands: dict[str, str] = {}
+    for file in sorted((ROOT / "figures/papers").glob("*.json")):
+        words = json.loads(file.read_text(encoding="utf-8"))["provenance"]["argv"]
+        for at, word in enumerate(words):
+            if word == "--model":
+                words[at + 1] = f"real/{words[at + 1]}"
+        commands[f"papers/{file.stem}"] = shlex.join(words)
+    return commands
+
+
+def module_of(argv: Sequence[str], kind: str) -> str:
+    """The module that makes a figure."""
+    if "-m" not in argv:
+        return kinds()[kind].module
+    module, *words = argv[argv.index("-m") + 1 :]
+    for paper in PAPERS if module == "experiments.papers" else ():
+        for artefact in paper.measured:
+            if words[:2] == [paper.name, artefact.name]:
+                return paper.place_of(artefact) or kinds()[kind].module
+    return module
 
 
 def git(*words: str) -> list[str]:
@@ -104,18 +125,18 @@ def code_of(module: str) -> list[str]:
 def stale() -> dict[str, list[str]]:
     """Files of code that changed since, for each figure that has any, the nearest first."""
     found: dict[str, list[str]] = {}
-    for file in sorted((ROOT / "figures").glob("*.json")):
+    for file in sorted((ROOT / "figures").rglob("*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         made = data["provenance"]
         argv = made.get("argv") or made["command"].split()
-        module = argv[argv.index("-m") + 1] if "-m" in argv else kinds()[data["kind"]].module
+        module = module_of(argv, data["kind"])
         named = (made.get("commit") or "").rstrip("+")
         known = named and git("rev-list", "--ignore-missing", "-1", named)
         (commit,) = known or git("log", "-1", "--format=%H", "--", str(file))
         changed = git("diff", "--name-only", commit, "--", *CODE)
         files = [one for one in code_of(module) if one in changed]
         if files:
-            found[file.stem] = files
+            found[file.relative_to(ROOT / "figures").with_suffix("").as_posix()] = files
     return found
 
 
@@ -124,7 +145,7 @@ def make(name: str) -> str:
     (head,) = git("rev-parse", "--short", "HEAD")
     work = ROOT / "runs" / head  # of this commit, so that no run goes on with answers of an earlier one
     work.mkdir(parents=True, exist_ok=True)
-    typed = (COMMANDS | LONG)[name].format(name, work=f"runs/{head}")
+    typed = (COMMANDS | LONG | of_papers())[name].format(name, work=f"runs/{head}")
     words, file = shlex.split(typed), ROOT / f"figures/{name}.json"
     is_result = words[0] == "sinkscope"
     if is_result:
@@ -149,10 +170,11 @@ def main(words: Sequence[str]) -> int:
         for name, files in old.items():
             print(f"{name}: {', '.join(files[:3])} ({len(files)} files)")
         return int(bool(old))
-    names = list(words) or [name for name in COMMANDS if name in old]
+    known = COMMANDS | LONG | of_papers()
+    names = list(words) or [name for name in known if name in old and name not in LONG]
     for name in names:
-        if name not in COMMANDS | LONG:
-            raise SystemExit(f"{name!r} is no figure: give some of {', '.join(COMMANDS | LONG)}")
+        if name not in known:
+            raise SystemExit(f"{name!r} is no figure: give some of {', '.join(known)}")
     with ThreadPoolExecutor(2) as both:
         return int(any([*both.map(make, names)]))  # one that fails does not keep the others from being made
 

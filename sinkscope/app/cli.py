@@ -90,11 +90,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
         )
     )
+    return run(program, sys.argv[1:] if argv is None else argv)
+
+
+def run(program: click.Command, argv: Sequence[str]) -> int:
+    """Run a program of click; every error is one line on standard error.
+
+    Args:
+        program: The program.
+        argv: Arguments after its name.
+
+    Returns:
+        The exit code, as of `main`.
+    """
     code = 0
     _prepare_streams()
     gc.disable()  # importing torch and transformers makes no garbage; a command turns it on when its work begins
     try:
-        words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        words = [*argv] or ["--help"]
         status = program.main(args=words, prog_name=program.name, standalone_mode=False)
         if isinstance(status, int):
             code = status

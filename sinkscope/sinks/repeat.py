@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkscope.engine.attention import AttentionRows
 from sinkscope.engine.tap import attention_rows
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Mean, Setup, mean_of, measurement
 from sinkscope.models.arithmetic import without_autocast
@@ -41,7 +41,16 @@ SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 
 
-@measurement(loading="fits")
+def refuse_all(*, tokens: Sequence[str] | None, **_: Any) -> None:
+    """Refuse the word "all" alone, by which one may mean the vocabulary."""
+    if tokens is not None and [*tokens] == ["all"]:
+        raise SinkscopeError(
+            "--tokens all is one word, and not the vocabulary: give words, with commas between them, or ' all' (with "
+            "its space) to repeat that word"
+        )
+
+
+@measurement(loading="fits", check=refuse_all)
 def repeat(
     setup: Setup,
     *,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from covering import slow
-from repository import FIGURES, ROOT
+from repository import ROOT
 
 from experiments import drawn
 from experiments.bench_figures import BenchFigure
@@ -49,17 +49,9 @@ def right_with_the_cache_and_with_lines(made: Any) -> bool:
     return scores["whole cache"] == scores["LoopServe"] == 1 > scores["random part"]
 
 
-def as_committed(made: Any) -> bool:
-    """Two tokens take as many copies as in the figure of all."""
-    whole = json.loads((FIGURES / "atlas.json").read_text())["result"]
-    at = whole["ids"].index(made["ids"][0])
-    return made["repeats"] == [counts[at : at + 2] for counts in whole["repeats"]]
-
-
 OVERHEAD = "--shape lines-128 --contexts 96 --batches 1 --new 4 --rounds 2 --budget 72 --device cpu --dtype float32"
 RECALL = json.loads((ROOT / "sinkscope/models/recall/config.json").read_text())
 CASES = {
-    "repeated_token.atlas": Case("--out {out} --tokens 300 301", "atlas.json", as_committed, {"MAX_REPEATS": 300}),
     "loopset.compare": Case(
         "--out {out}/x.json",
         "x.json",
