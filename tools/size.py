@@ -1,6 +1,6 @@
 """Refuses a tree that is larger or denser than `tools/ceilings.json` allows: python -m tools.size [--lower]
 
-Code is counted in syntax nodes without docstrings, pages in words without the tables that declarations make. Sums are
+Code is counted in syntax nodes without docstrings, pages in words without comments and the tables that declarations make. Sums are
 bounds and no goal: what reads plainly may grow. So nodes a statement and the largest function are refused as well, and
 nothing becomes shorter by becoming dense. Kernels of Triton are counted in the sums alone.
 
@@ -32,8 +32,8 @@ KERNELS = {
     "sinkscope/sparse/triton_sums.py": ("_sampled", "_scores", "_normalisers", "_step", "_sums", "_held"),
 }
 """Functions that Triton compiles, by file: it takes no objects, so they have long rows of arguments."""
-MADE = re.compile(r"^<!-- columns: .*?^<!-- end of columns -->", re.M | re.S)
-"""Tables of columns, which tools/outputs.py writes from declarations."""
+MADE = re.compile(r"^<!-- columns: .*?^<!-- end of columns -->|<!--.*?-->", re.M | re.S)
+"""Tables of columns, which tools/outputs.py writes from declarations, and comments, which bind numbers to figures."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
