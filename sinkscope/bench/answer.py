@@ -113,29 +113,26 @@ def answer_rows(
     started = time.perf_counter()
     ids, mask = padded_rows(target, rows)
     pad = padding_of(target)
-    processors: list[Processor] = [] if logits is None else [partial(_keep_logits, logits)]
-    if sampler is not None:
-        processors.append(sampler)
+    options = decoding(target, do_sample=False, pad_token_id=pad)
+    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
+    processors = processors_of(sampler, logits)
     if along:
         new = max(map(len, along))
         processors.append(forced_answers(padded(along, new, pad), ids.shape[1]))
-    options = decoding(target, do_sample=False, pad_token_id=pad)
-    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
-    options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new, "logits_processor": processors}
+    options["logits_processor"] = processors
     held = _HeldAfterCalls()
     with under(None if edit is None else edit | held, target) as run, torch.no_grad():
-        output = target.hf.generate(**options)
+        output = target.hf.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, **options)
     seconds = (time.perf_counter() - started) / len(rows)
     written = [to_end(ids_of_row, end_ids(target)) for ids_of_row in output[:, ids.shape[1] :].tolist()]
+    events = [] if run is None else run.events
     answers: list[Answer] = []
     for row, tokens in enumerate(along or written):
-        costs = CacheCosts.of_full_cache(len(rows[row]), len(tokens))
-        events: Sequence[Event] = ()
-        if run is not None:
-            costs = held.costs(row, len(tokens))
-            events = run.events
-        metrics = metrics_of(costs, events, row, n_prompt=len(rows[row]), n_written=len(tokens), seconds=seconds)
-        answers.append(answer_of(target, tokens, metrics, row_events(events, row, len(tokens)), is_given=bool(along)))
+        n_prompt = len(rows[row])
+        n_written = len(tokens)
+        costs = CacheCosts.of_full_cache(n_prompt, n_written) if run is None else held.costs(row, n_written)
+        metrics = metrics_of(costs, events, row, n_prompt=n_prompt, n_written=n_written, seconds=seconds)
+        answers.append(answer_of(target, tokens, metrics, row_events(events, row, n_written), is_given=bool(along)))
     return answers
 
 
@@ -161,6 +158,14 @@ def padded_rows(target: Target, rows: Sequence[list[int]]) -> tuple[Tensor, Tens
     mask = [torch.ones_like(row) for row in ids]
     padded = pad_sequence(ids, batch_first=True, padding_value=padding_of(target), padding_side="left")
     return padded, pad_sequence(mask, batch_first=True, padding_side="left")
+
+
+def processors_of(sampler: Processor | None, logits: list[Logits] | None) -> list[Processor]:
+    """Return what keeps logits, if they are asked for, and then what draws tokens, if they are drawn."""
+    processors: list[Processor] = [] if logits is None else [partial(_keep_logits, logits)]
+    if sampler is not None:
+        processors.append(sampler)
+    return processors
 
 
 def _keep_logits(logits: list[Logits], _: Any, scores: Logits) -> Logits:

@@ -309,12 +309,9 @@ def barcode(
     loop = end_loop(row)
     tail = loop or Tail(1, prompt_tokens, 0)
     ordinary: list[int] = text_rows(setup.target.tokenizer, setup.halves.choose, 1, len(row), setup.bos)[0].tolist()
-    scores, pictures = _record(setup, row, prompt_tokens, layers, tail.period)
-    control_scores, control_pictures = _record(setup, ordinary, prompt_tokens, layers, tail.period)
     late = (tail.start + len(row) - 1) // 2  # numbers of heads are means from here on
-    with np.errstate(under="ignore"):  # whatever the caller has set: shares may be tiny
-        score = scores[:, :, late:].mean(2)
-        control_score = control_scores[:, :, late:].mean(2)
+    score, pictures = _scored(setup, row, prompt_tokens, layers, tail.period, late)
+    control_score, control_pictures = _scored(setup, ordinary, prompt_tokens, layers, tail.period, late)
     drawn = named or _most_changed(score - control_score, layers)
     shown = [layers.index(layer) for layer, _ in drawn], [head for _, head in drawn]
     return Barcode(
@@ -366,6 +363,15 @@ def _row_to_read(
             "larger max_new_tokens, or a prompt that the model continues"
         )
     return row, prompt_tokens
+
+
+def _scored(
+    setup: Setup, ids: list[int], prompt: int, layers: list[int], shift: int, late: int
+) -> tuple[Float[np.ndarray, "layer head"], Float[np.ndarray, "layer head row column"]]:
+    """The mean scores of a text from a position on, and its pictures."""
+    scores, pictures = _record(setup, ids, prompt, layers, shift)
+    with np.errstate(under="ignore"):  # whatever the caller has set: shares may be tiny
+        return scores[:, :, late:].mean(2), pictures
 
 
 def _record(

@@ -212,11 +212,17 @@ def load(
         check_finite(hf)
         target = _ours(hf, files, tokenizer)
         if files.commit is not None:
-            hf.config._name_or_path, hf.config._commit_hash = files.repo, files.commit
-            if quantization_config is None:  # else it is not the model that it was made from
-                hf.sinkscope_origin = files.commit, fingerprint_of(target)
+            _note_origin(target, files, is_quantised=quantization_config is not None)
     _show_in_notebooks()
     return hf
+
+
+def _note_origin(target: Target, files: Files, *, is_quantised: bool) -> None:
+    """Note on a model from which commit of the hub it is; one that was quantised is no longer that."""
+    target.hf.config._name_or_path = files.repo
+    target.hf.config._commit_hash = files.commit
+    if not is_quantised:
+        target.hf.sinkscope_origin = files.commit, fingerprint_of(target)
 
 
 def _show_in_notebooks() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -216,31 +217,72 @@ def faithful_lines(
     Returns:
         Which slash lines are chosen, and which vertical ones.
     """
-    keys = probs.shape[2]
-    offset = (at[:, None] - torch.arange(keys, device=at.device)).clamp(min=0)  # the future has no weight
-    largest = torch.zeros_like(probs[:, 0]).scatter_reduce_(1, offset.view(1, -1), probs.flatten(1), "amax")
-    weight = torch.cat([slash_sums(probs, at), probs.sum(1)])  # 5
-    weight[0, 0] = torch.inf  # the main diagonal stands first
-    order = weight.argsort(dim=1, descending=True, stable=True)  # 6
-    w_s, w_v = pad(weight.gather(1, order), (0, 1), value=-torch.inf).tolist()  # a list that has ended offers nothing
-    l_s, l_v = pad((keys - order).clamp(max=queries), (0, 1)).tolist()
-    w_max_s, w_max_v = torch.cat([largest, probs.amax(1)]).gather(1, order).tolist()
-    s, v = 1, 0  # 7: numbers of chosen lines, with which the lists begin
-    ol_s, ol_v = w_max_s[0], 0.0  # 8
+    lists = SortedLines.of(probs, at, queries)
     total = float(probs[0, torch.arange(len(at)), at].sum(dtype=torch.float64))
     target = alpha * float(probs.sum(dtype=torch.float64))
-    while total < target and s + v < 2 * keys:  # 9
-        dw_s = w_s[s] - ol_v  # 10 and 11
-        dw_v = w_v[v] - ol_s
-        if dw_s / max(1, l_s[s] - v) >= dw_v / max(1, l_v[v] - s):  # 12
-            ol_s += w_max_s[s]  # 13
-            total += max(0.0, dw_s)  # 14
-            s += 1
-        else:
-            ol_v += w_max_v[v]  # 16
-            total += max(0.0, dw_v)  # 17
-            v += 1
-    chosen = torch.full_like(order, not total >= target, dtype=torch.bool)  # of what is not a number, too
-    chosen[0, order[0, :s]] = True
-    chosen[1, order[1, :v]] = True
+    s, v, total = lists.chosen(total, target)
+    chosen = torch.full_like(lists.order, not total >= target, dtype=torch.bool)  # of what is not a number, too
+    chosen[0, lists.order[0, :s]] = True
+    chosen[1, lists.order[1, :v]] = True
     return chosen  # 18
+
+
+@dataclass(frozen=True, eq=False)
+class SortedLines:
+    """The slash lines and the vertical lines of one head, each list by weight, the heaviest first.
+
+    Names are those of algorithm 5 (see `faithful_lines`).
+
+    Attributes:
+        order: Numbers of the lines of both lists.
+        w_s: Weights of slash lines; of the main diagonal infinite, so that it stands first.
+        w_v: Weights of vertical lines.
+        l_s: Lengths of slash lines.
+        l_v: Lengths of vertical lines.
+        w_max_s: The largest cell of each slash line.
+        w_max_v: The largest cell of each vertical line.
+    """
+
+    order: Int[Tensor, "2 key"]
+    w_s: list[float]
+    w_v: list[float]
+    l_s: list[int]
+    l_v: list[int]
+    w_max_s: list[float]
+    w_max_v: list[float]
+
+    @classmethod
+    def of(cls, probs: Float[Tensor, "1 row key"], at: Int[Tensor, " row"], queries: int) -> SortedLines:
+        """Sort the lines of sampled queries (lines 5 and 6)."""
+        keys = probs.shape[2]
+        offset = (at[:, None] - torch.arange(keys, device=at.device)).clamp(min=0)  # the future has no weight
+        largest = torch.zeros_like(probs[:, 0]).scatter_reduce_(1, offset.view(1, -1), probs.flatten(1), "amax")
+        weight = torch.cat([slash_sums(probs, at), probs.sum(1)])  # 5
+        weight[0, 0] = torch.inf
+        order = weight.argsort(dim=1, descending=True, stable=True)  # 6
+        weights = pad(weight.gather(1, order), (0, 1), value=-torch.inf)  # a list that has ended offers nothing
+        lengths = pad((keys - order).clamp(max=queries), (0, 1))
+        cells = torch.cat([largest, probs.amax(1)]).gather(1, order)
+        return cls(order, *weights.tolist(), *lengths.tolist(), *cells.tolist())
+
+    def chosen(self, total: float, target: float) -> tuple[int, int, float]:
+        """Return how many slash and vertical lines are chosen, and what they hold (lines 7 to 17).
+
+        Args:
+            total: What the main diagonal holds.
+            target: What they should hold.
+        """
+        s, v = 1, 0  # 7: numbers of chosen lines, with which the lists begin
+        ol_s, ol_v = self.w_max_s[0], 0.0  # 8
+        while total < target and s + v < 2 * self.order.shape[1]:  # 9
+            dw_s = self.w_s[s] - ol_v  # 10 and 11
+            dw_v = self.w_v[v] - ol_s
+            if dw_s / max(1, self.l_s[s] - v) >= dw_v / max(1, self.l_v[v] - s):  # 12
+                ol_s += self.w_max_s[s]  # 13
+                total += max(0.0, dw_s)  # 14
+                s += 1
+            else:
+                ol_v += self.w_max_v[v]  # 16
+                total += max(0.0, dw_v)  # 17
+                v += 1
+        return s, v, total

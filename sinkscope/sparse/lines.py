@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import combinations, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,8 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.tap import Listener, check_attention_known, check_attention_visible, tapped
@@ -40,18 +39,22 @@ from sinkscope.results.headline import Headline, verdict_of
 from sinkscope.results.notation import Head, percent
 from sinkscope.results.style import COLOURS, figure_of
 from sinkscope.results.table import Row, Subject, column, optional
-from sinkscope.sparse.attention import Scores, line_sums
-from sinkscope.sparse.bands import Lines, lengths_of
-from sinkscope.sparse.head_lines import minference_lines, top_lines
-from sinkscope.sparse.sparse import recovered
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.line_weights import (
+    ByHead,
+    Chosen,
+    agreement_by_layer,
+    by_chance,
+    in_both,
+    mean_numbers,
+    weighed,
+)
 
 ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
 SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA = 0.1  # the paper: a tenth of the lines carries about 90 % of the attention
 PerHead = Float[np.ndarray, "eta layer head"]
-ByHead = Float[Tensor, "eta head"]
-Chosen = Bool[Tensor, "eta head kind _"]
 
 
 class On(StrEnum):
@@ -329,95 +332,25 @@ def lines(
     check_attention_known(setup.target)
     wanted = attending_layers(setup.target, layers)
     rows = texts_of(setup, texts, data, count, length)
-    every = len(wanted)
+    n_layers = len(wanted)
     read: list[tuple[Chosen, dict[str, ByHead]]] = []  # of one text after the other, layer by layer
 
     @torch.no_grad()
     def see(call: Attention) -> None:
         if call.layer in wanted and not call.is_repeated:
-            before = read[-every][0] if len(read) >= every else None
+            before = read[-n_layers][0] if len(read) >= n_layers else None
             read.append(weighed(scores_of(setup.target, call), shares, before, whole))
-            setup.progress("layers", len(read), every * len(rows))
+            setup.progress("layers", len(read), n_layers * len(rows))
 
     with setup.edited(), tapped(setup.target, Listener(see)):
         for ids in rows:
             setup.target.forward(ids[None])
-    arrays: dict[str, Any] = {}
-    for name in read[-1][1]:
-        values = torch.stack([numbers[name] for _, numbers in read if name in numbers])  # no text is before the first
-        by_text = values.unflatten(0, (-1, every))
-        arrays[name] = by_text.mean(0).transpose(0, 1).numpy()
-        if name == "mass":
-            arrays["text_mass"] = by_text.mean((1, 3)).T.numpy()
+    arrays = mean_numbers([numbers for _, numbers in read], n_layers)
     if len(rows) > 1:
-        for name, shared in (("inputs", in_both), ("inputs_random", by_chance)):
-            by_layer = [agreement([chosen for chosen, _ in read[n::every]], shared) for n in range(every)]
-            arrays[name] = torch.stack(by_layer, 1).numpy()
+        chosen = [lines_of_text for lines_of_text, _ in read]
+        arrays["inputs"] = agreement_by_layer(chosen, n_layers, in_both)
+        arrays["inputs_random"] = agreement_by_layer(chosen, n_layers, by_chance)
     return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
-
-
-def weighed(
-    scores: Scores, etas: Sequence[float], before: Chosen | None, weighs_whole: bool
-) -> tuple[Chosen, dict[str, ByHead]]:
-    """Weigh the heaviest lines of one layer and text, and those that were heaviest in the text before.
-
-    Returns:
-        The heaviest lines, and what is measured of them under the names of `LineWeights`.
-    """
-    keys = scores.keys
-    half = keys // 2
-    early = scores.part(0, half)
-    first_sums = line_sums(early)
-    late = scores.part(half, keys)
-    second_sums = line_sums(late)
-    sums = second_sums + pad(first_sums, (0, keys - half))
-    heaviest = top_lines(scores, sums, etas, weighs_whole=weighs_whole)
-    by_mass = Lines.of(heaviest[..., 0, :], heaviest[..., 1, :], keys)
-    as_many = (by_mass.cells() + 0.5) / by_mass.grid.cells  # whatever is rounded
-    choices = {"mass": by_mass, "near_mass": nearest_of(by_mass), "last_mass": minference_lines(scores, share=as_many)}
-    if before is not None:  # what a text of another length has, too
-        columns, offsets = pad(before, (0, keys - before.shape[-1])).unbind(-2)
-        choices["other_mass"] = Lines.of(columns, offsets, keys)
-    numbers = {name: recovered(scores, lines) for name, lines in choices.items()}
-    numbers["cells"] = by_mass.attended()
-    first = top_lines(early, first_sums, etas, weighs_whole=weighs_whole)
-    second = top_lines(late, second_sums, etas, weighs_whole=weighs_whole)
-    count = in_both(second, second).clamp(min=1)
-    numbers["segments"] = in_both(first, second) / count
-    numbers["segments_random"] = by_chance(first, second) / count
-    inside = top_lines(late, line_sums(late, since=half), etas, since=half, weighs_whole=weighs_whole)
-    numbers["segments_relative"] = in_both(first, inside) / in_both(inside, inside).clamp(min=1)
-    return heaviest, {name: values.double().cpu() for name, values in numbers.items()}
-
-
-def nearest_of(lines: Lines) -> Lines:
-    """Return the first column and the nearest offsets, as few as cover at least as many cells as the lines."""
-    length, _, _ = lengths_of(lines.grid, lines.columns.device)
-    with_column = len(length) + (length - 1).cumsum(0)  # each offset crosses the first column once
-    number = (with_column < lines.cells()[..., None]).sum(-1, keepdim=True) + 1
-    index = torch.arange(len(length), device=length.device)
-    return Lines.of((index == 0).expand_as(lines.columns), index < number, lines.grid.queries)
-
-
-def in_both(a: Chosen, b: Chosen) -> Int[Tensor, "eta head"]:
-    """Count the lines that are in both; a line that only the longer text has is not."""
-    keys = min(a.shape[-1], b.shape[-1])
-    return (a[..., :keys] & b[..., :keys]).sum((-2, -1))
-
-
-def by_chance(a: Chosen, b: Chosen) -> Float[Tensor, "eta head"]:
-    """Return the same for random lines, as many of each kind, on average."""
-    return (a.sum(-1) * b.sum(-1) / max(a.shape[-1], b.shape[-1])).sum(-1)
-
-
-def agreement(texts: Sequence[Chosen], count: Callable[..., Tensor]) -> ByHead:
-    """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
-    shares: list[Tensor] = []
-    for first, other in combinations(texts, 2):
-        both = count(first, other)
-        either = first.sum((-2, -1)) + other.sum((-2, -1)) - both
-        shares.append(both / either.clamp(min=1))
-    return torch.stack(shares).double().mean(0).cpu()
 
 
 def scores_of(target: Target, call: Attention) -> Scores:

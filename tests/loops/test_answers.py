@@ -153,7 +153,7 @@ def test_an_indented_line_is_read_at_once():
 def test_what_stands_before_an_answer_is_read_once(begin):
     started = time.perf_counter()
     pieces = [*pieces_in(Slow(begin.encode()), "x.txt", None, print)]
-    assert "".join(piece.said for piece in pieces) == (begin if begin.strip() else "")
+    assert "".join(piece.content for piece in pieces) == (begin if begin.strip() else "")
     assert time.perf_counter() - started < 3
 
 

@@ -195,7 +195,7 @@ def test_a_line_weighs_what_it_holds_beyond_lines_of_the_other_kind():
     query = torch.ones(1, 20, 20)
     first = Scores(query, key, 1.0)
     assert top_lines(first, line_sums(first), [0.1, 1.0]).nonzero().tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
-    assert top_lines(first, line_sums(first), [0.1], whole=True)[0, 0].sum(1).tolist() == [1, 3]
+    assert top_lines(first, line_sums(first), [0.1], weighs_whole=True)[0, 0].sum(1).tolist() == [1, 3]
     before = Scores(torch.eye(20).roll(1, 0)[None] * 100, torch.eye(20)[None], 1.0)
     chosen = top_lines(before, line_sums(before), [0.1])[0, 0]
     assert [kind.nonzero().flatten().tolist() for kind in chosen] == [[0], [1]]

@@ -9,7 +9,7 @@ end, and `answer`. The correct answer follows the chain from the key: `VALUE VAL
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, product, takewhile
 from operator import eq
@@ -113,11 +113,18 @@ def recall_dialogue(
             placed.facts[turn].append(facts[key])
     questions: list[Turn] = []
     for turn, chained in enumerate(chains):
-        answer = " ".join(word for key in chained for word in facts[key][2:])
         question = [ASK, chained[0], *QUESTION_END]
         words = _context(rng, placed.facts[turn], tokens[turn] - _FRAME, question, position)
-        questions.append(Turn(f"{TURNS[turn]} {words} {ANSWER}", (answer,)))
+        questions.append(Turn(f"{TURNS[turn]} {words} {ANSWER}", (_answer(chained, facts),)))
     return Prompt(f"recall-{seed} {position} {sum(tokens)}", tuple(questions), "recall", position)
+
+
+def _answer(keys: Sequence[str], facts: Mapping[str, list[str]]) -> str:
+    """The answer of a chain: what its facts say behind their keys."""
+    words: list[str] = []
+    for key in keys:
+        words += facts[key][2:]
+    return " ".join(words)
 
 
 def _check_numbers(tokens: Sequence[int], hops: int) -> None:
