@@ -46,21 +46,21 @@ REPEATED_TOKEN = Paper(
             ("Theorem D.2", "Lemma D.1", "App. D"),
             "Does the residual stream after every layer converge as the proof says, with 1 over the number of copies?",
             module="all_layers",
-            cost=Minutes(0.5, 0.5),
+            cost=Minutes(0.5, 0.8),
         ),
         Artefact(
             "fig6",
             ("Fig. 6",),
             "How many copies does each token of the vocabulary need to become a sink?",
             module="vocabulary",
-            cost=Minutes(1.3, 3),
+            cost=Minutes(1.3, 7.5),
         ),
         Artefact(
             "circuit",
             ("Sec. 4.3",),
             "Which heads mark the first token, and what makes a position the sink?",
             command="why-sink",
-            cost=Minutes(0.5, 2),
+            cost=Minutes(0.5, 4.5),
         ),
         Artefact(
             "table1",
@@ -88,7 +88,7 @@ REPEATED_TOKEN = Paper(
             ("Sec. 5.3", "Table 2"),
             "Does a patch of the sink neurons repair copies, and what does it cost ordinary text?",
             command="patch --out {stem}.patch",
-            cost=Minutes(0.5, 2),
+            cost=Minutes(0.5, 1),
         ),
         Artefact(
             "listing1",
