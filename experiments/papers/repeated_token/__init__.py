@@ -81,7 +81,7 @@ REPEATED_TOKEN = Paper(
             ("Sec. 5.2", "App. B"),
             "Do different tokens of one cluster become sinks without BOS?",
             command="attack",
-            cost=Minutes(0.5, 2),
+            cost=Minutes(0.5, 0.9),
         ),
         Artefact(
             "patch",
