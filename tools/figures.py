@@ -66,7 +66,6 @@ for name, file in (("smollm2", SMOLLM2), ("gemma3", GEMMA)):
         f"lines_{name}": f"sinkscope lines {file} --etas 0.1",
         f"lines_whole_{name}": f"sinkscope lines {file} --etas 0.1 --whole",
         f"repeat_{name}": f"sinkscope repeat {file} --tokens ' poem, company, cat, dog, the, as, of, and, time, book'",
-        f"repeat-attention_{name}": f"sinkscope repeat {file} --quantity attention --tokens ' poem, company, the'",
     }
 COMMANDS["patch_smollm2"] = f"sinkscope patch {SMOLLM2} --out {{work}}/patch_smollm2.json"
 LONG = {

@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from experiments.papers.repeated_token.circuit import first_tokens
 from experiments.papers.repeated_token.first_attention import PREFIX
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.trace import trace
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement, optional
 from sinkscope.models.inputs import check_length
 from sinkscope.results.style import COLOURS, GREY, figure_of
 
 FEWEST = 20  # copies; from a tenth of them on the exponent is fitted
 POINTS = 60  # of a curve
 DRAWN = 6  # layers
+LEAST = 1e-5  # distance from which on it is no rounding: behind a sliding window nothing is left of the prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class AfterLayer(
     first: Mean = column("first copy", "share", "The distance at the first copy.")
     last: Mean = column("last copy", "share", "The distance at the last copy.")
     control: Mean = column("control:\nother words", "share", "The same between the words alone.")
-    exponent: Mean = column("exponent", "number", "Slope of log distance over log number of copies.")
+    exponent: Mean | None = optional("exponent", "number", "Slope of log distance over log number of copies.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +63,12 @@ class AllLayers(Result):
     def conclusion(self) -> str:
         """Return the distance after the first and the farthest layer, and how many layers are nearer than others."""
         first, far = self.layers[0], max(self.layers, key=lambda row: row.last.value)
+        exponents = " and ".join(row.text("exponent") for row in (first, far) if row.exponent is not None)
         nearer = sum(row.last.value < row.control.value for row in self.layers)
         return (
             f"At copy {self.copies:,} the distance to the word alone is {first.text('last')} of its norm after layer "
-            f"0, at most {far.text('last')} (layer {far.key}), and falls with exponents of {first.text('exponent')} "
-            f"and {far.text('exponent')}. As a control, other words alone are farther than that copy after {nearer} "
+            f"0, at most {far.text('last')} (layer {far.key}), and falls with exponents of {exponents or 'no size'}. "
+            f"As a control, other words alone are farther than that copy after {nearer} "
             f"of {len(self.layers)} layers."
         )
 
@@ -116,9 +118,14 @@ def all_layers(
         norms = alone.norm(dim=-1, keepdim=True)
         distances = ((there - alone[:, None]).norm(dim=-1) / norms).double().numpy()
         other = (torch.cdist(alone, alone) / norms).sum(1).numpy() / (len(ids) - 1)
-        slopes = np.polyfit(np.log(at[late]), np.log(distances[:, late].clip(1e-9)).T, 1)[0]
+        slopes = [slope_of(at[late & (of_word > LEAST)], of_word[late & (of_word > LEAST)]) for of_word in distances]
         curves.append(distances.mean(0).round(6))
-        numbers = {"first": distances[:, 0], "last": distances[:, -1], "control": other, "exponent": slopes}
+        numbers = {"first": distances[:, 0], "last": distances[:, -1], "control": other}
         means = {name: mean_of(values) or Mean(0.0) for name, values in numbers.items()}
-        made.append(AfterLayer(key=layer, **means))
+        made.append(AfterLayer(key=layer, **means, exponent=mean_of(np.array(slopes))))
     return AllLayers(layers=tuple(made), at=tuple(at.tolist()), curves=np.stack(curves), copies=copies)
+
+
+def slope_of(copies: Int[np.ndarray, " n"], distances: Float[np.ndarray, " n"]) -> float:
+    """Return the slope of the logarithms; NaN of fewer than three points."""
+    return float(np.polyfit(np.log(copies), np.log(distances), 1)[0]) if len(copies) > 2 else np.nan

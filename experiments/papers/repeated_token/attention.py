@@ -97,7 +97,7 @@ class Attention(Result):
         words = [row.key.word.text for row in self.received if row.key.layer == self.layers[0]]
         titles = [f"layer {layer}" for layer in self.layers]
         fig: Any = make_subplots(
-            2, len(titles), subplot_titles=titles, shared_xaxes=True, shared_yaxes="all", vertical_spacing=0.06
+            2, len(titles), subplot_titles=titles, shared_xaxes=True, shared_yaxes=True, vertical_spacing=0.06
         )
         styles = [*zip([f"copies of {word!r}" for word in words], COLOURS, strict=False), ("natural text", GREY)]
         for (name, colour), of_layers in zip(styles, self.curves, strict=True):

@@ -117,7 +117,7 @@ def listing(setup: Setup, *, words: Sequence[str] | None = None, copies: Natural
     made: list[Copies] = []
     for bos in (True, False) if setup.bos is not None else (False,):
         rows = ids[:, None].expand(-1, copies)
-        if bos:
+        if bos and setup.bos is not None:
             rows = torch.cat([torch.full((len(ids), 1), setup.bos), rows], 1)
         for patch, edit in patches.items():
             read = norms(setup, rows, sinks.site, edit)
