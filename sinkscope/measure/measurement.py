@@ -78,12 +78,13 @@ class Measurement(Generic[P, R]):
         self.refuse(opening)
         own = {each.name: opening.pop(each.name) for each in self.parameters if each.name in opening}
         editing = {name: opening.pop(name) for name in self.edits if name in opening}
+        of_data = opening.pop("field", None) if own.get("data") is not None and opening.get("text") is None else None
         with ProgressBar() as bar:
             if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
                 opening["progress"] = bar
             edit = edit_from_options(**editing) if editing else None
-            setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
+            setup = replace(Setup.open(**opening, loading=self.loading), edit=edit, data_field=of_data)
             for name, value in editing.items():
                 if value:
                     setup.settings[name] = str(named_file(value) if self.all_parameters[name].names_file else value)
@@ -104,7 +105,10 @@ class Measurement(Generic[P, R]):
         for name in self.all_parameters.keys() & arguments.keys():
             self.all_parameters[name].check(arguments[name])
         if self.check is not None:
-            self.check(**{each.name: arguments.get(each.name, each.default) for each in self.parameters})
+            own = {each.name: arguments.get(each.name, each.default) for each in self.parameters}
+            if own.get("data") is not None:  # records, whose field is named as that of a text
+                own["field"] = None if arguments.get("text") is not None else arguments.get("field")
+            self.check(**own)
 
     def _measured(self, setup: Setup, own: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
