@@ -161,7 +161,9 @@ def answer_windows(
     rows.sort(key=lambda row: SHARES.index(row.key.share))
     kinds = tuple(kinds_of(dialogues))
     before = -(length // window)
-    return AnswerWindows(rows=tuple(rows), blocks=tuple(blocks), windows=np.stack(drawn), first_window=before, kinds=kinds)
+    return AnswerWindows(
+        rows=tuple(rows), blocks=tuple(blocks), windows=np.stack(drawn), first_window=before, kinds=kinds
+    )
 
 
 @dataclass(frozen=True)

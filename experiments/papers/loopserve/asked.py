@@ -64,4 +64,6 @@ def framed(setup: Setup) -> tuple[list[int], list[int]]:
     """Return what the chat template puts before and behind what the user says."""
     text = chat_text(setup.tokenizer, [{"role": "user", "content": MARK}], setup.target.name)
     head, _, tail = text.partition(MARK)
-    return behind_beginning(setup.tokenizer, setup.bos, plain_ids(setup.tokenizer, head)), plain_ids(setup.tokenizer, tail)
+    return behind_beginning(setup.tokenizer, setup.bos, plain_ids(setup.tokenizer, head)), plain_ids(
+        setup.tokenizer, tail
+    )
