@@ -127,8 +127,13 @@ LOOPSERVE = Paper(
         Artefact(
             "table3",
             ("Table 3",),
-            "How do cells of a prompt and tokens read in a step grow with the length of the prompt?",
-            module="growth",
+            "What do methods of a fixed size compute of a prompt, read in a step and hold?",
+            module="kept_answers",
+            words=kept(
+                "a-shape:local=96 tri-shape:local=96 minference:vertical=64:slash=64 streaming:96 snapkv:96 adakv:96 "
+                "loopserve:96",
+                "--length 640 --dialogues 1 --new 40",
+            ),
             cost=Minutes(1, 8),
         ),
         Artefact("table2", ("Table 2",), "What do symbols stand for?", reason="notation, nothing to measure"),

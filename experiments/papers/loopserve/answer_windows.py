@@ -19,6 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement
+from sinkscope.measure.margin import interval_of
 from sinkscope.models.draws import draws
 from sinkscope.results.style import figure_of
 
@@ -99,13 +100,12 @@ class AnswerWindows(Result):
         own = [row for row in rows if row.key.chat] or rows
         text = {name: ", ".join(row.text(name) for row in own) for name in ("last", "first", "other", "random")}
         form = "in the chat template" if own[0].key.chat else "without a chat template"
-        most = max(zip((value(row, "first") for row in own), own, strict=True), key=lambda pair: pair[0])[1]
-        beaten = sum(value(row, "first") > max(value(row, "last"), value(row, "other")) for row in rows)
+        clear = [sum(exceeds(row, "first", other) for row in rows) for other in ("last", "other")]
         return (
             f"Of the tokens that later parts of an answer attend to, its first window finds {text['first']} and the "
-            f"prompt's last window {text['last']} (question at {', '.join(PLACES)}; {form}; chance "
-            f"{most.key.share:.0%}). The first window beats both the prompt's last window and its control, the next "
-            f"dialogue's answer ({text['other']}), in {beaten} of {len(rows)} forms."
+            f"prompt's last window {text['last']} (question at {', '.join(PLACES)}; {form}; chance {SHARES[0]:.0%}). "
+            f"Dialogue by dialogue the first window clearly exceeds the last one in {clear[0]} of {len(rows)} forms, and "
+            f"its control, the next dialogue's answer ({text['other']}), in {clear[1]}."
         )
 
     def figure(self) -> Any:
@@ -123,10 +123,11 @@ class AnswerWindows(Result):
         return figure_of(fig, self, width=1100, height=480)
 
 
-def value(row: Overlap, name: str) -> float:
-    """Return the mean of a column, 0 where nothing was read."""
-    mean: Mean | None = getattr(row, name)
-    return 0.0 if mean is None else mean.value
+def exceeds(row: Overlap, one: str, other: str) -> bool:
+    """Return whether one column exceeds another, dialogue by dialogue, by more than the margin of the difference."""
+    own, others = (getattr(row, name) for name in (one, other))
+    interval = None if own is None or others is None else interval_of(np.subtract(own.by_text, others.by_text))
+    return interval is not None and interval.low > 0
 
 
 @measurement(loading="whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
@@ -14,6 +15,16 @@ from sinkscope.models.text.chat import chat_text
 PLACES = ("begin", "middle", "end")
 SHOWN = 3  # texts of a prompt; the last may be cut, and is never asked about
 MARK = "@@@"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A method or a rule, by its name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @cache

@@ -11,7 +11,7 @@ import plotly.express as px
 import torch
 from jaxtyping import Float
 
-from experiments.papers.loopserve.asked import PLACES, asked
+from experiments.papers.loopserve.asked import PLACES, Named, asked
 from experiments.papers.loopserve.runs import RandomKeep
 from sinkscope.bench.answer import Answer, answer_rows, mean_known
 from sinkscope.bench.methods import FULL, make_method, read_methods
@@ -52,21 +52,11 @@ class Change(
     same: Mean | None = column("likeliest\nis the same", "share", "Tokens of the answer that are the likeliest still.")
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cost(Row, table="costs", title="what each method costs, beside the full cache in the same run"):
     """The costs of a method over all dialogues."""
 
-    key: Method
+    key: Named
     time: Mean = column("time", "times", "Wall time of reading and answering, over that with the full cache.")
     read: Mean | None = optional("tokens read\nin a step", "count", "Tokens that a decoding step reads.")
     held: Mean | None = optional("tokens\nheld", "count", "Most tokens in the cache.")
@@ -105,7 +95,7 @@ class KeptAnswers(Result):
         )
         fig.update_xaxes(title_text="", tickangle=-35).update_yaxes(title_text="rise of the loss, nats a token")
         fig.update_layout(legend_title="question")
-        return figure_of(fig, self, width=1100, height=620, bottom=240)
+        return figure_of(fig, self, width=1100, height=560, bottom=180)
 
 
 def rise_of(row: Change) -> float:
@@ -176,4 +166,4 @@ def cost_of(name: str, answers: Sequence[Answer], plain: Sequence[Answer]) -> Co
     }
     time = (means["seconds"] or 0.0) / (mean_known(one.metrics["seconds"] for one in plain) or 1.0)
     read, held, cells = (None if means[key] is None else Mean(means[key]) for key in ("read", "cached_peak", "cells"))
-    return Cost(key=Method(name), time=Mean(time), read=read, held=held, cells=cells)
+    return Cost(key=Named(name), time=Mean(time), read=read, held=held, cells=cells)
