@@ -104,8 +104,8 @@ class AnswerWindows(Result):
         return (
             f"Of the tokens that later parts of an answer attend to, its first window finds {text['first']} and the "
             f"prompt's last window {text['last']} (question at {', '.join(PLACES)}; {form}; chance {SHARES[0]:.0%}). "
-            f"Dialogue by dialogue the first window clearly exceeds the last one in {clear[0]} of {len(rows)} forms, and "
-            f"its control, the next dialogue's answer ({text['other']}), in {clear[1]}."
+            f"By dialogue the first window clearly exceeds the last one in {clear[0]} of {len(rows)} forms, and its "
+            f"control, the next dialogue's answer ({text['other']}), in {clear[1]}."
         )
 
     def figure(self) -> Any:

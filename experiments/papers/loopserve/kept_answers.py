@@ -109,7 +109,7 @@ def kept_answers(
     *,
     methods: Sequence[str],
     share: PositiveShare = 0.25,
-    dialogues: Natural = 8,
+    dialogues: Natural = 4,
     length: Natural = 320,
     new: Natural = 48,
 ) -> KeptAnswers:
