@@ -19,7 +19,7 @@ LEFT = {
     "Quantize": "it left after version 0.2.0, and nothing has its work",
     "circuit": "it is why_sink",
     "heads": "why_sink has its work",
-    "lines_loss": "experiments.loopserve.lines_loss of a clone has its work",
+    "lines_loss": "experiments.papers.loopserve.lines_loss of a clone has its work",
     "patch_eval": "patch(model, file=...) has its work",
     "patch_make": "it is patch",
     "precision": "it left after version 0.2.0, and nothing has its work",

@@ -23,22 +23,26 @@ def text_of(messages: Messages) -> str:
     return "\n\n".join(message["content"] for message in messages if message["content"])
 
 
-def read_texts(path: PathName, field: str | None = None) -> Iterator[Messages]:
+TEXT_MISSES = 'give it a field "text"'
+
+
+def read_texts(path: PathName, field: str | None = None, remedy: str = TEXT_MISSES) -> Iterator[Messages]:
     """Yield the messages of each record of a file of JSON lines, or of one JSON array.
 
     Args:
         path: The file.
         field: The field that holds the text or the messages. None: "messages", or under one of the names of data sets.
+        remedy: As for `messages_of_row`.
 
     Raises:
         SinkscopeError: The file cannot be read, or no field that is known holds a text.
     """
     for where, row in read_rows(path, "JSON lines, or a JSON array, with texts or chats"):
-        yield messages_of_row(row, field, where)
+        yield messages_of_row(row, field, where, remedy)
 
 
 def messages_of_row(
-    row: Any, field: str | None = None, name: str = "the record", remedy: str = 'give it a field "text"'
+    row: Any, field: str | None = None, name: str = "the record", remedy: str = TEXT_MISSES
 ) -> Messages:
     """Return the messages of a record: those of a chat, or a text.
 

@@ -82,12 +82,15 @@ class Measurement(Generic[P, R]):
             parameter.name: opening.pop(parameter.name) for parameter in self.parameters if parameter.name in opening
         }
         editing = {name: opening.pop(name) for name in self.edits if name in opening}
+        of_data = (
+            opening.pop("field", None) if of_function.get("data") is not None and opening.get("text") is None else None
+        )
         with ProgressBar() as bar:
             if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
                 opening["progress"] = bar
             edit = edit_from_options(**editing) if editing else None
-            setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
+            setup = replace(Setup.open(**opening, loading=self.loading), edit=edit, data_field=of_data)
             for name, value in editing.items():
                 if value:
                     setup.settings[name] = str(named_file(value) if self.all_parameters[name].names_file else value)
@@ -108,9 +111,12 @@ class Measurement(Generic[P, R]):
         for name in self.all_parameters.keys() & arguments.keys():
             self.all_parameters[name].check(arguments[name])
         if self.check is not None:
-            self.check(
-                **{parameter.name: arguments.get(parameter.name, parameter.default) for parameter in self.parameters}
-            )
+            checked = {
+                parameter.name: arguments.get(parameter.name, parameter.default) for parameter in self.parameters
+            }
+            if checked.get("data") is not None:  # records, whose field is named as that of a text
+                checked["field"] = None if arguments.get("text") is not None else arguments.get("field")
+            self.check(**checked)
 
     def _measured(self, setup: Setup, arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(

@@ -77,6 +77,7 @@ class Setup:
         memory: Cache for values that several measurements on the same open model share.
         own_text: Whether the text is the user's own; else texts of four kinds are surveyed.
         surveyed: Number of texts of a survey, in each half. None: sixteen.
+        data_field: The field of the records of a measurement's `data`. None: under one of the usual names.
     """
 
     target: Target
@@ -91,6 +92,7 @@ class Setup:
     memory: dict[Any, Any] = field(default_factory=dict)
     own_text: bool = True
     surveyed: int | None = None
+    data_field: str | None = None
 
     @classmethod
     def open(
@@ -121,7 +123,8 @@ class Setup:
             bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
             text: File of typical text, or of texts or chats as JSON or JSON lines. Chats are read in the
                 model's own template. By default the neutral text in the package.
-            field: The field of `text` that holds the text or the messages. By default under one of the usual names.
+            field: The field of `text`, or of a file of records that is read instead, that holds the text or the
+                messages. By default under one of the usual names.
             seed: Seed of every random choice; without effect where nothing is drawn.
             tokenizer: For live models that carry none.
             texts: Number of pieces of typical text, 64 tokens each; without BOS four times as many, because their first

@@ -286,10 +286,13 @@ class LineWeights(Result):
         return figure_of(fig, self, width=900, height=700)
 
 
-def check_data(*, data: PathName | None, **_: Any) -> None:
+NO_FIELD = "name the one of the text with --field"
+
+
+def check_data(*, data: PathName | None, field: str | None = None, **_: Any) -> None:
     """Refuse a file that is missing or holds something else before a model is opened; what flows is read but once."""
     if data is not None and data != "-":
-        list(read_texts(data))
+        list(read_texts(data, field, NO_FIELD))
 
 
 @measurement(loading="whole", edits=["patch"], check=check_data)
@@ -312,7 +315,7 @@ def lines(
 
     Args:
         texts: A text, or several texts or lists of ids. By default pieces of ordinary text.
-        data: File of JSON lines, each with a "text", to use instead.
+        data: File of JSON lines, each with a "text" or the field that `field` names, to use instead.
         count: Number of pieces of ordinary text, or of lines of the file.
         length: Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context,
             or 512 for ordinary text.
@@ -401,7 +404,7 @@ def texts_of(
         raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
     least = 1
     if data is not None:
-        texts = [text_of(record) for record in islice(read_texts(data), count)]
+        texts = [text_of(record) for record in islice(read_texts(data, setup.data_field, NO_FIELD), count)]
     if texts is None:
         least, size = count, length or min(ORDINARY_TOKENS, context)
         rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))

@@ -100,7 +100,7 @@ def test_a_class_and_a_function_of_the_budget_are_methods():
         ("f1", "red fox ran", ["a red cat"], 0.4),  # one word of three, and of two
         ("f1", "", ["red"], 0.0),
         ("contains", "It is 42 or 43", ["7", "43"], 1.0),
-        ("experiments.loopserve.scores:accuracy", "cat and dog", ["cat", "dog"], 0.5),
+        ("experiments.papers.loopserve.scores:accuracy", "cat and dog", ["cat", "dog"], 0.5),
     ],
 )
 def test_scores_of_each_metric(metric, text, answers, wanted):

@@ -15,9 +15,9 @@ from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
 from experiments.loopguard import real_table, verdicts, why
 from experiments.loopguard.real import openings_of
-from experiments.loopserve import build as serve_build
-from experiments.loopserve import real
 from experiments.loopset import compare
+from experiments.papers.loopserve import build as serve_build
+from experiments.papers.loopserve import real
 from experiments.record import earlier
 from sinkscope.sparse.serve import LoopServe
 
@@ -139,7 +139,7 @@ def test_the_page_shows_what_prompts_cost_and_they_are_read_along_bands_where_th
     rows, text = earlier(FIGURES / "loopserve_real.json"), (FIGURES / "loopserve.md").read_text()
     page = tmp_path / "page.md"
     page.write_text(text)
-    put_table(page, "loopserve.real", real.table(rows))
+    put_table(page, "papers.loopserve.real", real.table(rows))
     assert page.read_text() == text
     for name, row in rows.items():
         length = int(name.split(", ")[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -18,7 +19,13 @@ NUMBERING = {
     "loopserve": ["Fig. 1-13", "Table 1-8", "Algorithm 1-6", "Theorem 1", "Obs. 1-4"],
 }
 """How each paper numbers what it shows."""
-SECONDS = {"repeated-token fig5": "--copies 20"}
+SMALL = "--methods loopserve:0.25 --dialogues 1 --length 160 --new 18"
+SECONDS = {
+    "repeated-token fig5": "--copies 20",
+    "loopserve fig4": "--dialogues 3 --length 96 --new 12 --window 4",
+    "loopserve fig10c": SMALL,
+    "loopserve theorem1": "--tokens 6",
+}
 """Artefacts that take about a second, with the options of their smallest size."""
 SHORT = "--max-repeats 40 --tokens the"
 LONGER = {
@@ -35,6 +42,8 @@ LONGER = {
     "repeated-token patch": "--max-repeats 300 --pieces 8",
     "repeated-token listing1": "--copies 40",
     "repeated-token table3": "--copies 40 --new 4 --training {readme}",
+    **{f"loopserve {name}": SMALL for name in ("table1", "fig9a", "fig10a", "fig10b", "fig11", "table3")},
+    "loopserve fig1": "--count 2 --length 64",
 }
 """Those that take longer."""
 
@@ -91,6 +100,26 @@ def test_its_command_runs(name: str, tmp_path, capsys) -> None:
     assert [*tmp_path.glob("*.json")]
 
 
+def test_every_form_and_place_has_its_rows(tmp_path, capsys) -> None:
+    """Windows that find what the answer attends to: each place is judged both ways, and shares are shares."""
+    assert main(["loopserve", "fig4", "--out", str(tmp_path), *SECONDS["loopserve fig4"].split()]) == 0
+    rows = json.loads((tmp_path / "loopserve_fig4_bundled.json").read_text())["result"]["rows"]
+    keys = {(row["key"]["share"], row["key"]["place"], row["key"]["later"]) for row in rows}
+    assert len(keys) == len(rows) == 3 * 3 * 2
+    for row in rows:
+        assert all(0 <= row[name]["value"] <= 1 for name in ("last", "earlier", "first", "second", "random", "other"))
+        assert row["key"]["later"] or row["first"]["value"] > row["key"]["share"]
+    assert main(["loopserve", "fig4", "--new", "32"]) == 2
+    assert "--new 32: give more than 32" in capsys.readouterr().err
+
+
+def test_no_subset_of_lines_is_cheaper(tmp_path) -> None:
+    assert main(["loopserve", "theorem1", "--out", str(tmp_path), "--tokens", "5"]) == 0
+    rows = json.loads((tmp_path / "loopserve_theorem1_bundled.json").read_text())["result"]["rows"]
+    printed, greedy, control = (row["times"]["value"] for row in rows)
+    assert 1 <= greedy < control and 1 <= printed
+
+
 def test_bad_words_are_refused_in_one_line(capsys) -> None:
     assert main(["repeated-token", "fig99"]) == 2
     assert main(["repeated-token", "fig5", "--words", "cat"]) == 2
@@ -110,3 +139,4 @@ def test_without_a_word_it_lists_everything(capsys) -> None:
 def test_nothing_lies_outside_the_folder() -> None:
     """What is measured of a paper lies in experiments/papers."""
     assert not (ROOT / "experiments" / "repeated_token").exists()
+    assert not (ROOT / "experiments" / "loopserve").exists()

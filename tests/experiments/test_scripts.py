@@ -14,9 +14,9 @@ from repository import ROOT
 
 from experiments import drawn
 from experiments.bench_figures import BenchFigure
-from experiments.loopserve import runs
-from experiments.loopserve.dialogues import Panel
 from experiments.loopset.compare import texts_of
+from experiments.papers.loopserve import runs
+from experiments.papers.loopserve.dialogues import Panel
 from experiments.script import run
 from sinkscope.bench.tasks.recall import Recall
 
@@ -66,13 +66,13 @@ SLOW = {
         lambda made: {row["score"] for row in made["rows"]} == {1.0},
         {"RUNS": {"tiny": TINY}},
     ),
-    "loopserve.dialogues": Case(
+    "papers.loopserve.dialogues": Case(
         "table1 --work {out}/w --out {out}",
         "loopserve_table1.json",
         right_with_the_cache_and_with_lines,
         {"FIGURES": {"table1": (Panel("kept", KEPT, "score", METHODS),)}},
     ),
-    "loopserve.real": Case(
+    "papers.loopserve.real": Case(
         "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
         "x.json",
         lambda made: made["bundled, tables, 900, 4"]["0.3"]["kl"] > 0,

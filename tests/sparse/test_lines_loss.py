@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lines_kit import drawn_scores
 
-from experiments.loopserve.lines_loss import heaviest, nearest
+from experiments.papers.loopserve.lines_loss import heaviest, nearest
 from sinkscope.sparse.serve import LoopServe
 
 

@@ -209,6 +209,17 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
     assert printed.tokens == (64, 64) and printed.layers == (2,) and str(tmp_path) not in out.read_text()
 
 
+def test_records_of_longbench_are_read_by_a_field(tmp_path, typed):
+    file, out = tmp_path / "samsum.jsonl", tmp_path / "x.json"
+    texts = [f"Dialogue: A: hello {i}\nSummary: they greet. " * 8 for i in range(3)]
+    file.write_text(json_lines({"input": "Dialogue: B", "context": text, "answers": ["a"]} for text in texts))
+    words = f"lines --data {file} --count 3 --length 64 --layers 2 --etas 0.1 --json {out}"
+    typed(f"{words} --field context")
+    assert LineWeights.load(out).tokens == (64, 64, 64)
+    for more, said in (("", "with --field"), (" --field nothing", "no text or chat in the field 'nothing'")):
+        assert said in typed(words + more, 2).err
+
+
 def test_short_texts_other_models_and_masks_are_refused():
     model, tokenizer = tiny_model("llama")
     for given, texts, message in (

@@ -1,6 +1,6 @@
 """What it costs to read texts along lines of their own, beside lines of another text and fixed ones of as many cells.
 
-    python -m experiments.loopserve.lines_loss MODEL --dialogue-files FILE ... --out figures/lines_loss_smollm2.json
+    python -m experiments.papers.loopserve.lines_loss MODEL --dialogue-files FILE ... --out FILE
 
 1. Each text is read along its own columns and bands, which `LoopServe` chooses while it reads, for every alpha.
 2. The next text of the same kind is read along the heaviest of its own lines, for each head as few as reach the number
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.loopserve.texts import TEXTS, piece
+from experiments.papers.loopserve.texts import TEXTS, piece
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.models.target import Target

@@ -1,6 +1,6 @@
 """What LoopServe's bands cost a real model: cells, time, KL and loss by alpha, kind of text and length.
 
-    python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page figures/loopserve.md]
+    python -m experiments.papers.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page figures/loopserve.md]
 
 A piece of each text is read once by the model's own attention and once under
 `LoopServe(alpha, decode=False, shortest=0)`; distributions of the next token are compared at `--positions` places of
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
-from experiments.loopserve.texts import TEXTS, piece
+from experiments.papers.loopserve.texts import TEXTS, piece
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.measure.margin import margin_of
@@ -134,7 +134,7 @@ def main(
             work = partial(measured, target, ids, alphas, positions)
             steps.do(f"{Path(model).stem}, {kind}, {length}, {number}", work)
     if page is not None:
-        put_table(page, "loopserve.real", table(steps.rows))
+        put_table(page, "papers.loopserve.real", table(steps.rows))
     steps.end()
 
 

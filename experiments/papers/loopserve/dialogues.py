@@ -1,6 +1,6 @@
 """LoopServe and its halves, beside other methods, on dialogues of the recall model.
 
-    python -m experiments.loopserve.dialogues NAME [--only WORD] [--work runs] [--out figures]
+    python -m experiments.papers.loopserve.dialogues NAME [--only WORD] [--work runs] [--out figures]
 
 NAME is one of `FIGURES`:
 
@@ -26,7 +26,7 @@ import pandas as pd
 import plotly.express as px
 
 from experiments.drawn import draw
-from experiments.loopserve.runs import (
+from experiments.papers.loopserve.runs import (
     ALL,
     CHAIN,
     FIXED,

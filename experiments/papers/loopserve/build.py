@@ -1,6 +1,6 @@
 """Dialogues of LoopServe's Algorithms 1 to 3 (appendix A.4.4) from LongBench's files, repaired.
 
-    python -m experiments.loopserve.build qasper qasper.jsonl --out qasper-set.jsonl [--turns 3]
+    python -m experiments.papers.loopserve.build qasper qasper.jsonl --out qasper-set.jsonl [--turns 3]
     sinkscope bench --task qasper-set.jsonl:chat=true:new=128 --model MODEL --methods full,snapkv:1024 --out runs
 
 Each dialogue is written three times, with the question at the beginning, in the middle and at the end of each turn
@@ -27,7 +27,7 @@ from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
 
-ROUGE, ACCURACY = "experiments.loopserve.scores:rouge_l", "experiments.loopserve.scores:accuracy"
+ROUGE, ACCURACY = "experiments.papers.loopserve.scores:rouge_l", "experiments.papers.loopserve.scores:accuracy"
 SIZES = {"qa": (3, 500), "summary": (2, 500), "few-shot": (2, 199)}
 """By algorithm, 1 to 3: turns of a dialogue, and dialogues of a set, in the paper."""
 SETS = {

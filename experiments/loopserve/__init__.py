@@ -1,1 +1,0 @@
-"""Tables and figures of LoopServe (Li et al. 2025)."""
