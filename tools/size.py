@@ -1,8 +1,8 @@
 """Refuses a tree that is larger or denser than `tools/ceilings.json` allows: python -m tools.size [--lower]
 
-Code is counted in syntax nodes without docstrings, pages in words without comments and the tables that declarations make. Sums are
-bounds and no goal: what reads plainly may grow. So nodes a statement and the largest function are refused as well, and
-nothing becomes shorter by becoming dense. Kernels of Triton are counted in the sums alone.
+Code is counted in syntax nodes without docstrings, pages in words without comments and the tables that declarations
+make. Sums are bounds and no goal: what reads plainly may grow. So nodes a statement and the largest function are
+refused as well, and nothing becomes shorter by becoming dense. Kernels of Triton are counted in the sums alone.
 
 `--lower` writes what was counted where it is less: ceilings only fall. Whoever needs more takes away elsewhere, or
 argues for it in a commit that changes the file alone.

@@ -82,9 +82,9 @@ class Measurement(Generic[P, R]):
             parameter.name: opening.pop(parameter.name) for parameter in self.parameters if parameter.name in opening
         }
         editing = {name: opening.pop(name) for name in self.edits if name in opening}
-        of_data = (
-            opening.pop("field", None) if of_function.get("data") is not None and opening.get("text") is None else None
-        )
+        of_data = None
+        if of_function.get("data") is not None and opening.get("text") is None:
+            of_data = opening.pop("field", None)
         with ProgressBar() as bar:
             if opening.get("progress") is None:
                 bar(f"{self.function.__name__}: loading the model", 0, 0)
@@ -119,9 +119,7 @@ class Measurement(Generic[P, R]):
             self.check(**checked)
 
     def _measured(self, setup: Setup, arguments: Mapping[str, Any]) -> R:
-        plan = json.dumps(
-            dict(arguments), default=lambda value: type(value).__name__
-        )  # objects have no text of their own
+        plan = json.dumps(dict(arguments), default=lambda value: type(value).__name__)  # objects have no text
         config = {**setup.target.config.to_dict(), "_name_or_path": ""}  # each process may have a folder of its own
         measured = self.function.__name__, plan, config, setup.text, setup.ids.tolist(), setup.seed
         setup.target.shards.agree("model, text, seed or setting", *measured)
