@@ -42,7 +42,7 @@ from sinkscope.sinks.spikes.controls import OtherNeurons, other_neurons
 from sinkscope.sinks.spikes.edited import losses_at
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE, sinks_of, spike_of
 from sinkscope.sinks.spikes.spike import Spike, find_spikes, layers_words
-from sinkscope.sinks.spikes.survey import Survey, survey_of
+from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.thresholds import HALF, READS
 from sinkscope.sinks.tokens import (
     Length,
@@ -236,7 +236,7 @@ def patch(
     for circuit in sinks.at_first:
         if circuit is not chosen:
             spikes.append(circuit.spike)
-    control = control_of(sinks.survey, edit, setup.seed)
+    control = other_neurons(sinks.survey, edit.sites, (), setup.seed)
     found = proof_of(setup, spikes, edit, control, most, held_out(setup, pieces, length))
     verdict, reason = patch_verdict(found, limit)
     if out is not None and verdict == "made" and is_first():
@@ -258,13 +258,8 @@ def proof_of_file(setup: Setup, file: Any, limit: int, pieces: TokenRows) -> Pat
     setup.record(file=None if isinstance(file, SinkPatch) else Path(file).name)
     survey = survey_of(setup)
     spikes = [spike for spike in find_spikes(survey, setup.tokenizer) if spike.place.is_first]
-    control = control_of(survey, edit, setup.seed)
+    control = other_neurons(survey, edit.sites, (), setup.seed)
     return proof_of(setup, spikes, edit, control, limit, pieces)
-
-
-def control_of(survey: Survey, patch: SinkPatch, seed: int) -> OtherNeurons | None:
-    """Return the other neurons of a patch's control, as `find_sinks` chooses them; None: no other writes anything."""
-    return other_neurons(survey, patch.sites, (), seed)
 
 
 def patch_verdict(found: PatchResult, limit: float) -> tuple[PatchVerdict, str]:

@@ -81,7 +81,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
     opened = []
 
     def opening(*args, **options):
-        opened.append("whole" if options["whole"] else "stream")
+        opened.append("whole" if options["in_memory"] else "stream")
         return open_target(*args, **options)
 
     monkeypatch.setattr("sinkscope.measure.setup.open_target", opening)

@@ -20,10 +20,10 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import text_rows
 from sinkscope.results.mean import Mean
 from sinkscope.results.notation import Neuron
-from sinkscope.sinks.patch import AFTER, PatchResult, control_of, copies_rows, patch_verdict
+from sinkscope.sinks.patch import AFTER, PatchResult, copies_rows, patch_verdict
 from sinkscope.sinks.patch import patch as measured
 from sinkscope.sinks.patch_tables import Outcome, Patched, Reading
-from sinkscope.sinks.spikes.controls import OtherNeurons
+from sinkscope.sinks.spikes.controls import OtherNeurons, other_neurons
 from sinkscope.sinks.spikes.find import sinks_of, spike_of
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.tokens import held_out
@@ -87,7 +87,7 @@ def test_the_change_of_the_perplexity_is_that_of_single_texts(tmp_path, monkeypa
     setup = setup_of(o, text=text_file(o, tmp_path), seed=4)
     change = measured.on(setup, file=patch, pieces=5, length=24, max_repeats=8).proof[-1]
     texts, losses = held_out(setup, 5, 24), []
-    others = control_of(survey_of(setup), patch, 4)
+    others = other_neurons(survey_of(setup), patch.sites, (), 4)
     assert not {*others.neurons} & {*patch.sites}
     for edit in (None, patch, SinkPatch(sites=others.neurons)):
         with under(edit, setup.target):

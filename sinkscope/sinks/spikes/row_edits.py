@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,7 +35,6 @@ from sinkscope.sinks.tokens import Mask
 ORDINARY = 8  # from here on values are averaged
 PartMeans = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
-SomePart = TypeVar("SomePart", bound=Part)
 NEVER = 1 << 30  # the first layer of an edit without layers
 
 
@@ -67,71 +66,76 @@ class RowEdit(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Zeroed(RowEdit):
-    """Neurons give zero.
+class WithoutSets(RowEdit):
+    """Base of edits under which each row is without one of several sets of parts.
 
     Attributes:
-        sets: Sets of neurons.
+        sets: The sets.
         set_of: Number of the set that each row is without.
-        everywhere: Whether they give zero at every position; else at the place alone.
-    """
-
-    sets: Sequence[tuple[Neuron, ...]]
-    set_of: Int[Tensor, " row"]
-    everywhere: bool = False
-
-    @property
-    def first_layer(self) -> int:
-        """The first layer of a neuron."""
-        return min(neuron.layer for neuron in chain(*self.sets))
-
-    def hooks(self, target: Target, place: Mask) -> list[Hook]:
-        """Return a hook for the neurons of each MLP or expert."""
-        rows_without = rows_by_part(self.sets, self.set_of)
-        hooks: list[Hook] = []
-        for neurons in groups_of(rows_without):
-            where = torch.stack([rows_without[neuron] for neuron in neurons], -1)[:, None]
-            if not self.everywhere:
-                where = where & place[..., None]
-            hooks.append(neurons_point(target, neurons).rows(where, torch.zeros(())))
-        return hooks
-
-    def take(self, rows: Int[Tensor, " row"], length: int | None = None) -> Zeroed:
-        """Return the edit of some of the rows."""
-        return replace(self, set_of=self.set_of[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class Replaced(RowEdit):
-    """Components and heads write their mean over ordinary positions at the place.
-
-    Attributes:
-        sets: Sets of components and heads.
-        set_of: Number of the set that each row is without.
-        means: What each part writes instead.
     """
 
     sets: Sequence[Parts]
     set_of: Int[Tensor, " row"]
-    means: PartMeans
 
     @property
     def first_layer(self) -> int:
         """The first layer of a part; that of the embedding is the first of all."""
         return min(part.layer or 0 for part in chain(*self.sets))
 
+    def take(self, rows: Int[Tensor, " row"], length: int | None = None) -> RowEdit:
+        """Return the edit of some of the rows."""
+        return replace(self, set_of=self.set_of[rows])
+
+    def rows_by_part(self) -> dict[Part, Bool[Tensor, " row"]]:
+        """Return the rows that are without each part."""
+        rows: dict[Part, Tensor] = {}
+        for number, members in enumerate(self.sets):
+            for part in members:
+                rows[part] = rows.get(part, False) | (self.set_of == number)
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Zeroed(WithoutSets):
+    """Neurons give zero.
+
+    Attributes:
+        everywhere: Whether they give zero at every position; else at the place alone.
+    """
+
+    everywhere: bool = False
+
+    def hooks(self, target: Target, place: Mask) -> list[Hook]:
+        """Return a hook for the neurons of each MLP or expert."""
+        rows_without = self.rows_by_part()
+        hooks: list[Hook] = []
+        for neurons in groups_of(part for part in rows_without if isinstance(part, Neuron)):
+            where = torch.stack([rows_without[neuron] for neuron in neurons], -1)[:, None]
+            if not self.everywhere:
+                where = where & place[..., None]
+            hooks.append(neurons_point(target, neurons).rows(where, torch.zeros(())))
+        return hooks
+
+
+@dataclass(frozen=True, eq=False)
+class Replaced(WithoutSets):
+    """Components and heads write their mean over ordinary positions at the place.
+
+    Attributes:
+        means: What each part writes instead.
+    """
+
+    means: PartMeans
+
     def hooks(self, target: Target, place: Mask) -> list[Hook]:
         """Return the hooks of each part, where what it writes passes."""
         hooks: list[Hook] = []
-        for part, rows in rows_by_part(self.sets, self.set_of).items():
-            where = (rows[:, None] & place)[..., None]
-            for point in hook_points_of(target, part):
-                hooks.append(point.rows(where, self.means[part]))
+        for part, rows in self.rows_by_part().items():
+            if not isinstance(part, Neuron):
+                where = (rows[:, None] & place)[..., None]
+                for point in hook_points_of(target, part):
+                    hooks.append(point.rows(where, self.means[part]))
         return hooks
-
-    def take(self, rows: Int[Tensor, " row"], length: int | None = None) -> Replaced:
-        """Return the edit of some of the rows."""
-        return replace(self, set_of=self.set_of[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,33 +263,18 @@ def removal(
     """Return the edits by which each row is without one set of parts.
 
     Args:
-        sets: Sets of parts, of which some may be empty.
+        sets: Sets of neurons, and sets of components and heads; some of them may be empty.
         set_of: Number of each row's set.
         means: What components and heads write instead.
         everywhere: Whether neurons give zero at every position; else at the place alone.
     """
-    neurons: list[tuple[Neuron, ...]] = []
-    other_parts: list[Parts] = []
-    for members in sets:
-        neurons.append(tuple(part for part in members if isinstance(part, Neuron)))
-        other_parts.append(tuple(part for part in members if not isinstance(part, Neuron)))
     edits: list[RowEdit] = []
-    if any(neurons):
-        edits.append(Zeroed(neurons, set_of, everywhere))
-    if any(other_parts):
-        edits.append(Replaced(other_parts, set_of, means))
+    are_neurons = {isinstance(part, Neuron) for part in chain(*sets)}
+    if True in are_neurons:
+        edits.append(Zeroed(sets, set_of, everywhere))
+    if False in are_neurons:
+        edits.append(Replaced(sets, set_of, means))
     return tuple(edits)
-
-
-def rows_by_part(
-    sets: Sequence[Sequence[SomePart]], set_of: Int[Tensor, " row"]
-) -> dict[SomePart, Bool[Tensor, " row"]]:
-    """Return the rows that are without each part."""
-    found = dict[SomePart, Tensor]()
-    for number, members in enumerate(sets):
-        for part in members:
-            found[part] = found.get(part, False) | (set_of == number)
-    return found
 
 
 def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
