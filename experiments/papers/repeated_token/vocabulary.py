@@ -82,8 +82,9 @@ class Vocabulary(Result):
         """Draw how many tokens have reached half after each number of copies."""
         reached = np.sort([count for count in self.repeats if count is not None])
         share = np.arange(1, len(reached) + 1) / len(self.repeats)
-        fig: Any = go.Figure(go.Scatter(x=reached, y=share, line={"shape": "hv"}))
-        fig.update_xaxes(type="log", title_text="copies")
+        x, y = [1, *reached, self.settings.get("copies", MAX_REPEATS)], [0, *share, len(reached) / len(self.repeats)]
+        fig: Any = go.Figure(go.Scatter(x=x, y=y, line={"shape": "hv"}))
+        fig.update_xaxes(type="log", dtick=1, title_text="copies")
         fig.update_yaxes(tickformat=".0%", range=[0, 1], title_text="tokens with half of the spike")
         return figure_of(fig, self, width=900, height=460)
 
