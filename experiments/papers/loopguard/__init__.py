@@ -25,5 +25,15 @@ LOOPGUARD = Paper(
             words="--runs {out}/runs",
             cost=Minutes(1, 1),
         ),
+        Artefact("appb", ("App. B",), "x", module="thresholds", words="--runs {out}/runs", cost=Minutes(1, 1)),
+        Artefact("appd", ("App. D",), "x", module="side_by_side", words="--runs {out}/runs", cost=Minutes(1, 1)),
+        Artefact(
+            "lemma1",
+            ("Lemma 1",),
+            "Do scores?",
+            module="lemma",
+            words="--runs {out}/runs",
+            cost=Minutes(1, 1),
+        ),
     ),
 )

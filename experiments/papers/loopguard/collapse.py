@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from plotly.subplots import make_subplots
 
 from experiments.papers.loopguard.caches import WHOLE
 from experiments.papers.loopguard.runs import COUNT, NEW, Source, share
 from sinkscope.bench.record import BenchRecord
 from sinkscope.loops.text.signals import THETA_TTR, WINDOW, compression_ratio, end_loop, type_token_ratio
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement, optional
-from sinkscope.results.style import COLOURS, GREY, figure_of, panels
+from sinkscope.results.style import COLOURS, GREY, figure_of
 
-EVERY = 16
+EVERY, STAGE = 16, 64
+SIGNALS = {"ttr": type_token_ratio, "cr": compression_ratio}
 GREEDY, DRAWN = "greedy", "drawn, temperature 1"
 
 
@@ -38,7 +40,7 @@ class Runs(
     table="ways",
     title="runs",
     note=f"collapsed: the type-token ratio of the last {WINDOW} tokens is below {THETA_TTR} from some step to the end. "
-    f"TTR and CR: of the first and the last {WINDOW} tokens of the runs that collapsed.",
+    f"TTR and CR: of the first and the last {STAGE} tokens of the runs that collapsed.",
 ):
     """The runs of one way."""
 
@@ -73,28 +75,24 @@ class Collapse(Result):
         greedy, drawn = self.ways
         fall = ""
         if greedy.ttr is not None:
-            fall = (
-                f", from a type-token ratio of {greedy.text('ttr')} in their first tokens to {greedy.text('ttr_end')}"
-            )
+            fall = f", from a type-token ratio of {greedy.text('ttr')} at first to {greedy.text('ttr_end')} at last"
         others = ""
         if len(self.survival) > 1:
             named = ", ".join(f"{line[-1]:.0%} with {name}" for name, line in self.survival.items())
             others = f" At the end {named} have not."
         return (
-            f"{greedy.text('collapsed')} of greedy runs collapse{fall}; as a control, {drawn.text('collapsed')} of drawn "
-            f"ones.{others}"
+            f"{greedy.text('collapsed')} of greedy runs collapse{fall}; as a control, "
+            f"{drawn.text('collapsed')} of drawn ones.{others}"
         )
 
     def figure(self) -> Any:
         """Draw diversity over tokens and the runs that survive, as the paper's Fig. 2."""
-        fig = panels(["(a) diversity of the last 256 tokens", "(b) runs that have not collapsed"], spacing=0.09)
-        for number, (name, line) in enumerate(
-            [("TTR, greedy", self.ttr[0]), ("TTR, drawn", self.ttr[1]), ("CR, greedy", self.cr[0])]
-            + [("CR, drawn", self.cr[1])]
-        ):
-            dash = "dot" if number % 2 else "solid"
-            line_style = {"color": COLOURS[number // 2], "dash": dash}
-            fig.add_scatter(y=line, x0=EVERY, dx=EVERY, name=name, line=line_style, mode="lines", row=1, col=1)
+        titles = ["(a) diversity of the last 256 tokens", "(b) runs that have not collapsed"]
+        fig: Any = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.09)
+        for number, (name, lines) in enumerate((("TTR", self.ttr), ("CR", self.cr))):
+            for line, way, dash in zip(lines, ("greedy", "drawn"), ("solid", "dot"), strict=True):
+                style: dict[str, Any] = {"line": {"color": COLOURS[number], "dash": dash}, "mode": "lines"}
+                fig.add_scatter(y=line, x0=EVERY, dx=EVERY, name=f"{name}, {way}", **style, row=1, col=1)
         fig.add_hline(THETA_TTR, line={"color": GREY, "dash": "dot"}, row=1, col=1)
         for number, (name, line) in enumerate(self.survival.items(), 2):
             style = {"line": {"color": COLOURS[number], "shape": "hv"}, "mode": "lines"}
@@ -127,10 +125,10 @@ def row_of(way: str, records: Sequence[BenchRecord]) -> Runs:
     points = [collapse_point(record.tokens) for record in records]
     fallen = [record.tokens for record, point in zip(records, points, strict=True) if point is not None]
     means: dict[str, Mean | None] = {}
-    for name, signal in (("ttr", type_token_ratio), ("cr", compression_ratio)):
+    for name, signal in SIGNALS.items():
         if fallen:
-            means[name] = mean_of([signal(tokens[:WINDOW]) for tokens in fallen])
-            means[f"{name}_end"] = mean_of([signal(tokens[-WINDOW:]) for tokens in fallen])
+            means[name] = mean_of([signal(tokens[:STAGE]) for tokens in fallen])
+            means[f"{name}_end"] = mean_of([signal(tokens[-STAGE:]) for tokens in fallen])
     if fallen:
         means["median"] = Mean(float(np.median([point for point in points if point is not None])))
     loop = share(record.ended == "cap" and end_loop(record.tokens) is not None for record in records)
@@ -162,11 +160,8 @@ def collapse(
     for file in beside:
         other = Collapse.load(file)
         survival |= {other.model.name: other.survival[other.model.name]}
-    lines = {name: [curve(records, signal) for records in made.values()] for name, signal in SIGNALS.items()}
-    arrays = {
-        name: np.array([*zip(*zip_longest(*both, fillvalue=np.nan), strict=True)]) for name, both in lines.items()
-    }
+    arrays: dict[str, Any] = {}
+    for name, signal in SIGNALS.items():
+        lines = [curve(records, signal) for records in made.values()]
+        arrays[name] = np.array([*zip_longest(*lines, fillvalue=np.nan)]).T
     return Collapse(ways=tuple(row_of(way, records) for way, records in made.items()), survival=survival, **arrays)
-
-
-SIGNALS = {"ttr": type_token_ratio, "cr": compression_ratio}

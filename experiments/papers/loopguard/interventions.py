@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plotly.subplots import make_subplots
+
 from experiments.papers.loopguard.caches import DEFAULT, PRINTED, WHOLE, Method
 from experiments.papers.loopguard.runs import COUNT, NEW, Source, acts_of, share
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement, optional
-from sinkscope.results.style import COLOURS, GREY, figure_of, panels
+from sinkscope.results.style import COLOURS, GREY, figure_of
 
 ALWAYS, P1 = "always on", "p1 alone"
 SHOWN = (WHOLE, ALWAYS, P1, PRINTED, DEFAULT)
@@ -51,13 +53,15 @@ class Interventions(Result):
         least = min((row for row in self.guards if row.key.name != WHOLE), key=lambda row: row.loop.value)
         return (
             f"The printed guard acts {printed.text('acts')} times in an output{early}, and leaves "
-            f"{printed.text('loop')} loops of {rows[WHOLE].text('loop')}; a clock, the control, {clock.text('loop')} with "
-            f"{clock.text('acts')} acts. The fewest loops are left by {least.label} ({least.text('loop')})."
+            f"{printed.text('loop')} loops of {rows[WHOLE].text('loop')}; a clock, the control, leaves "
+            f"{clock.text('loop')} with {clock.text('acts')} acts. The fewest loops are left by {least.label} "
+            f"({least.text('loop')})."
         )
 
     def figure(self) -> Any:
         """Draw both distributions, as the paper's Fig. 4, with its ranges in grey."""
-        fig = panels(["(a) interventions of an output", "(b) when they come"], spacing=0.09)
+        titles = ["(a) interventions of an output", "(b) when they come"]
+        fig: Any = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.09)
         for number, name in enumerate(self.counts):
             style: dict[str, Any] = {"marker_color": COLOURS[number], "legendgroup": name, "name": name}
             style["histnorm"] = "probability"

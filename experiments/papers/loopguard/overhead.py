@@ -26,9 +26,9 @@ class Cost(Row, table="arms", title="cost of a token", note="Medians over rounds
     """The cost of a token over that without a guard."""
 
     key: Method
-    ratio: Mean = column("over plain", "times", "Processor time of a token over that of plain generation.")
-    low: Mean = column("from", "times", "Lower end of its 95 % interval over rounds.")
-    high: Mean = column("to", "times", "Upper end.")
+    ratio: Mean = column("over plain", "number", "Processor time of a token over that of plain generation.")
+    low: Mean = column("from", "number", "Lower end of its 95 % interval over rounds.")
+    high: Mean = column("to", "number", "Upper end.")
     alarms: Mean = column("alarms", "count", "Interventions in all rounds.")
 
     @property

@@ -22,7 +22,7 @@ from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import KINDS
 
-COUNT, NEW = 24, 640
+COUNT, NEW = 12, 480
 """Openings of a half, and new tokens: more than those that the paper calls early."""
 Half = Literal["choose", "report"]
 VARIANTS = "experiments.papers.loopguard.variants"

@@ -3,8 +3,8 @@
     python -m experiments.papers.loopguard.real WORK --model FILE                      # for each real model
     python -m experiments.papers.loopguard.why --runs WORK --real FOLDER [--out figures]
 
-The outputs are those that `experiments.papers.loopguard.real` has written without a remedy: of those that end in a loop, four
-on which the rule was chosen and ten others, spread over the kinds of openings.
+The outputs are those that `experiments.papers.loopguard.real` has written without a remedy: of those that end in a
+loop, four on which the rule was chosen and ten others, spread over the kinds of openings.
 """
 
 from __future__ import annotations
