@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 from experiments.drawn import put_table
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
-from experiments.papers.loopguard import real_table, verdicts, why
-from experiments.papers.loopguard.real import openings_of
 from experiments.loopserve import build as serve_build
 from experiments.loopserve import real
 from experiments.loopset import compare
+from experiments.papers.loopguard import real_table, verdicts, why
+from experiments.papers.loopguard.real import openings_of
 from experiments.record import earlier
 from sinkscope.sparse.serve import LoopServe
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import plotly.express as px
 
-from experiments.papers.loopguard.runs import COUNT, NEW, Source, share
+from experiments.papers.loopguard.runs import COUNT, NEW, Source, mean, share
 from sinkscope.bench.record import BenchRecord
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, measurement
 from sinkscope.results.style import figure_of
 
 WHOLE, H2O, RANDOM, PRINTED, DEFAULT = "whole cache", "H2O", "random", "as printed", "default"
@@ -73,9 +73,9 @@ class Caches(Result):
         """Draw every number by method."""
         values, names, kinds, margins = [], [], [], []
         for row in self.methods:
-            for kind, mean in (("loop", row.loop), ("loop by Eq. 7", row.printed), ("CR", row.cr), ("TTR", row.ttr)):
-                values.append(mean.value)
-                margins.append(mean.margin or 0.0)
+            for kind, number in (("loop", row.loop), ("loop by Eq. 7", row.printed), ("CR", row.cr), ("TTR", row.ttr)):
+                values.append(number.value)
+                margins.append(number.margin or 0.0)
                 names.append(row.key.name)
                 kinds.append(kind)
         fig = px.bar(x=names, y=values, color=kinds, error_y=margins, barmode="group")
@@ -87,9 +87,7 @@ def row_of(name: str, records: Sequence[BenchRecord]) -> Outputs:
     """Return the row of a method."""
     means: dict[str, Mean] = {}
     for number in ("cr", "ttr", "length"):
-        mean = mean_of([float(record.metrics[number] or 0.0) for record in records])
-        assert mean is not None
-        means[number] = mean
+        means[number] = mean(float(record.metrics[number] or 0.0) for record in records)
     loop = share(record.ended == "cap" and end_loop(record.tokens) is not None for record in records)
     printed = share(bool(record.metrics["loop_paper"]) for record in records)
     return Outputs(key=Method(name), loop=loop, printed=printed, **means)

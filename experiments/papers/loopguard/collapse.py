@@ -13,10 +13,10 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 
 from experiments.papers.loopguard.caches import WHOLE
-from experiments.papers.loopguard.runs import COUNT, NEW, Source, share
+from experiments.papers.loopguard.runs import COUNT, NEW, Source, mean, share
 from sinkscope.bench.record import BenchRecord
 from sinkscope.loops.text.signals import THETA_TTR, WINDOW, compression_ratio, end_loop, type_token_ratio
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement, optional
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, measurement, optional
 from sinkscope.results.style import COLOURS, GREY, figure_of
 
 EVERY, STAGE = 16, 64
@@ -127,8 +127,8 @@ def row_of(way: str, records: Sequence[BenchRecord]) -> Runs:
     means: dict[str, Mean | None] = {}
     for name, signal in SIGNALS.items():
         if fallen:
-            means[name] = mean_of([signal(tokens[:STAGE]) for tokens in fallen])
-            means[f"{name}_end"] = mean_of([signal(tokens[-STAGE:]) for tokens in fallen])
+            means[name] = mean(signal(tokens[:STAGE]) for tokens in fallen)
+            means[f"{name}_end"] = mean(signal(tokens[-STAGE:]) for tokens in fallen)
     if fallen:
         means["median"] = Mean(float(np.median([point for point in points if point is not None])))
     loop = share(record.ended == "cap" and end_loop(record.tokens) is not None for record in records)

@@ -9,9 +9,9 @@ from typing import Any
 from plotly.subplots import make_subplots
 
 from experiments.papers.loopguard.caches import DEFAULT, PRINTED, WHOLE, Method
-from experiments.papers.loopguard.runs import COUNT, NEW, Source, acts_of, share
+from experiments.papers.loopguard.runs import COUNT, NEW, Source, acts_of, mean, share
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, mean_of, measurement, optional
+from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, measurement, optional
 from sinkscope.results.style import COLOURS, GREY, figure_of
 
 ALWAYS, P1 = "always on", "p1 alone"
@@ -96,11 +96,17 @@ def interventions(
     for name, records in Source(setup, count, new, runs).outputs(SHOWN).items():
         acts = [acts_of(record) for record in records]
         each = [step for own in acts for step in own]
-        mean = mean_of([float(len(own)) for own in acts])
-        assert mean is not None
         loop = share(record.ended == "cap" and end_loop(record.tokens) is not None for record in records)
         early = Mean(sum(step < EARLY for step in each) / len(each)) if each else None
-        rows.append(Acts(key=Method(name), loop=loop, acts=mean, early=early, acted=share(bool(own) for own in acts)))
+        rows.append(
+            Acts(
+                key=Method(name),
+                loop=loop,
+                acts=mean(map(len, acts)),
+                early=early,
+                acted=share(bool(own) for own in acts),
+            )
+        )
         if name != WHOLE:
             counts[name], steps[name] = tuple(map(len, acts)), tuple(each)
     return Interventions(guards=tuple(rows), counts=counts, steps=steps)

@@ -17,12 +17,12 @@ from sinkscope.bench.benchmark import run
 from sinkscope.bench.record import BenchRecord, Prompt, Turn
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Mean, Setup
+from sinkscope.measure import Mean, Setup, mean_of
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import KINDS
 
-COUNT, NEW = 12, 480
+COUNT, NEW = 24, 640
 """Openings of a half, and new tokens: more than those that the paper calls early."""
 Half = Literal["choose", "report"]
 VARIANTS = "experiments.papers.loopguard.variants"
@@ -134,6 +134,13 @@ def share(values: Iterable[float | bool]) -> Mean:
     """Return the share of outputs of which something holds, with its margin over outputs."""
     each = np.array([float(value) for value in values])
     return Mean(float(each.mean()), margin_of(each, SCORES), tuple(each.tolist()))
+
+
+def mean(values: Iterable[float]) -> Mean:
+    """Return the mean of a number over outputs, with its margin."""
+    found = mean_of(np.array([*values], dtype=float))
+    assert found is not None
+    return found
 
 
 def acts_of(record: BenchRecord) -> list[int]:
