@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 
 from experiments.longbench import read_longbench
 from experiments.papers.__main__ import main
 from experiments.papers.loopguard.collapse import collapse_point
-from experiments.papers.loopguard.lemma import Layer, complex_blocks
+from experiments.papers.loopguard.lemma import Layer
 from experiments.papers.loopguard.two_wiki import MADE_UP, prompt_of, two_wiki
 from sinkscope.models.draws import draws
 
@@ -20,7 +19,7 @@ def layer(period: int | None, length: int = 96) -> Layer:
     made = [torch.randn(2, length, 8, generator=draws(0, name)) for name in ("queries", "keys")]
     if period is not None:
         made = [vectors[:, torch.arange(length) % period] for vectors in made]
-    query, key = map(complex_blocks, made)
+    query, key = (torch.complex(*vectors.chunk(2, -1)) for vectors in made)
     turn = torch.tensor([1.0, 0.5, 0.1, 0.01])
     turned = torch.polar(torch.ones(length, 4), torch.arange(length)[:, None] * turn)
     after_query, after_key = query * turned, key * turned
@@ -33,13 +32,12 @@ def test_eq_13_has_the_other_sign():
     assert layer(None).error(1).min() > 0.3
 
 
-@pytest.mark.parametrize("period", [None, 6])
-def test_the_bound_of_lemma_1_holds_and_is_nothing_at_the_period_alone(period):
-    change, bound, broken = layer(period).shifted(6, 32)
-    assert broken.max() == 0
-    assert (change <= bound + 1e-5).all()
-    assert bool(bound.max() < 1e-3) == (period == 6)
-    assert layer(6).shifted(7, 32)[0].min() > 0.3
+def test_the_bound_of_lemma_1_holds_and_is_nothing_at_the_period_alone():
+    for period in (None, 6):
+        change, bound, _ = layer(period).shifted(6)
+        assert (change <= bound + 1e-5).all()
+        assert bool(bound.max() < 1e-3) == (period == 6)
+    assert layer(6).shifted(7)[0].min() > 0.3
 
 
 def test_a_run_collapses_where_its_ratio_stays_low():
@@ -64,10 +62,9 @@ def test_the_guard_answers_as_the_whole_cache(tmp_path):
     file = tmp_path / "2wikimqa.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = two_wiki(records=file, budget=64)
-    by_name = {row.key.name: row for row in found.methods}
-    assert by_name["as printed"].same.value == 1 and by_name["as printed"].acts.value == 0
-    assert by_name["StreamingLLM"].same.value < 1
-    assert found.records == 2 and not found.records_are_made_up and "made-up" not in found.conclusion()
+    _, streaming, _, guard = found.methods
+    assert guard.same.value == 1 and streaming.same.value < 1
+    assert found.conclusion().startswith("Of 2 records, 100% of the guard's answers are the whole cache's")
 
 
 def test_openings_are_of_all_kinds_alike(tmp_path, capsys):

@@ -21,8 +21,8 @@ LOOPGUARD = Paper(
             "table1",
             ("Table 1", "Fig. 1 b", "Eq. 5", "Eq. 6", "Eq. 7"),
             "Which caches and guards leave loops, and does H2O amplify them?",
-            module="caches",
-            words=RUNS,
+            module="methods",
+            words=f"{RUNS} --methods whole,streaming,h2o,random,printed,default",
             cost=Minutes(1, 1),
         ),
         Artefact(
@@ -36,8 +36,8 @@ LOOPGUARD = Paper(
             "table3",
             ("Table 3", "Fig. 4 a", "Fig. 4 b", "Eq. 10", "Eq. 11"),
             "How often and when does each guard act, and which loops does it leave?",
-            module="interventions",
-            words=RUNS,
+            module="methods",
+            words=f"{RUNS} --methods whole,always,p1,printed,default",
             cost=Minutes(1, 1),
         ),
         Artefact(
