@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 
 from repository import FIGURES, ROOT
 
+from experiments.papers.__main__ import PAPERS
 from sinkscope.app.commands import COMMANDS
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *FIGURES.glob("*.md")]
@@ -34,6 +35,9 @@ def used(script: str) -> set[str]:
 
 def options_of(words: list[str]) -> tuple[str, set[str]]:
     """The name of a command, and the options that it has."""
+    if words[2:3] == ["experiments.papers"]:
+        named = [paper.command_of(one) for paper in PAPERS for one in paper.measured if one.name in words]
+        return words[2], {"--model", "--out", *(option for one in named for read in one.params for option in read.opts)}
     if words[0] == "python":
         parameters = inspect.signature(import_module(words[2]).main).parameters
         return words[2], {f"--{name}".replace("_", "-") for name in parameters}

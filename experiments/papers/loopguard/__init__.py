@@ -15,7 +15,7 @@ LOOPGUARD = Paper(
             "Does diversity fall in two stages, and do larger models survive longer?",
             module="collapse",
             words=RUNS,
-            cost=Minutes(1, 1),
+            cost=Minutes(0.7, 6.4),
         ),
         Artefact(
             "table1",
@@ -23,14 +23,14 @@ LOOPGUARD = Paper(
             "Which caches and guards leave loops, and does H2O amplify them?",
             module="methods",
             words=f"{RUNS} --methods whole,streaming,h2o,random,printed,default",
-            cost=Minutes(1, 1),
+            cost=Minutes(1.3, 13.7),
         ),
         Artefact(
             "table2",
             ("Table 2",),
             "Does the guard harm answers to questions about long contexts?",
             module="two_wiki",
-            cost=Minutes(1, 1),
+            cost=Minutes(0.5, 1),
         ),
         Artefact(
             "table3",
@@ -38,7 +38,7 @@ LOOPGUARD = Paper(
             "How often and when does each guard act, and which loops does it leave?",
             module="methods",
             words=f"{RUNS} --methods whole,always,p1,printed,default",
-            cost=Minutes(1, 1),
+            cost=Minutes(0.7, 5.8),
         ),
         Artefact(
             "fig3",
@@ -51,14 +51,14 @@ LOOPGUARD = Paper(
             ("Fig. 1 a", "Fig. 1 c"),
             "Does a loop need its copies in the cache?",
             command="why-loop",
-            cost=Minutes(1, 1),
+            cost=Minutes(0.2, 1.3),
         ),
         Artefact(
             "overhead",
             ("Section 5.4",),
             "What does a token cost under a guard that raises no alarm?",
             module="overhead",
-            cost=Minutes(1, 1),
+            cost=Minutes(0.4, 1),
         ),
         Artefact(
             "lemma1",
@@ -66,7 +66,7 @@ LOOPGUARD = Paper(
             "Do scores repeat from period to period, and does the loop forget noise in its cache?",
             module="lemma",
             words=RUNS,
-            cost=Minutes(1, 1),
+            cost=Minutes(0.1, 0.6),
         ),
         Artefact(
             "appb",
@@ -74,7 +74,7 @@ LOOPGUARD = Paper(
             "Do the printed thresholds part loops from honest answers?",
             module="thresholds",
             words=RUNS,
-            cost=Minutes(1, 1),
+            cost=Minutes(0.5, 5.1),
         ),
         Artefact(
             "appc",
@@ -89,14 +89,14 @@ LOOPGUARD = Paper(
             "What does one loop look like under every method, beside the detector's values?",
             module="side_by_side",
             words=RUNS,
-            cost=Minutes(1, 1),
+            cost=Minutes(0.1, 0.3),
         ),
         Artefact(
             "fig5",
             ("Fig. 5", "App. E"),
             "Do heads lock onto a loop?",
             command="barcode",
-            cost=Minutes(1, 1),
+            cost=Minutes(0.2, 0.7),
         ),
     ),
 )

@@ -73,7 +73,8 @@ class Collapse(Result):
         lines = [*((name, line, 1) for name, line in self.curves.items())]
         lines += ((name, line, 2) for name, line in self.survival.items())
         for colour, (name, line, col) in zip(COLOURS, lines, strict=False):
-            style: dict[str, Any] = {"mode": "lines", "line_color": colour, "name": name}
+            line_style = {"color": colour, "shape": "hv" if col == 2 else "linear"}
+            style: dict[str, Any] = {"mode": "lines", "line": line_style, "name": name}
             fig.add_scatter(y=line, x0=EVERY, dx=EVERY, **style, row=1, col=col)
         fig.add_hline(THETA_TTR, line={"color": GREY, "dash": "dot"}, row=1, col=1)
         fig.update_xaxes(title_text="generated tokens").update_yaxes(range=[0, 1.02])

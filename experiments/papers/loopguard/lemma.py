@@ -64,8 +64,9 @@ class Lemma(Result):
     def conclusion(self) -> str:
         """Return how far scores are one period apart beside the contrasts, what noise leaves, and Eq. 13's sign."""
         own, other, ordinary = self.shifts
-        loop, _, text = self.noise
-        forgets = "forgets noise faster" if loop.last.value < text.last.value else "does not forget noise faster"
+        loop, text = self.noise
+        is_faster = loop.last.value < text.last.value and loop.text("last") != text.text("last")
+        forgets = "forgets noise faster" if is_faster else "does not forget noise faster"
         return (
             f"Scores one period ({self.period} tokens) apart differ by {own.text('change')} of their spread, a token "
             f"further apart, a control, by {other.text('change')}, and in ordinary text by {ordinary.text('change')}; "
@@ -148,20 +149,18 @@ def layers_of(setup: Setup, ids: Sequence[int]) -> list[Layer]:
 
 
 @torch.no_grad()
-def noise_left(setup: Setup, ids: Sequence[int], kept: int, told: Sequence[int], what: str) -> Left:
+def noise_left(setup: Setup, ids: Sequence[int], told: Sequence[int], what: str) -> Left:
     """Return how far the keys and values of tokens behind a text are from those without noise, over the noise.
 
     Args:
         setup: The model.
-        ids: The text.
-        kept: Number of first positions that stay in the cache, of which the last 32 get the noise.
+        ids: The text, whose last 32 tokens in the cache get the noise.
         told: The tokens that follow.
         what: What the text is.
     """
     model, generator = setup.target.hf, draws(setup.seed, f"noise {what}")
     cache = model(input_ids=torch.tensor([[*ids]] * (1 + DRAWS)), use_cache=True).past_key_values
     for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
         for entries in (layer.keys, layer.values):
             near = entries[1:, :, -TAIL:]
             near *= 1 + NOISE * torch.randn(near.shape, generator=generator)
@@ -204,9 +203,8 @@ def lemma(setup: Setup, *, count: Natural = COUNT, new: Natural = NEW, runs: Pat
         change, bound, tail = map(Mean, middle.tolist())
         rows.append(Shift(key=name, change=change, bound=bound, tail=tail))
     further = (ids[-period:] * STEPS)[:STEPS]
-    noise = [noise_left(setup, ids, size, further, "in the loop")]
-    noise.append(noise_left(setup, ids, loop.start, further, "after a cut"))
-    noise.append(noise_left(setup, text[:size], size, text[size:], "ordinary text"))
+    noise = [noise_left(setup, ids, further, "in the loop")]
+    noise.append(noise_left(setup, text[:size], text[size:], "ordinary text"))
     signs = [float(torch.cat([layer.error(sign) for layer in plain]).median()) for sign in (1, -1)]
     signed = dict(zip(("printed_sign", "other_sign"), signs, strict=True))
     return Lemma(shifts=tuple(rows), noise=tuple(noise), period=period, **signed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.papers.loopguard.runs import COUNT, NEW, Half, Source, loops, share
 from experiments.papers.loopguard.verdicts import honest_texts
@@ -14,7 +15,7 @@ from sinkscope.loops.text.monitor import PaperSettings, Settings
 from sinkscope.measure import Mean, Natural, Result, Row, Setup, column, measurement, optional
 
 PRINTED, COPIES = "as printed", "copies alone"
-CHANGED: dict[str, tuple[float, float]] = {
+CHANGED: dict[str, tuple[Any, Any]] = {
     "votes": (1, 3),
     "theta_ttr": (0.1, 0.4),
     "theta_cr": (0.06, 0.24),
