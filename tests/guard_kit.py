@@ -9,7 +9,7 @@ from kv_kit import decode
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.loopguard.variants import OneSignal
+from experiments.papers.loopguard.variants import OneSignal
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard
 

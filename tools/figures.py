@@ -47,7 +47,7 @@ COMMANDS = {
     "find_sinks_smollm2": f"sinkscope find-sinks {SMOLLM2}",
     "lines": "sinkscope lines",
     "lines_whole": "sinkscope lines --etas 0.1 --whole",
-    "loopguard_verdicts": f"python -m experiments.loopguard.verdicts --models {SMOLLM2} {GEMMA}",
+    "loopguard_verdicts": f"python -m experiments.papers.loopguard.verdicts --models {SMOLLM2} {GEMMA}",
     "loops_compare": "python -m experiments.loopset.compare",
     "loops_compare_again": "python -m experiments.loopset.compare --half again --out figures/loops_compare_again.json",
     "loopserve_fig2d": BENCH,

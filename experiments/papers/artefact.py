@@ -46,7 +46,7 @@ class Artefact:
         asks: The question, in one sentence.
         command: The words of a command of sinkscope that answers it. "{stem}" is where its files begin.
         module: The module of this paper's folder with a measurement of the same name, which answers it.
-        words: Options that the module's command always has.
+        words: Options that the module's command always has. "{out}" is the folder of the files.
         cost: What it costs.
         reason: Why nothing answers it, or where the answer stands.
     """
@@ -105,7 +105,7 @@ class Paper:
             out: Folder of the files.
         """
         stem = self.stem_of(artefact, model, out)
-        words = artefact.words.split()
+        words = [word.format(out=out) for word in artefact.words.split()]
         if artefact.command:
             words = artefact.command.format(stem=stem).split()[1:]
         if model is not None:

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from experiments.drawn import put_table
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.loopbench import build as loop_build
-from experiments.loopguard import real_table, verdicts, why
-from experiments.loopguard.real import openings_of
 from experiments.loopset import compare
+from experiments.papers.loopguard import real_table, verdicts, why
+from experiments.papers.loopguard.real import openings_of
 from experiments.papers.loopserve import build as serve_build
 from experiments.papers.loopserve import real
 from experiments.record import earlier

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.loopguard.dry import DRY
+from experiments.papers.loopguard.dry import DRY
 
 
 def digits(ids: str) -> list[int]:

@@ -15,7 +15,7 @@ from sinkscope.app.commands import COMMANDS
 
 NUMBERING = {
     "repeated-token": ["Fig. 1-9", "Table 1-3", "Theorem 4.1", "Theorem D.2", "Listing 1", "App. A-D"],
-    "loopguard": ["Fig. 1-5", "Table 1-3", "Lemma 1", "Eq. 1-13", "App. A-D"],
+    "loopguard": ["Fig. 1-5", "Table 1-3", "Lemma 1", "Eq. 1-18", "App. A-E"],
     "loopserve": ["Fig. 1-13", "Table 1-8", "Algorithm 1-6", "Theorem 1", "Obs. 1-4"],
 }
 """How each paper numbers what it shows."""
@@ -25,6 +25,9 @@ SECONDS = {
     "loopserve fig4": "--dialogues 3 --length 96 --new 12 --window 4",
     "loopserve fig10c": SMALL,
     "loopserve theorem1": "--tokens 6",
+    "loopguard lemma1": "--count 4 --new 96",
+    "loopguard table3": "--count 4 --new 96",
+    "loopguard overhead": "--rounds 3 --new 8",
 }
 """Artefacts that take about a second, with the options of their smallest size."""
 SHORT = "--max-repeats 40 --tokens the"
@@ -44,6 +47,13 @@ LONGER = {
     "repeated-token table3": "--copies 40 --new 4 --training {readme}",
     **{f"loopserve {name}": SMALL for name in ("table1", "fig9a", "fig10a", "fig10b", "fig11", "table3")},
     "loopserve fig1": "--count 2 --length 64",
+    "loopguard fig2": "--count 4 --new 300",
+    "loopguard table1": "--count 4 --new 96",
+    "loopguard table2": "--count 3",
+    "loopguard fig1": "--max-new-tokens 200",
+    "loopguard appb": "--count 4 --new 96",
+    "loopguard appd": "--count 4 --new 96",
+    "loopguard fig5": "--max-new-tokens 200",
 }
 """Those that take longer."""
 

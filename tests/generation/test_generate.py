@@ -12,7 +12,7 @@ from refusals import refused
 from transformers import StoppingCriteria
 
 import sinkscope as ss
-from experiments.loopguard.dry import DRY
+from experiments.papers.loopguard.dry import DRY
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.conversation import Conversation
 from sinkscope.generation.generate import generate

@@ -18,7 +18,7 @@ from organisms.decoders import decoder
 from refusals import refused
 from transformers import DynamicCache
 
-from experiments.loopguard.variants import OneSignal, Timed
+from experiments.papers.loopguard.variants import OneSignal, Timed
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.decode import forced_answers
 from sinkscope.generation.generate import generate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sinkscope as ss
-from experiments.loopguard.variants import Timed
+from experiments.papers.loopguard.variants import Timed
 from sinkscope import kv
 from sinkscope.loops import MonitorSettings
 

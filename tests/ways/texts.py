@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sinkscope as ss
-from experiments.loopguard.dry import DRY
+from experiments.papers.loopguard.dry import DRY
 
 from .calls import NEW, Use
 from .edits import EDITS

@@ -1,17 +1,17 @@
 """What `sinkscope why-loop` says of loops of real models.
 
-    python -m experiments.loopguard.real WORK --model FILE                      # for each real model
-    python -m experiments.loopguard.why --runs WORK --real FOLDER [--out figures]
+    python -m experiments.papers.loopguard.real WORK --model FILE                      # for each real model
+    python -m experiments.papers.loopguard.why --runs WORK --real FOLDER [--out figures]
 
-The outputs are those that `experiments.loopguard.real` has written without a remedy: of those that end in a loop, four
-on which the rule was chosen and ten others, spread over the kinds of openings.
+The outputs are those that `experiments.papers.loopguard.real` has written without a remedy: of those that end in a
+loop, four on which the rule was chosen and ten others, spread over the kinds of openings.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.loopguard.real import FULL, openings_of, outputs_of
+from experiments.papers.loopguard.real import FULL, openings_of, outputs_of
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.loops.text.signals import end_loop

@@ -1,9 +1,9 @@
 """What ends the loops of a real model, and how its text goes on: guards and samplers, on openings of four kinds.
 
-    python -m experiments.loopguard.real WORK --model FILE [--only ARM ...]
+    python -m experiments.papers.loopguard.real WORK --model FILE [--only ARM ...]
 
 The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there.
-`experiments.loopguard.real_table` makes the tables.
+`experiments.papers.loopguard.real_table` makes the tables.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
-from experiments.loopguard.dry import DRY
-from experiments.loopguard.variants import MONITORS
-from experiments.loopguard.verdicts import HALVES
+from experiments.papers.loopguard.dry import DRY
+from experiments.papers.loopguard.variants import MONITORS
+from experiments.papers.loopguard.verdicts import HALVES
 from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.generation.decode import decode

@@ -1,6 +1,6 @@
 """The variants of LoopGuard's Table 3: the paper's guard with another monitor.
 
-    sinkscope bench --task loops --methods full,experiments.loopguard.variants:p1:256
+    sinkscope bench --task loops --methods full,experiments.papers.loopguard.variants:p1:256
 
 - p1 (Table 3's single-signal): one vote alone, without a gate.
 - always: an act every 200 tokens; at every step outside the cooldown it would be 77 acts in 2,500 tokens, and Table 3

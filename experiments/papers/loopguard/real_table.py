@@ -1,6 +1,6 @@
-"""Tables of what remedies do to the loops of real models, from the outputs of `experiments.loopguard.real`.
+"""Tables of what remedies do to the loops of real models, from the outputs of `experiments.papers.loopguard.real`.
 
-    python -m experiments.loopguard.real_table WORK --models FILE ... [--out figures/loopguard_real.json]
+    python -m experiments.papers.loopguard.real_table WORK --models FILE ... [--out figures/loopguard_real.json]
 
 For each model, half and arm: outputs that end in an exact loop (three copies, 24 tokens) or nearly loop (of the last 8
 sentences or lines, 6 resemble one of the 12 before by 80 % of their letters, numbers apart), that say the same token
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.loopguard.real import FULL, outputs_of
+from experiments.papers.loopguard.real import FULL, outputs_of
 from experiments.record import Row, earlier, write_record
 from experiments.script import run
 from sinkscope.bench.answer import mean_known

@@ -1,6 +1,6 @@
 """What the checker, and the guard in the tokens of a model, say of honest texts that repeat themselves.
 
-    python -m experiments.loopguard.verdicts --models FILE ... [--out figures/loopguard_verdicts.json]
+    python -m experiments.papers.loopguard.verdicts --models FILE ... [--out figures/loopguard_verdicts.json]
 
 The texts repeat because they should: what was asked for, or what their form brings (`honest_answers.jsonl`), and longer
 ones of data, code, markup and logs (`honest_data.jsonl`). Half of them is for choosing; the halves share no form. For
