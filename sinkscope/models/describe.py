@@ -6,12 +6,12 @@ Layers that are alike are shown once.
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from sinkscope.models.target import Target
+Model = Any
+"""A `Target`, which describes itself by this module and so stands above it."""
 
 SITES: dict[str, tuple[str, ...]] = {
     "": ("hook_resid_pre", "hook_resid_post"),
@@ -38,7 +38,7 @@ REPLACED = {
 """Where a site is at another part instead, if a layer has that one."""
 
 
-def sites_of_part(target: Target, layer: int, part: str) -> list[str]:
+def sites_of_part(target: Model, layer: int, part: str) -> list[str]:
     """Return the sites at a part of a layer; of a mixture, neurons are those of single experts, and have none."""
     sites: list[str] = []
     for site in SITES.get(part, ()):
@@ -51,7 +51,7 @@ def sites_of_part(target: Target, layer: int, part: str) -> list[str]:
     return sites
 
 
-def describe(target: Target) -> str:
+def describe(target: Model) -> str:
     """Return a model as a tree of its modules: what each is, its size, and the sites that are read there.
 
     A site that could not be proved stands below, with what did not hold.
@@ -75,12 +75,12 @@ def describe(target: Target) -> str:
     return "\n".join(lines)
 
 
-def as_page(target: Target) -> str:
+def as_page(target: Model) -> str:
     """Return the tree for a notebook."""
     return f"<pre>{html.escape(describe(target))}</pre>"
 
 
-def _alike(target: Target) -> list[list[int]]:
+def _alike(target: Model) -> list[list[int]]:
     """The numbers of layers that have the same parts and sizes, and lack the same sites."""
     groups: dict[Any, list[int]] = {}
     for layer in range(target.n_layers):
@@ -89,7 +89,7 @@ def _alike(target: Target) -> list[list[int]]:
     return [*groups.values()]
 
 
-def _rows(target: Target, layer: int) -> list[tuple[str, nn.Module, list[str]]]:
+def _rows(target: Model, layer: int) -> list[tuple[str, nn.Module, list[str]]]:
     """The path, the module and the sites of each part of a layer, in the order of its modules."""
     paths = target.paths[layer]
     sites: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def _rows(target: Target, layer: int) -> list[tuple[str, nn.Module, list[str]]]:
     return [(path, target.layers[layer].get_submodule(path), sites[path]) for path in order]
 
 
-def _unproved(target: Target, layer: int) -> dict[str, str]:
+def _unproved(target: Model, layer: int) -> dict[str, str]:
     """The sites of a layer that could not be proved, and why."""
     begin = f"blocks.{layer}."
     return {site.removeprefix(begin): why for site, why in target.unproved.items() if site.startswith(begin)}
@@ -127,6 +127,6 @@ def _size(module: nn.Module) -> str:
     return "" if weight is None else " x ".join(map(str, weight.shape))
 
 
-def _path_in(target: Target, module: nn.Module) -> str:
+def _path_in(target: Model, module: nn.Module) -> str:
     """The path of a module in the model."""
     return next((path for path, part in target.hf.named_modules() if part is module), "")
