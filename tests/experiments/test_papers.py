@@ -151,3 +151,4 @@ def test_nothing_lies_outside_the_folder() -> None:
     """What is measured of a paper lies in experiments/papers."""
     assert not (ROOT / "experiments" / "repeated_token").exists()
     assert not (ROOT / "experiments" / "loopserve").exists()
+    assert not (ROOT / "experiments" / "loopguard").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -48,12 +49,14 @@ class Overhead(Result):
         )
 
 
-def arm(target: Any, guard: LoopGuard | None, new: int) -> Callable[[], tuple[float, int]]:
+def arm(setup: Setup, guard: LoopGuard | None, rounds: int, new: int) -> Callable[[], tuple[float, int]]:
     """Return what continues the next opening at each call: the seconds of a token, and the number of alarms."""
-    texts = iter(openings_of("choose"))
+    texts, target = enumerate(cycle(openings_of("choose"))), setup.target
 
     def continue_next() -> tuple[float, int]:
-        inputs = target.tokenizer(next(texts)[1], return_tensors="pt", verbose=False)
+        number, (_, text) = next(texts)
+        setup.progress("rounds", number, rounds + 1)
+        inputs: Any = target.tokenizer(text, return_tensors="pt", verbose=False)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return token_seconds(target.hf, guard, {**inputs, "min_new_tokens": new}, new)
@@ -69,7 +72,7 @@ def overhead(setup: Setup, *, rounds: Natural = 24, new: Natural = 64) -> Overhe
         rounds: Openings that each arm continues, after one that warms up.
         new: New tokens.
     """
-    arms = interleaved({name: arm(setup.target, guard, new) for name, guard in GUARDS.items()}, rounds)
+    arms = interleaved({name: arm(setup, guard, rounds, new) for name, guard in GUARDS.items()}, rounds)
     seconds = {name: [each for each, _ in made] for name, made in arms.items()}
     rows: list[Cost] = []
     for name in [*GUARDS][1:]:
