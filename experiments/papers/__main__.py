@@ -28,6 +28,7 @@ from sinkscope.results.console import note, show
 from sinkscope.results.result import Result
 
 PAPERS = (REPEATED_TOKEN, LOOPGUARD, LOOPSERVE)
+GUESS = 10  # times as long as with the model in the package
 PACKAGE = "experiments.papers"
 PROGRAM = f"python -m {PACKAGE}"
 MODEL = click.Option(["--model"], help="Short name, hub id, folder or .gguf file. By default the model in the package.")
@@ -89,9 +90,11 @@ class AllCommand(click.Command):
 
 
 def minutes_of(artefact: Artefact, model: str | None) -> float:
-    """Return what an artefact was measured to cost."""
-    cost = artefact.cost or Minutes(1, 1)
-    return cost.bundled if model is None else cost.smollm2
+    """Return what an artefact was measured to cost; where it was not, a guess, which the first artefacts correct."""
+    cost = artefact.cost or Minutes(1)
+    if model is None:
+        return cost.bundled
+    return cost.smollm2 if cost.smollm2 is not None else GUESS * cost.bundled
 
 
 def measure(paper: Paper, artefact: Artefact, model: str | None, out: Path, words: Sequence[str]) -> Result:
@@ -109,7 +112,7 @@ def measure(paper: Paper, artefact: Artefact, model: str | None, out: Path, word
     """
     command = paper.command_of(artefact)
     out.mkdir(parents=True, exist_ok=True)
-    typed = [*paper.words_of(artefact, model, out), *words]
+    typed = [*without(paper.words_of(artefact, model, out), words), *words]
     command.main(args=typed, prog_name=f"sinkscope {command.name}", standalone_mode=False)
     file = paper.file_of(artefact, model, out)
     result: Any = paper.load(artefact, file)
@@ -123,6 +126,19 @@ def measure(paper: Paper, artefact: Artefact, model: str | None, out: Path, word
         except (ValueError, RuntimeError) as error:  # kaleido or the browser is missing
             note(f"no PNG: {error}")
     return result
+
+
+def without(defaults: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return the options of an artefact, less those that are given anew: one that takes several values would add."""
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    kept: list[str] = []
+    is_given = False
+    for word in defaults:
+        if word.startswith("--"):
+            is_given = word in flags
+        if not is_given:
+            kept.append(word)
+    return kept
 
 
 def answer(artefact: Artefact) -> str:

@@ -24,14 +24,15 @@ class Minutes:
 
     Attributes:
         bundled: Minutes on the model in the package.
-        smollm2: Minutes on SmolLM2 (135M).
+        smollm2: Minutes on SmolLM2 (135M). None: it was not measured there.
     """
 
     bundled: float
-    smollm2: float
+    smollm2: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.bundled:g} min, {self.smollm2:g} min with SmolLM2"
+        with_smollm2 = "not timed" if self.smollm2 is None else f"{self.smollm2:g} min"
+        return f"{self.bundled:g} min; with SmolLM2 {with_smollm2}"
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 from covering import slow
 from repository import ROOT
 
-from experiments.papers.__main__ import PAPERS, main
+from experiments.papers.__main__ import PAPERS, main, without
 from experiments.papers.artefact import Artefact, Paper
+from experiments.papers.loopserve.asked import Named
+from experiments.papers.loopserve.kept_answers import RANDOM, At, Change, Cost, KeptAnswers, beside_control
 from sinkscope.app.commands import COMMANDS
+from sinkscope.measure import Mean, mean_of
 
 NUMBERING = {
     "repeated-token": ["Fig. 1-9", "Table 1-3", "Theorem 4.1", "Theorem D.2", "Listing 1", "App. A-D"],
@@ -137,6 +141,31 @@ def test_bad_words_are_refused_in_one_line(capsys) -> None:
     assert main(["nobody"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all(line.startswith("error: ") for line in lines), lines
+
+
+def change(method: str, place: str, late: list[float]) -> Change:
+    return Change(key=At(method, place), rise=Mean(0.0), late=mean_of(np.array(late)), same=None)
+
+
+@pytest.mark.parametrize(("late", "words"), [(0.3, "clearly better than kept"), (-0.3, "clearly better than none")])
+def test_a_control_that_wins_behind_the_first_tokens_is_said(late, words):
+    """What loopserve reads freely says nothing: the mean over all tokens is the same for both here."""
+    noise = [0.01, 0.0, -0.01, 0.0]
+    rows = []
+    for place in ("begin", "end"):
+        rows.append(change("kept", place, [late + one for one in noise]))
+        rows.append(change(RANDOM, place, noise[::-1]))
+    costs = tuple(Cost(key=Named(name), time=Mean(1.0)) for name in ("kept", RANDOM))
+    said = KeptAnswers(rows=tuple(beside_control(rows)), costs=costs).conclusion()
+    assert words in said and ("1 of 1 methods" in said) == (late < 0), said
+    alone = [change("kept", "begin", [late]), change(RANDOM, "begin", [0.0])]
+    assert "no difference" in KeptAnswers(rows=tuple(beside_control(alone)), costs=costs).conclusion()
+
+
+def test_options_that_are_given_take_the_place_of_an_artefacts_own():
+    own = ["--methods", "a,b", "--whole", "--json", "x.json"]
+    assert without(own, ["--methods", "c"]) == ["--whole", "--json", "x.json"]
+    assert without(own, ["--methods=c", "--whole"]) == ["--json", "x.json"]
 
 
 def test_without_a_word_it_lists_everything(capsys) -> None:

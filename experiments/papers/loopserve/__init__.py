@@ -7,9 +7,6 @@ WINDOW = "window=32"
 """Of SnapKV, as in its own runs on LongBench."""
 
 
-# Minutes of `kept_answers` with SmolLM2 follow from those of the bundled model, by the ratio of both for fig4.
-
-
 def kept(methods: str, more: str = "") -> str:
     """Return the options of `kept_answers`, of a list of methods."""
     return f"--methods {','.join(methods.split())} {more}".strip()
@@ -57,7 +54,7 @@ LOOPSERVE = Paper(
                 f"h2o snapkv:{WINDOW} adakv:{WINDOW} streaming a-shape:0.25 tri-shape:0.25 minference "
                 "loopserve loopserve-p loopserve-d loopserve:paper"
             ),
-            cost=Minutes(1, 17),
+            cost=Minutes(1),
         ),
         Artefact(
             "fig9a",
@@ -68,7 +65,7 @@ LOOPSERVE = Paper(
                 f"snapkv:{WINDOW} adakv:{WINDOW} minference loopserve loopserve-p loopserve-d",
                 "--length 768 --dialogues 1 --new 40",
             ),
-            cost=Minutes(0.8, 10),
+            cost=Minutes(0.8),
         ),
         Artefact(
             "fig9b",
@@ -82,7 +79,7 @@ LOOPSERVE = Paper(
             "What does a smaller alpha change of a model's answers?",
             module="kept_answers",
             words=kept(" ".join(f"loopserve-p:alpha={alpha}" for alpha in (0.9, 0.955, 0.99))),
-            cost=Minutes(0.7, 9),
+            cost=Minutes(0.7),
         ),
         Artefact(
             "fig10b",
@@ -90,7 +87,7 @@ LOOPSERVE = Paper(
             "What does a smaller budget change of a model's answers?",
             module="kept_answers",
             words=kept(" ".join(f"loopserve-d:{budget}" for budget in (0.0625, 0.125, 0.25, 0.5))),
-            cost=Minutes(0.5, 7),
+            cost=Minutes(0.5),
         ),
         Artefact(
             "fig10c",
@@ -98,7 +95,7 @@ LOOPSERVE = Paper(
             "What does it change how often the tokens that are read are chosen again?",
             module="kept_answers",
             words=kept(" ".join(f"loopserve-d:interval={interval}" for interval in (4, 8, 16, 32))),
-            cost=Minutes(0.6, 7),
+            cost=Minutes(0.6),
         ),
         Artefact(
             "fig11",
@@ -106,7 +103,7 @@ LOOPSERVE = Paper(
             "Does a larger window of the prompt help SnapKV?",
             module="kept_answers",
             words=kept(" ".join(f"snapkv:window={window}" for window in (6, 12, 24, 48)) + " loopserve-d"),
-            cost=Minutes(0.6, 8),
+            cost=Minutes(0.6),
         ),
         Artefact(
             "fig12",
@@ -143,7 +140,7 @@ LOOPSERVE = Paper(
                 "loopserve:96",
                 "--length 640 --dialogues 1 --new 40",
             ),
-            cost=Minutes(0.7, 8),
+            cost=Minutes(0.7),
         ),
         Artefact("table2", ("Table 2",), "What do symbols stand for?", reason="notation, nothing to measure"),
         Artefact(
